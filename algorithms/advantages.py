@@ -1,0 +1,56 @@
+"""Advantage estimators, by the names that a config uses.
+
+An estimator's positional parameters are fields of a batch, its keyword arguments are its
+hyper-parameters. Estimators from one score per answer give [B] (`to_tokens` spreads them over the
+tokens), those that look at tokens give [B T], and `gae` gives advantages and returns.
+"""
+
+from jaxrl_llm.algorithms.advantages_optimal_baseline import (
+    optimal_token_baseline,
+    optimal_token_baseline_corrected,
+    optimal_token_baseline_multi_turn,
+)
+from jaxrl_llm.algorithms.advantages_outcome import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_pass_at_k,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from jaxrl_llm.algorithms.advantages_token import (
+    gae,
+    gae_whitened,
+    kl_penalized_rewards,
+    reinforce_plus_plus,
+    remax,
+    reward_to_go,
+    rewards_from_scores,
+    to_tokens,
+    whiten,
+)
+
+__all__ = [
+    "dr_grpo",
+    "gae",
+    "gae_whitened",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_pass_at_k",
+    "kl_penalized_rewards",
+    "opo",
+    "optimal_token_baseline",
+    "optimal_token_baseline_corrected",
+    "optimal_token_baseline_multi_turn",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "reward_to_go",
+    "rewards_from_scores",
+    "rloo",
+    "to_tokens",
+    "whiten",
+]

@@ -1,0 +1,66 @@
+"""Statistics over the answers that share a prompt, whatever integers name the groups."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
+
+
+class Groups(NamedTuple):
+    """Which answers belong together.
+
+    Attributes:
+        number: each answer's group, numbered from 0.
+        size: answers in the group of each answer.
+    """
+
+    number: Int[Array, " B"]
+    size: Int[Array, " B"]
+
+
+def grouped(group_ids: Int[Array, " B"]) -> Groups:
+    """Number the groups from 0 and count their answers.
+
+    >>> groups = grouped(jnp.array([40, -2, 40]))
+    >>> groups.number.tolist(), groups.size.tolist()
+    ([1, 0, 1], [2, 1, 2])
+    """
+    _, number = jnp.unique(group_ids, return_inverse=True, size=group_ids.size)
+    count = jax.ops.segment_sum(jnp.ones_like(number), number, num_segments=number.size)
+    return Groups(number, count[number])
+
+
+def over_group(
+    reduction: Callable[..., Array], values: Shaped[Array, "B *rest"], groups: Groups
+) -> Shaped[Array, "B *rest"]:
+    """Return for each answer the reduction over its group: one of `jax.ops.segment_*`.
+
+    >>> groups = grouped(jnp.array([0, 0, 1]))
+    >>> over_group(jax.ops.segment_max, jnp.array([1.0, 2.0, 0.0]), groups).tolist()
+    [2.0, 2.0, 0.0]
+    """
+    return reduction(values, groups.number, num_segments=groups.number.size)[groups.number]
+
+
+def centred(scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
+    """Return scores less their group's mean.
+
+    >>> centred(jnp.array([1.0, 2.0, 5.0]), grouped(jnp.array([0, 0, 1]))).tolist()
+    [-0.5, 0.5, 0.0]
+    """
+    scores = scores.astype(jnp.float32)
+    # Less the minimum first: then equal scores give exactly 0 and a large offset costs no digits.
+    shifted = scores - over_group(jax.ops.segment_min, scores, groups)
+    return shifted - over_group(jax.ops.segment_sum, shifted, groups) / groups.size
+
+
+def deviation(centred_scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
+    """Return the standard deviation of each answer's group (divisor G − 1; 0 in a group of one).
+
+    >>> deviation(jnp.array([-4.0, 0.0, 4.0, 0.0]), grouped(jnp.array([0, 0, 0, 1]))).tolist()
+    [4.0, 4.0, 4.0, 0.0]
+    """
+    squares = over_group(jax.ops.segment_sum, jnp.square(centred_scores), groups)
+    return jnp.sqrt(squares / jnp.maximum(groups.size - 1, 1))

@@ -1,0 +1,141 @@
+"""Checkpoints: atomic, written in the background, the newest few and the best kept."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each of its steps
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be read, or written."""
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds: arrays, and the rest as JSON."""
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        directory: holds one folder for each step.
+        keep: newest checkpoints to keep; None keeps all.
+        best: name of the metric by which one more is kept, the highest.
+        read_only: never write or remove anything.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int | None,
+        best: str | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Open or make the directory; remains of unfinished saves are removed."""
+        self.directory = directory.resolve()
+        policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep)]
+        if best:
+            policies.append(
+                preservation_policy.BestN(
+                    get_metric_fn=lambda metrics: metrics[best],
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=not read_only,
+                read_only=read_only,
+                create=not read_only,
+            ),
+            item_names=("state", "extra"),
+        )
+
+    def latest(self) -> int | None:
+        """Return the newest whole checkpoint's step."""
+        return self._manager.latest_step()
+
+    def save(
+        self, step: int, state: Any, extra: dict[str, Any], metrics: dict[str, float] | None = None
+    ) -> None:
+        """Start to save; the arrays may be donated as soon as this returns.
+
+        Raises:
+            CheckpointError: this save, or the one before it, failed.
+        """
+        if jax.default_backend() == "cpu":
+            state = jax.tree.map(jnp.copy, state)  # a host "transfer" there is only a view
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)
+                ),
+                metrics=metrics,
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"can't save step {step} in {self.directory}: {error}") from error
+
+    def restore(self, state_like: Any, step: int | None = None) -> Saved:
+        """Read a checkpoint into the layout of `state_like`.
+
+        Args:
+            state_like: shapes, dtypes and shardings.
+            step: default the newest.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        return self._read(step, ocp.args.StandardRestore(state_like))
+
+    def restore_params(self, params_like: Any, step: int | None = None) -> Saved:
+        """Read only the parameters of a checkpointed TrainState; the optimizer's stay on disk."""
+        wanted = ocp.args.PyTreeRestore({"params": params_like}, partial_restore=True)
+        saved = self._read(step, wanted)
+        return saved._replace(state=saved.state["params"])
+
+    def _read(self, step: int | None, wanted: Any) -> Saved:
+        known = sorted(self._manager.all_steps())
+        step = self.latest() if step is None else step
+        if step is None or step not in known:
+            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; have {known}")
+        try:
+            found = self._manager.restore(
+                step, args=ocp.args.Composite(state=wanted, extra=ocp.args.JsonRestore())
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint {self.directory / str(step)} is damaged or of another model "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:300]}); "
+                f"remove that folder to continue from an earlier one: {known}"
+            ) from error
+        return Saved(step, found["state"], found["extra"])
+
+    def wait(self) -> None:
+        """Block until what is being saved is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise CheckpointError(f"can't save in {self.directory}: {error}") from error
+
+    def close(self) -> None:
+        """Wait, then release the directory."""
+        self.wait()
+        self._manager.close()

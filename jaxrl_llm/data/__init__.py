@@ -1,0 +1,1 @@
+"""From files on disk to token ids, and from sequences to packed rows."""

@@ -1,0 +1,172 @@
+"""Tokenizers and chat templates: from messages to token ids.
+
+Tokenizers come from a local directory (a Hugging Face snapshot or one of our exports), never from
+the network, so that a run on a cluster can't hang in a download.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+Message = Mapping[str, Any]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What this library asks of a tokenizer; every `transformers` tokenizer fits."""
+
+    eos_token_id: int | None
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Return a mapping whose `input_ids` are the ids of `text`."""
+        ...
+
+    def get_chat_template(self) -> str:
+        """Return the Jinja source of the chat template; ValueError if there is none."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Return the ids of the conversation under the chat template."""
+        ...
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """Load the `transformers` tokenizer that lies in a directory.
+
+    Args:
+        directory: holds `tokenizer.json` or the files of a slow tokenizer, its
+            `tokenizer_config.json` and, where there is one, its chat template.
+
+    Returns:
+        A `transformers` tokenizer; it satisfies `Tokenizer`.
+
+    Raises:
+        ValueError: the directory does not exist, or holds no tokenizer that can be read.
+
+    >>> load_tokenizer("/no/such/model")
+    Traceback (most recent call last):
+    ValueError: tokenizer: no directory '/no/such/model'; wanted a local model directory
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(f"tokenizer: no directory {str(path)!r}; wanted a local model directory")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        files = ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "no files"
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"tokenizer: can't load one from {str(path)!r} (it holds {files}): {reason}"
+        ) from error
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
+) -> list[int]:
+    """Return the ids of a chat up to where the assistant's reply begins.
+
+    Args:
+        tokenizer: its chat template must be set.
+        messages: the chat, each message with `role` and `content`.
+        **template_kwargs: variables of the chat template itself, such as Qwen3's
+            `enable_thinking`. A name that the template never mentions is refused.
+
+    Returns:
+        The token ids, ending in the template's generation prompt.
+
+    Raises:
+        ValueError: no chat template; a variable that it does not have; the template refuses the
+            chat (an unknown role, say).
+
+    >>> class Digits:
+    ...     eos_token_id = 10
+    ...     def __call__(self, text, *, add_special_tokens):
+    ...         return {"input_ids": [int(c) for c in text]}
+    ...     def get_chat_template(self):
+    ...         return "{{ messages[0].content }}"
+    ...     def apply_chat_template(self, conversation, **kwargs):
+    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> encode_prompt(Digits(), [{"role": "user", "content": "042"}])
+    [0, 4, 2]
+    """
+    template = _chat_template(tokenizer)
+    for name in template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(f"chat template: it has no variable {name!r}; remove the keyword")
+    from jinja2 import TemplateError
+
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+    except TemplateError as error:
+        roles = [message.get("role") for message in messages]
+        raise ValueError(f"chat template: it refuses a chat with roles {roles}: {error}") from error
+    return [int(token) for token in ids]
+
+
+def _chat_template(tokenizer: Tokenizer) -> str:
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise ValueError(
+            "chat template: the tokenizer has none; use an instruction-tuned model's tokenizer, or"
+            " put a chat_template.jinja into its directory"
+        ) from error
+
+
+def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
+    """Return every token id that ends a reply, in rising order.
+
+    They are the tokenizer's end-of-sequence token and those that `generation_config.json` names:
+    an instruction-tuned model often ends its turn with another token than a base model does.
+
+    Args:
+        tokenizer: its `eos_token_id` may be None.
+        directory: the model's directory; `generation_config.json` may be missing in it.
+
+    Raises:
+        ValueError: `generation_config.json` can't be read, or nothing names a stop token.
+
+    >>> class Plain:
+    ...     eos_token_id = 7
+    ...     def __call__(self, text, *, add_special_tokens): return {}
+    ...     def get_chat_template(self): return ""
+    ...     def apply_chat_template(self, conversation, **kwargs): return []
+    >>> stop_ids(Plain(), "/no/generation_config/here")
+    (7,)
+    """
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    path = Path(directory) / "generation_config.json"
+    if path.is_file():
+        found |= _configured_stop_ids(path)
+    if not found:
+        raise ValueError(
+            f"stop tokens: the tokenizer has no eos token and {str(path)!r} names no eos_token_id,"
+            " so a reply could never end"
+        )
+    return tuple(sorted(found))
+
+
+def _configured_stop_ids(path: Path) -> set[int]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"stop tokens: can't read {str(path)!r}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"stop tokens: can't read {str(path)!r}: it holds no JSON object")
+    value = config.get("eos_token_id")
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
+        raise ValueError(
+            f"stop tokens: {str(path)!r} has eos_token_id {value!r}, wanted an id or a list of ids"
+        )
+    return set(listed)

@@ -1,0 +1,228 @@
+"""From checked rows to token ids in memory, and to batches whose position can be saved."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_llm.data.chat import Tokenizer, encode_prompt
+from jaxrl_llm.data.rows import (
+    Row,
+    check_example_row,
+    check_prompt_row,
+    load_rows,
+    read_rows,
+    sft_rows,
+    verl_rows,
+)
+
+__all__ = [
+    "Example",
+    "Prompt",
+    "Row",
+    "batches",
+    "check_example_row",
+    "check_prompt_row",
+    "load_rows",
+    "read_rows",
+    "sft_rows",
+    "tokenize_examples",
+    "tokenize_prompts",
+    "verl_rows",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt with all that a reward function may want to know about it."""
+
+    index: int  # the row's position in the dataset, counted from 0
+    tokens: tuple[int, ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenized supervised example: the loss falls on `tokens[response_start:]`."""
+
+    tokens: tuple[int, ...]
+    response_start: int
+
+
+def tokenize_prompts(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    filter_overlong: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[Prompt], int]:
+    """Tokenize rows through the chat template.
+
+    Args:
+        rows: checked rows in verl's schema.
+        tokenizer: with a chat template.
+        max_prompt_tokens: the longest prompt allowed, in tokens.
+        filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
+        template_kwargs: variables for the chat template.
+
+    Returns:
+        The prompts, and how many rows were dropped.
+
+    Raises:
+        ValueError: a prompt is too long and `filter_overlong` is off; no prompt is left; the
+            chat template does not fit.
+
+    >>> class Digits:
+    ...     eos_token_id = 10
+    ...     def __call__(self, text, *, add_special_tokens):
+    ...         return {"input_ids": [int(c) for c in text]}
+    ...     def get_chat_template(self):
+    ...         return "{{ messages[0].content }}"
+    ...     def apply_chat_template(self, conversation, **kwargs):
+    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> chat = [{"role": "user", "content": "12"}]
+    >>> row = {"prompt": chat, "data_source": "sums", "reward_model": {"ground_truth": "3"}}
+    >>> prompts, dropped = tokenize_prompts([row], Digits(), max_prompt_tokens=2)
+    >>> prompts[0].tokens, dropped
+    ((1, 2), 0)
+    """
+    prompts = []
+    for index, row in enumerate(rows):
+        tokens = encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {}))
+        if _fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
+            prompts.append(
+                Prompt(
+                    index=index,
+                    tokens=tuple(tokens),
+                    data_source=row["data_source"],
+                    ground_truth=row["reward_model"]["ground_truth"],
+                    extra_info=row.get("extra_info") or {},
+                    messages=row["prompt"],
+                )
+            )
+    return prompts, _dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
+
+
+def tokenize_examples(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    filter_overlong: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[Example], int]:
+    """Tokenize supervised rows: the templated prompt, the response as it stands, the eos token.
+
+    Args:
+        rows: checked supervised rows.
+        tokenizer: with a chat template and an eos token.
+        max_tokens: the longest prompt plus response plus eos allowed, in tokens.
+        filter_overlong: drop longer examples (counted and logged) instead of refusing them.
+        template_kwargs: variables for the chat template.
+
+    Returns:
+        The examples, and how many rows were dropped.
+
+    Raises:
+        ValueError: as for `tokenize_prompts`, or the tokenizer has no eos token.
+
+    >>> class Digits:
+    ...     eos_token_id = 10
+    ...     def __call__(self, text, *, add_special_tokens):
+    ...         return {"input_ids": [int(c) for c in text]}
+    ...     def get_chat_template(self):
+    ...         return "{{ messages[0].content }}"
+    ...     def apply_chat_template(self, conversation, **kwargs):
+    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> row = {"prompt": [{"role": "user", "content": "12"}], "response": "3"}
+    >>> tokenize_examples([row], Digits(), max_tokens=4)
+    ([Example(tokens=(1, 2, 3, 10), response_start=2)], 0)
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
+    examples = []
+    for index, row in enumerate(rows):
+        prompt = encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {}))
+        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        tokens = (*prompt, *response, tokenizer.eos_token_id)
+        if _fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
+            examples.append(Example(tokens=tokens, response_start=len(prompt)))
+    return examples, _dropped(len(rows), len(examples), "max_tokens", max_tokens)
+
+
+def _fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) -> bool:
+    if length > limit and not filter_overlong:
+        raise ValueError(
+            f"dataset row {index}: {length} tokens, wanted at most {name}={limit}; raise it, or set"
+            " filter_overlong to drop such rows"
+        )
+    return length <= limit
+
+
+def _dropped(rows: int, kept: int, name: str, limit: int) -> int:
+    if not kept:
+        raise ValueError(f"dataset: none of {rows} rows is left under {name}={limit}")
+    if kept < rows:
+        log.warning("dropped %d of %d rows longer than %s=%d", rows - kept, rows, name, limit)
+    return rows - kept
+
+
+def batches(
+    items: Sequence[Any],
+    *,
+    batch_size: int,
+    seed: int,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    drop_remainder: bool = False,
+) -> Any:
+    """Iterate over lists of items, epoch after epoch, from a position that can be saved.
+
+    Every item comes exactly once per epoch; each epoch has its own order, fixed by `seed`. A batch
+    may span the border of two epochs. `get_state()` gives the position as a small JSON-able dict
+    and `set_state()` returns to it exactly.
+
+    Args:
+        items: prompts, examples, or indices.
+        batch_size: items per batch.
+        seed: of the shuffle, in [0, 2³²).
+        shuffle: False keeps the order of `items`.
+        epochs: how often to go through the items; None never ends.
+        drop_remainder: with finite epochs, leave out a last batch that is not full.
+
+    Returns:
+        A `grain.DatasetIterator`.
+
+    Raises:
+        ValueError: no items; a batch size or an epoch count below one; a seed out of range; every
+            batch would be dropped.
+
+    >>> list(batches("abcde", batch_size=2, seed=0, shuffle=False, epochs=2))
+    [['a', 'b'], ['c', 'd'], ['e', 'a'], ['b', 'c'], ['d', 'e']]
+    """
+    if not items:
+        raise ValueError("batches: got no items, wanted one or more")
+    if batch_size < 1 or (epochs is not None and epochs < 1):
+        raise ValueError(
+            f"batches: got batch_size={batch_size}, epochs={epochs}; wanted both to be at least 1"
+        )
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"batches: got seed={seed}, wanted 0 <= seed < 2**32")
+    if drop_remainder and epochs is not None and len(items) * epochs < batch_size:
+        raise ValueError(
+            f"batches: {len(items)} items for {epochs} epochs never fill a batch of {batch_size}"
+        )
+    import grain
+
+    dataset = grain.MapDataset.source(items)
+    if shuffle:
+        dataset = dataset.shuffle(seed=seed)
+    dataset = dataset.repeat(epochs).batch(batch_size, drop_remainder=drop_remainder, batch_fn=list)
+    # The items are in memory: reading them needs no threads.
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))

@@ -1,0 +1,372 @@
+"""Write ready-made datasets: `python -m jaxrl_llm.data.prepare NAME --out DIR [--key value …]`.
+
+Every function here whose first parameter is `out` is a NAME; its keyword arguments are the keys.
+Files are written whole or not at all.
+"""
+
+import argparse
+import inspect
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxrl_llm.data.rows import Row, read_rows
+from jaxrl_llm.rewards.scorers import last_boxed
+
+Written = dict[Path, int]  # rows per file
+
+MOST_PROBLEMS = 2**62  # more than this can't be sampled from
+
+
+def arithmetic(
+    out: str | Path,
+    *,
+    train_rows: int = 4096,
+    validation_rows: int = 512,
+    sft_rows: int = 4096,
+    digits: int = 2,
+    terms: int = 2,
+    operators: str = "+-",
+    zero_pad: bool = False,
+    seed: int = 0,
+) -> Written:
+    """Write generated sums such as "12+34=", with the integer as the answer.
+
+    No problem comes twice in a file, and no validation problem comes in another file; the
+    supervised file may share problems with the training file.
+
+    Args:
+        out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
+        train_rows: problems to train on.
+        validation_rows: problems held out.
+        sft_rows: problems with their answers, for a supervised warm-up; 0 writes no such file.
+        digits: numbers have up to so many digits.
+        terms: numbers in a problem.
+        operators: any of + - *, each equally likely; * binds tighter.
+        zero_pad: write every number with all its digits, as in "07+35=", and the responses of
+            sft.parquet with one more, "042": small models learn aligned digits far sooner.
+        seed: of the choice of problems.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: a number out of range, unknown operators, or more rows than there are problems.
+
+    >>> import tempfile
+    >>> files = arithmetic(tempfile.mkdtemp(), train_rows=8, validation_rows=2, sft_rows=0)
+    >>> {path.name: rows for path, rows in files.items()}
+    {'train.parquet': 8, 'validation.parquet': 2}
+    """
+    if min(train_rows, validation_rows, digits, terms) < 1 or sft_rows < 0:
+        raise ValueError(
+            f"arithmetic: got train_rows={train_rows}, validation_rows={validation_rows},"
+            f" sft_rows={sft_rows}, digits={digits}, terms={terms}; wanted at least 1 each"
+            " (sft_rows: 0)"
+        )
+    if not operators or set(operators) - set("+-*") or len(set(operators)) < len(operators):
+        raise ValueError(
+            f"arithmetic: got operators {operators!r}, wanted some of '+-*', each once"
+        )
+    problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
+    if problems > MOST_PROBLEMS:
+        raise ValueError(f"arithmetic: {digits} digits and {terms} terms are too many to sample")
+    wanted = validation_rows + max(train_rows, sft_rows)
+    if wanted > problems:
+        raise ValueError(
+            f"arithmetic: only {problems} problems have {digits} digits, {terms} terms and"
+            f" operators {operators!r}; wanted {wanted} (validation plus the larger other file)"
+        )
+    rng = random.Random(seed)
+    chosen = rng.sample(range(problems), validation_rows + train_rows)
+    validation, train = chosen[:validation_rows], chosen[validation_rows:]
+    held_out = set(validation)
+    others = rng.sample(range(problems), min(problems, sft_rows + validation_rows))
+    supervised = [number for number in others if number not in held_out][:sft_rows]
+
+    def problem(number: int) -> tuple[str, str]:
+        text = _problem(number, digits=digits, terms=terms, operators=operators)
+        value = str(_value(text))
+        if zero_pad:
+            text = re.sub("[0-9]+", lambda found: found.group().zfill(digits), text)
+        return f"{text}=", value
+
+    def example(number: int) -> Row:
+        text, value = problem(number)
+        return _sft_row(text, value.zfill(digits + 1) if zero_pad else value)
+
+    splits: dict[str, list[Row]] = {
+        split: [
+            _rl_row("arithmetic", *problem(number), split=split, index=index)
+            for index, number in enumerate(numbers)
+        ]
+        for split, numbers in (("train", train), ("validation", validation))
+    }
+    if sft_rows:
+        splits["sft"] = [example(number) for number in supervised]
+    return _write_splits(Path(out), splits)
+
+
+def _problem(number: int, *, digits: int, terms: int, operators: str) -> str:
+    """Return the problem with this number, counted over all numbers and operators.
+
+    >>> _problem(4213, digits=2, terms=2, operators="+-")
+    '21+13'
+    """
+    parts: list[str] = []
+    for term in range(terms):
+        if term:
+            number, choice = divmod(number, len(operators))
+            parts.append(operators[choice])
+        number, value = divmod(number, 10**digits)
+        parts.append(str(value))
+    return "".join(reversed(parts))
+
+
+def _value(problem: str) -> int:
+    """Return the value of a sum of products.
+
+    >>> _value("2+3*4-5")
+    9
+    """
+    total = 0
+    for sign, product in re.findall(r"([+-]?)([0-9*]+)", problem):
+        value = 1
+        for factor in product.split("*"):
+            value *= int(factor)
+        total += -value if sign == "-" else value
+    return total
+
+
+def gsm8k(out: str | Path, *, source: str = "openai/gsm8k") -> Written:
+    """Write GSM8K (https://arxiv.org/abs/2110.14168) in verl's schema.
+
+    Args:
+        out: directory for train.parquet and validation.parquet (GSM8K's test split).
+        source: a dataset on the Hugging Face hub, or a local copy: a directory with parquet or
+            jsonl files named train* and test*, or two such files as "TRAIN,TEST". The columns are
+            `question` and `answer`, which ends in "#### NUMBER".
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: the source can't be read, or a row has no such columns or no final number.
+
+    >>> gsm8k("out", source="no.jsonl,no.jsonl")
+    Traceback (most recent call last):
+    ValueError: no.jsonl: no such file
+    """
+    instruction = 'Think step by step, and end with the final number after "####".'
+
+    def convert(row: Row, where: str, split: str, index: int) -> Row:
+        question, answer = _columns(row, where, ("question", "answer"))
+        final = answer.rpartition("####")[2].strip().replace(",", "")
+        if "####" not in answer or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", final):
+            raise ValueError(f"{where}: column 'answer' does not end in '#### NUMBER'")
+        prompt = f"{question.strip()}\n{instruction}"
+        return _rl_row("openai/gsm8k", prompt, final, split=split, index=index, solution=answer)
+
+    return _write_splits(Path(out), _convert_splits(source, "main", convert))
+
+
+def math(out: str | Path, *, source: str = "DigitalLearningGmbH/MATH-lighteval") -> Written:
+    r"""Write MATH (https://arxiv.org/abs/2103.03874) in verl's schema.
+
+    Args:
+        out: directory for train.parquet and validation.parquet (MATH's test split).
+        source: as for `gsm8k`. The columns are `problem`, `solution` with its answer in a \boxed,
+            `level` and `type`.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: the source can't be read, or a row has no such columns or no \boxed answer.
+
+    >>> math("out", source="no.jsonl,no.jsonl")
+    Traceback (most recent call last):
+    ValueError: no.jsonl: no such file
+    """
+    instruction = r"Think step by step, and put the final answer into \boxed{}."
+
+    def convert(row: Row, where: str, split: str, index: int) -> Row:
+        problem, solution, level, kind = _columns(
+            row, where, ("problem", "solution", "level", "type")
+        )
+        answer = last_boxed(solution)
+        if not answer:
+            raise ValueError(rf"{where}: column 'solution' has no answer in a \boxed")
+        prompt = f"{problem.strip()}\n{instruction}"
+        more = {"solution": solution, "level": level, "type": kind}
+        return _rl_row("DigitalLearningGmbH/MATH-lighteval", prompt, answer, split, index, **more)
+
+    return _write_splits(Path(out), _convert_splits(source, "default", convert))
+
+
+def _columns(row: Row, where: str, names: Sequence[str]) -> list[str]:
+    for name in names:
+        if not isinstance(row.get(name), str):
+            raise ValueError(
+                f"{where}: wanted text in column {name!r}, got columns {', '.join(sorted(row))}"
+            )
+    return [row[name] for name in names]
+
+
+def _rl_row(data_source: str, prompt: str, answer: str, split: str, index: int, **more: str) -> Row:
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, **more},
+    }
+
+
+def _sft_row(prompt: str, answer: str) -> Row:
+    return {"prompt": [{"role": "user", "content": prompt}], "response": answer}
+
+
+# ---------------------------------------------------------------------------------------- sources
+
+
+def _convert_splits(
+    source: str, config: str, convert: Callable[[Row, str, str, int], Row]
+) -> dict[str, list[Row]]:
+    return {
+        ours: [
+            convert(row, f"{source}, {theirs} row {index}", ours, index)
+            for index, row in enumerate(_source_rows(source, config, theirs))
+        ]
+        for ours, theirs in (("train", "train"), ("validation", "test"))
+    }
+
+
+def _source_rows(source: str, config: str, split: str) -> list[Row]:
+    if Path(source).is_dir():
+        return _directory_rows(Path(source), config, split)
+    if source.endswith((".parquet", ".jsonl")):
+        files = source.split(",")
+        if len(files) != 2:
+            raise ValueError(f"{source}: got {len(files)} file(s), wanted two as 'TRAIN,TEST'")
+        return read_rows(files[split == "test"])
+    return _hub_rows(source, config, split)
+
+
+def _directory_rows(directory: Path, config: str, split: str) -> list[Row]:
+    # A snapshot of a hub dataset keeps each configuration in a folder of its own.
+    home = directory / config if (directory / config).is_dir() else directory
+    files = sorted(
+        path for path in home.rglob(f"{split}*") if path.suffix in (".parquet", ".jsonl")
+    )
+    if not files:
+        raise ValueError(f"{home}: no file named {split}*.parquet or {split}*.jsonl")
+    return [row for path in files for row in read_rows(path)]
+
+
+def _hub_rows(source: str, config: str, split: str) -> list[Row]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"{source}: no such directory, and reading from the hub needs the datasets package:"
+            " pip install 'jaxrl_llm[hub]'"
+        ) from error
+    try:
+        return [dict(row) for row in load_dataset(source, config, split=split)]
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{source}: no such directory, and the hub did not give split {split!r}: {reason}"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+def _write_splits(out: Path, splits: dict[str, list[Row]]) -> Written:
+    out.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, rows in splits.items():
+        path = out / f"{name}.parquet"
+        write_parquet(path, rows)
+        written[path] = len(rows)
+    return written
+
+
+def write_parquet(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows to a parquet file under a temporary name, then rename it.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "rows.parquet"
+    >>> write_parquet(path, [{"prompt": "2+2="}])
+    >>> read_rows(path)
+    [{'prompt': '2+2='}]
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), str(unfinished))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------ command line
+
+DATASETS: dict[str, Callable[..., Written]] = {
+    function.__name__: function for function in (arithmetic, gsm8k, math)
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_llm.data.prepare", description="Write a ready-made dataset."
+    )
+    names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, function in DATASETS.items():
+        summary = inspect.getdoc(function) or ""
+        command = names.add_parser(
+            name,
+            help=summary.splitlines()[0],
+            description=summary.partition("\nReturns:")[0],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("--out", required=True, help="directory to write to")
+        for key, parameter in list(inspect.signature(function).parameters.items())[1:]:
+            command.add_argument(
+                f"--{key}",
+                type=type(parameter.default),
+                default=parameter.default,
+                help="default: %(default)s",
+            )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; print one line per file written, or one line of error.
+
+    Args:
+        arguments: without the program's name; None takes the process's own.
+
+    Raises:
+        SystemExit: the arguments are wrong, or the dataset can't be prepared.
+    """
+    options = vars(_parser().parse_args(arguments))
+    prepare, out = DATASETS[options.pop("name")], options.pop("out")
+    try:
+        written = prepare(out, **options)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    for path, rows in written.items():
+        sys.stdout.write(f"{path}: {rows} rows\n")
+
+
+if __name__ == "__main__":
+    main()

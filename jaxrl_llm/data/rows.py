@@ -1,0 +1,215 @@
+"""Rows on disk: reading them, and checking them one by one.
+
+Rows follow verl's schema, so its prepared files work unchanged: `prompt` (a list of messages),
+`data_source`, `reward_model` with a `ground_truth`, and optionally `extra_info` and `ability`.
+Supervised rows hold `prompt` and `response`. A custom dataset is any function or class that is
+called with the configured paths and gives a sequence of such rows.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.functions import FunctionSpec, load_function
+
+Row = dict[str, Any]
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Read the rows of a `.parquet` or `.jsonl` file, unchecked.
+
+    Raises:
+        ValueError: another suffix; the file is missing, truncated or otherwise unreadable.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "rows.jsonl"
+    >>> _ = path.write_text('{"prompt": "2+2="}\\n')
+    >>> read_rows(path)
+    [{'prompt': '2+2='}]
+    """
+    path = Path(path)
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: can't read {path.suffix!r} files, wanted .parquet or .jsonl")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    return readers[path.suffix](path)
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(str(path)) as file:
+            return file.read().to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a whole parquet file: {reason}") from error
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            if line.strip():
+                rows.append(_json_row(line, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: can't be read: {error}") from error
+    return rows
+
+
+def _json_row(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: got a {type(row).__name__}, wanted a JSON object")
+    return row
+
+
+def verl_rows(paths: Sequence[str]) -> list[Row]:
+    """Read rows for reinforcement learning from parquet and jsonl files, in the order given.
+
+    Args:
+        paths: files of rows `{"prompt": [{"role", "content"}, …], "data_source": str,
+            "reward_model": {"ground_truth": …}, "extra_info": {…}}`, the last one optional.
+
+    Returns:
+        The rows of all the files.
+
+    Raises:
+        ValueError: an unreadable file, or a row that does not fit, by file, row (counted from 0),
+            field, what was got and what is wanted.
+
+    >>> verl_rows(["train.csv"])
+    Traceback (most recent call last):
+    ValueError: train.csv: can't read '.csv' files, wanted .parquet or .jsonl
+    """
+    return _read_all(paths, check_prompt_row)
+
+
+def sft_rows(paths: Sequence[str]) -> list[Row]:
+    """Read supervised rows `{"prompt": [messages], "response": str}` from parquet and jsonl files.
+
+    Args:
+        paths: the files, read in the order given.
+
+    Returns:
+        The rows of all the files.
+
+    Raises:
+        ValueError: as for `verl_rows`.
+
+    >>> sft_rows(["no.jsonl"])
+    Traceback (most recent call last):
+    ValueError: no.jsonl: no such file
+    """
+    return _read_all(paths, check_example_row)
+
+
+def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[Row]:
+    if isinstance(paths, str) or not paths:
+        raise ValueError(f"dataset paths: got {paths!r}, wanted a list of one file or more")
+    rows: list[Row] = []
+    for path in paths:
+        of_file = read_rows(path)
+        for number, row in enumerate(of_file):
+            check(row, f"{path}, row {number}")
+        rows += of_file
+    return rows
+
+
+def load_rows(
+    spec: FunctionSpec, paths: Sequence[str], *, check: Callable[[Any, str], None]
+) -> Sequence[Row]:
+    """Call the dataset function that a config names, and check the rows it gives.
+
+    Args:
+        spec: `verl_rows`, `sft_rows`, or the user's `my_file.py:name`, called as
+            `name(paths, **keywords)`; a class serves too when its instances are sequences.
+        paths: the configured files.
+        check: `check_prompt_row` or `check_example_row`.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: the result is not a sequence, or a row does not fit; `ConfigError` (a
+            ValueError) when the function can't be found or does not take the keywords.
+
+    >>> load_rows(FunctionSpec("verl_rows"), ["no.parquet"], check=check_prompt_row)
+    Traceback (most recent call last):
+    ValueError: no.parquet: no such file
+    """
+    rows = load_function(spec, home=__name__, passed=("paths",), key="dataset")(paths)
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
+        raise ValueError(
+            f"dataset: {spec.fn!r} gave a {type(rows).__name__}, wanted a sequence of rows"
+        )
+    rows = [rows[number] for number in range(len(rows))]
+    for number, row in enumerate(rows):
+        check(row, f"{spec.fn}, row {number}")
+    return rows
+
+
+def check_prompt_row(row: Any, where: str) -> None:
+    """Raise ValueError, beginning with `where`, unless `row` fits verl's schema.
+
+    >>> check_prompt_row({"prompt": "2+2="}, "train.jsonl, row 0")
+    Traceback (most recent call last):
+    ValueError: train.jsonl, row 0: field 'prompt': got '2+2=', wanted a list of messages
+    """
+    _check_messages(row, where)
+    source = row.get("data_source")
+    if not isinstance(source, str) or not source:
+        raise _misfit(where, "data_source", source, "a non-empty string")
+    reward = row.get("reward_model")
+    if not isinstance(reward, dict):
+        raise _misfit(where, "reward_model", reward, "an object with a 'ground_truth'")
+    if reward.get("ground_truth") is None:
+        raise _misfit(where, "reward_model.ground_truth", None, "the reference answer")
+    if not isinstance(row.get("extra_info"), dict | None):
+        raise _misfit(where, "extra_info", row["extra_info"], "an object or nothing")
+
+
+def check_example_row(row: Any, where: str) -> None:
+    """Raise ValueError, beginning with `where`, unless `row` is a supervised row.
+
+    >>> row = {"prompt": [{"role": "user", "content": "2+2="}], "response": 4}
+    >>> check_example_row(row, "sft.jsonl, row 0")
+    Traceback (most recent call last):
+    ValueError: sft.jsonl, row 0: field 'response': got 4, wanted a non-empty string
+    """
+    _check_messages(row, where)
+    response = row.get("response")
+    if not isinstance(response, str) or not response:
+        raise _misfit(where, "response", response, "a non-empty string")
+
+
+def _check_messages(row: Any, where: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: got {_shown(row)}, wanted a row as a dict")
+    messages = row.get("prompt")
+    if not isinstance(messages, list) or not messages:
+        raise _misfit(where, "prompt", messages, "a list of messages")
+    for number, message in enumerate(messages):
+        name = f"prompt[{number}]"
+        if not isinstance(message, dict):
+            raise _misfit(where, name, message, "an object with 'role' and 'content'")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise _misfit(where, f"{name}.{key}", message.get(key), "a string")
+
+
+def _misfit(where: str, name: str, got: Any, wanted: str) -> ValueError:
+    return ValueError(f"{where}: field {name!r}: got {_shown(got)}, wanted {wanted}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,73 @@
+"""`python -m jaxrl_llm.export RUN_DIR OUT_DIR`: a checkpoint as a Hugging Face directory."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_llm.config import read_yaml
+from jaxrl_llm.functions import ConfigError
+
+
+def export(run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str) -> int:
+    """Write the parameters of a run's checkpoint as a Hugging Face directory.
+
+    Args:
+        run_dir: of `train` or `sft`.
+        out: directory to write; it must not exist.
+        step: of the checkpoint, or None for the newest.
+        dtype: of the saved arrays.
+
+    Returns:
+        The checkpoint's step.
+
+    Raises:
+        ConfigError: no run, no such checkpoint, or `out` exists.
+    """
+    import jax
+    import numpy as np
+
+    from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
+    from jaxrl_llm.models.hf import read_spec, save_params
+    from jaxrl_llm.models.spec import initialize
+
+    folder = Path(run_dir)
+    if not (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{str(run_dir)!r} is not a run: it has no checkpoints")
+    source = read_yaml(folder / "config.yaml")["model"]["path"]
+    try:
+        spec = read_spec(source)
+        checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
+        like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+        saved = checkpoints.restore_params(like, step)
+        params = jax.tree.map(np.asarray, saved.state)
+        save_params(out, params, spec, source=source, dtype=jax.numpy.dtype(dtype))
+    except (CheckpointError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return saved.step
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_llm.export",
+        description="Write a run's checkpoint as a Hugging Face directory.",
+    )
+    parser.add_argument("run_dir", help="folder of a run of train or sft")
+    parser.add_argument("out", help="directory to write; it must not exist")
+    parser.add_argument("--step", type=int, help="which checkpoint; default the newest")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the saved arrays"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(f"wrote step {step} to {options.out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""Every key of a training run, with its default and its meaning.
+
+`python -m jaxrl_llm.train --help` prints this file's contents; `docs/coming_from_verl.md` maps
+verl's keys to these.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.config import key, required, section
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+
+ADVANTAGES = "jaxrl_llm.algorithms.advantages"
+LOSSES = "jaxrl_llm.algorithms.losses"
+REDUCTIONS = "jaxrl_llm.algorithms.reduce"
+KLS = "jaxrl_llm.algorithms.kl"
+SCORERS = "jaxrl_llm.rewards.scorers"
+DATASETS = "jaxrl_llm.data.dataset"
+PREPARATIONS = "jaxrl_llm.data.prepare"
+OPTIMIZERS = SCHEDULES = "optax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy's model."""
+
+    path: str = required("Hugging Face directory: config.json, safetensors, tokenizer")
+    random_init: bool = key(False, "draw the weights at random; the directory then needs none")
+    dtype: str = key("float32", "compute dtype, float32 or bfloat16; master weights are float32")
+    remat: bool = key(False, "recompute each layer's activations in the backward pass")
+    logprob_chunk: int = key(1024, "tokens whose logits are alive at once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig(ModelConfig):
+    """The policy's model in RL."""
+
+    warm_start: str | None = key(
+        None, "config for jaxrl_llm.sft that makes model.path when there is nothing there"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts to train and validate on."""
+
+    train: tuple[str, ...] = required("parquet or jsonl files with verl's columns")
+    validation: tuple[str, ...] = key((), "held-out files of the same kind")
+    prepare: FunctionSpec | None = key(
+        None, "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"
+    )
+    dataset: FunctionSpec = key(FunctionSpec("verl_rows"), "function from files to rows")
+    max_prompt_tokens: int = key(512, "the longest prompt, in tokens of the chat template's text")
+    filter_overlong: bool = key(False, "drop longer prompts; false makes them an error")
+    shuffle: bool = key(True, "a new order in every epoch, from the seed")
+    template: dict[str, Any] = key({}, "keywords for the chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How the policy is sampled."""
+
+    samples_per_prompt: int = key(8, "G: answers drawn for each prompt")
+    max_new_tokens: int = key(512, "the longest answer")
+    temperature: float = key(1.0, "softmax temperature, in the sampler and in the trainer's passes")
+    top_p: float = key(1.0, "nucleus: sample from the smallest set with this mass")
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 means all")
+    slots: int = key(256, "sequences that the engine decodes at once")
+    logprob_tolerance: float = key(
+        0.02, "step 1 stops when the engine's and the trainer's log-probs differ more on average"
+    )
+    dump_every: int = key(0, "write the rollouts of every n-th step to parquet; 0 never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How answers are scored."""
+
+    scorer: FunctionSpec = key(
+        FunctionSpec("by_source"),
+        "function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
+    )
+    workers: int = key(2, "scoring processes; 0 scores in this process, without a time limit")
+    timeout_s: float = key(10.0, "seconds for one answer")
+    on_error: float | None = key(
+        0.0, "score of an answer whose scorer raises, hangs or returns NaN; null stops the run"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """What is optimised. Each function's keyword arguments are its keys."""
+
+    advantage: FunctionSpec = key(FunctionSpec("grpo"), "function in algorithms.advantages")
+    loss: FunctionSpec = key(FunctionSpec("ppo_clip"), "function in algorithms.losses")
+    reduce: FunctionSpec = key(FunctionSpec("token_mean"), "function in algorithms.reduce")
+    kl_loss: FunctionSpec | None = key(None, "KL to the reference in the loss: algorithms.kl")
+    kl_reward: FunctionSpec | None = key(None, "KL to the reference in the reward: algorithms.kl")
+    kl_coef: float = key(0.001, "weight of the KL term")
+    kl_controller: FunctionSpec = key(
+        FunctionSpec("fixed"), "how kl_coef moves from step to step: algorithms.kl"
+    )
+    entropy_coef: float = key(0.0, "weight of the entropy bonus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer."""
+
+    optimizer: FunctionSpec = key(FunctionSpec("adamw"), "optax optimizer")
+    schedule: FunctionSpec = key(
+        FunctionSpec("constant_schedule", {"value": 1e-6}),
+        "optax schedule: learning rate by update",
+    )
+    grad_clip: float | None = key(1.0, "largest global gradient norm; null does not clip")
+    max_skipped: int = key(3, "stop after so many updates in a row with a non-finite gradient")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How a step's data are cut."""
+
+    prompts_per_step: int = key(64, "P: prompts sampled in a step")
+    prompts_per_minibatch: int | None = key(None, "prompts in one update; null takes all of them")
+    epochs_per_step: int = key(1, "passes over a step's data")
+    tokens_per_microbatch: int = key(
+        16384, "tokens in one forward and backward pass: a limit of memory, not of mathematics"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Validation on data.validation."""
+
+    before: bool = key(True, "validate before the first step")
+    every: int = key(0, "validate every n steps; 0 only at the end")
+    samples: int = key(1, "k: answers per prompt, for mean@k, best@k, maj@k")
+    temperature: float = key(0.0, "0 takes the likeliest token")
+    top_p: float = key(1.0, "nucleus mass")
+    rows: int | None = key(None, "the first n rows only; null takes all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints in run_dir/checkpoints."""
+
+    every: int = key(0, "save every n steps; 0 only at the end")
+    keep: int = key(2, "newest checkpoints to keep, besides the best by validation")
+    resume: str = key("auto", "auto continues from the newest checkpoint; never refuses to")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Metrics, besides run_dir/metrics.jsonl."""
+
+    tensorboard: bool = key(True, "write run_dir/tensorboard")
+    wandb: str | None = key(None, "project at Weights & Biases; null does not log there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The device mesh; one size may be -1."""
+
+    data: int = key(1, "copies of the model that share the batch")
+    fsdp: int = key(-1, "devices over which parameters and the batch are split")
+    tensor: int = key(1, "devices over which heads, feed-forward and vocabulary are split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run of `jaxrl_llm.train`."""
+
+    run_dir: str = required("directory for everything that the run writes")
+    seed: int = key(0, "seed of the data order and of sampling")
+    steps: int | None = key(None, "steps in all; null takes epochs")
+    epochs: int = key(1, "passes over the prompts, where steps is null")
+    model: PolicyConfig = section(PolicyConfig)
+    data: DataConfig = section(DataConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    optim: OptimConfig = section(OptimConfig)
+    batch: BatchConfig = section(BatchConfig)
+    mesh: MeshConfig = section(MeshConfig)
+    validation: ValidationConfig = section(ValidationConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    log: LogConfig = section(LogConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        batch, rollout = self.batch, self.rollout
+        minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
+        _at_least(self, 1, "rollout.samples_per_prompt rollout.max_new_tokens rollout.slots")
+        _at_least(self, 1, "batch.prompts_per_step batch.epochs_per_step data.max_prompt_tokens")
+        _at_least(self, 1, "model.logprob_chunk checkpoint.keep validation.samples epochs")
+        _at_least(self, 0, "reward.workers validation.every checkpoint.every rollout.dump_every")
+        _at_least(self, 0, "validation.temperature rollout.top_k optim.max_skipped seed")
+        _require(
+            batch.prompts_per_step % minibatch == 0,
+            f"batch.prompts_per_step={batch.prompts_per_step} is not a multiple of "
+            f"batch.prompts_per_minibatch={minibatch}; "
+            f"take one of {', '.join(map(str, divisors(batch.prompts_per_step)))}",
+        )
+        _require(
+            rollout.slots % rollout.samples_per_prompt == 0,
+            f"rollout.slots={rollout.slots} is not a multiple of "
+            f"rollout.samples_per_prompt={rollout.samples_per_prompt}",
+        )
+        longest = self.data.max_prompt_tokens + rollout.max_new_tokens
+        _require(
+            batch.tokens_per_microbatch >= longest,
+            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} can't hold the longest "
+            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+        )
+        _require(rollout.temperature > 0, "rollout.temperature must be above 0 to explore")
+        for name, top_p in (("rollout", rollout.top_p), ("validation", self.validation.top_p)):
+            _require(0 < top_p <= 1, f"{name}.top_p={top_p}, wanted a number in (0, 1]")
+        _require(
+            not (self.validation.every and not self.data.validation),
+            f"validation.every={self.validation.every} but data.validation names no file",
+        )
+        _require(
+            not (self.algorithm.kl_loss and self.algorithm.kl_reward),
+            "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null",
+        )
+        check_shared(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftDataConfig:
+    """Examples to imitate."""
+
+    train: tuple[str, ...] = required("parquet or jsonl files with columns prompt and response")
+    prepare: FunctionSpec | None = key(
+        None, "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"
+    )
+    dataset: FunctionSpec = key(FunctionSpec("sft_rows"), "function from files to rows")
+    max_tokens: int = key(1024, "the longest example, prompt and response")
+    filter_overlong: bool = key(False, "drop longer examples; false makes them an error")
+    shuffle: bool = key(True, "a new order in every epoch, from the seed")
+    template: dict[str, Any] = key({}, "keywords for the chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftBatchConfig:
+    """How the examples are cut."""
+
+    examples_per_step: int = key(64, "examples in one update")
+    tokens_per_microbatch: int = key(
+        16384, "tokens in one forward and backward pass: a limit of memory, not of mathematics"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """A whole run of `jaxrl_llm.sft`."""
+
+    run_dir: str = required("directory for everything that the run writes")
+    export_to: str = required("Hugging Face directory to write at the end")
+    seed: int = key(0, "seed of the data order and of random weights")
+    steps: int | None = key(None, "updates in all; null takes epochs")
+    epochs: int = key(1, "passes over the examples, where steps is null")
+    model: ModelConfig = section(ModelConfig)
+    data: SftDataConfig = section(SftDataConfig)
+    optim: OptimConfig = section(OptimConfig)
+    batch: SftBatchConfig = section(SftBatchConfig)
+    mesh: MeshConfig = section(MeshConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    log: LogConfig = section(LogConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        _at_least(self, 1, "batch.examples_per_step data.max_tokens model.logprob_chunk epochs")
+        _at_least(self, 1, "checkpoint.keep")
+        _at_least(self, 0, "checkpoint.every optim.max_skipped seed")
+        _require(
+            self.batch.tokens_per_microbatch >= self.data.max_tokens,
+            f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} can't hold the "
+            f"longest example: data.max_tokens={self.data.max_tokens}",
+        )
+        check_shared(self)
+
+
+def check_shared(config: TrainConfig | SftConfig) -> None:
+    """Refuse contradictions in the groups that training and SFT share."""
+    _require(
+        config.model.dtype in ("float32", "bfloat16"),
+        f"model.dtype={config.model.dtype!r}, wanted float32 or bfloat16",
+    )
+    _require(
+        config.checkpoint.resume in ("auto", "never"),
+        f"checkpoint.resume={config.checkpoint.resume!r}, wanted auto or never",
+    )
+    _require(config.steps is None or config.steps >= 1, f"steps={config.steps}, wanted 1 or more")
+    clip = config.optim.grad_clip
+    _require(clip is None or clip > 0, f"optim.grad_clip={clip}, wanted a number above 0 or null")
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    _require(
+        sizes.count(-1) <= 1 and all(s >= 1 or s == -1 for s in sizes),
+        f"mesh: data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}; "
+        "wanted sizes of 1 or more, at most one of them -1",
+    )
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of n.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _at_least(config: Any, least: int, names: str) -> None:
+    for name in names.split():
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        _require(value >= least, f"{name}={value}, wanted {least} or more")

@@ -1,0 +1,207 @@
+"""Where metrics go: a JSONL file, TensorBoard, Weights & Biases, and the screen."""
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Clock:
+    """Wall-clock seconds of the named stages of a step, as `timing_s/<stage>`."""
+
+    def __init__(self) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Time one stage."""
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of every stage, and of the step so far."""
+        total = time.perf_counter() - self._start
+        return {f"timing_s/{stage}": s for stage, s in {**self.seconds, "step": total}.items()}
+
+
+class CompileCounter:
+    """Counts the functions that XLA compiles while it is open."""
+
+    def __init__(self) -> None:
+        """Start to count."""
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        del seconds
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def close(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line for each step. A resumed run cuts it back to its checkpoint."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        """Open the file and cut off what lies behind `position`, in bytes."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._file.truncate(position)
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        line = json.dumps({"step": step, **metrics})
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def position(self) -> int:
+        """Return the length in bytes of what is safely on disk."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class MetricsLog:
+    """All sinks at once.
+
+    Args:
+        run_dir: holds metrics.jsonl and tensorboard.
+        step: the step after which the run starts.
+        position: bytes of metrics.jsonl to keep.
+        tensorboard: whether to write TensorBoard files.
+        wandb: project at Weights & Biases, or None.
+        config: the resolved config, for Weights & Biases.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        step: int,
+        position: int,
+        tensorboard: bool,
+        wandb: str | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        """Open every sink."""
+        self.file = MetricsFile(run_dir / "metrics.jsonl", position)
+        self._writer = self._wandb = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+        if wandb:
+            import wandb as client  # pyright: ignore[reportMissingImports]
+
+            self._wandb = client.init(
+                project=wandb, name=run_dir.name, dir=run_dir, config=dict(config), resume="allow"
+            )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics to every sink."""
+        self.file.write(step, metrics)
+        if self._writer:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        self.file.close()
+        if self._writer:
+            self._writer.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+class Display:
+    """A live progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
+        """Show the bar."""
+        self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self._progress = None
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task(title, total=total, completed=done)
+            self._progress.start()
+
+    def line(self, text: str) -> None:
+        """Print one line above the bar."""
+        self.console.print(text, markup=False)
+
+    def advance(self, text: str) -> None:
+        """Print a step's line and move the bar."""
+        self.line(text)
+        if self._progress:
+            self._progress.advance(self._task)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Print a table."""
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._progress:
+            self._progress.stop()
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Tell whether something is done at this step: every n steps, and at the last one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def summary(name: str, values: Any) -> dict[str, float]:
+    """Return `name/mean`, `name/max` and `name/min` of an array.
+
+    >>> import numpy as np
+    >>> summary("response_length", np.array([1, 3]))
+    {'response_length/mean': 2.0, 'response_length/max': 3.0, 'response_length/min': 1.0}
+    """
+    if not values.size:
+        return {f"{name}/{how}": 0.0 for how in ("mean", "max", "min")}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return the peak memory so far, in GiB: of this process, and of its first device if known."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scale = 2**30 if sys.platform == "darwin" else 2**20
+    found = {"perf/cpu_memory_used_gb": peak / scale}
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        found["perf/max_memory_allocated_gb"] = stats["peak_bytes_in_use"] / 2**30
+    return found

@@ -1,0 +1,1 @@
+"""Scorers and how they are run."""

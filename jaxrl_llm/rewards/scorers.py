@@ -1,0 +1,205 @@
+"""Rule-based scorers `(data_source, solution_str, ground_truth, extra_info)`, as verl calls them.
+
+Each returns `{"score": …, "acc": …, "pred": …}`: the reward, whether the answer is right (1.0 or
+0.0), and the answer that was found, in a canonical spelling so that votes can be counted, or None.
+"""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+Result = dict[str, Any]
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,1000}")
+_NUMBER = r"[+-]?\$?[0-9][0-9,]*(?:\.[0-9]+)?|[+-]?\$?\.[0-9]+"
+_MARKED = re.compile(rf"####[ \t]*\$?[ \t]*({_NUMBER})")
+_ANY_NUMBER = re.compile(rf"(?<![0-9.,])(?:{_NUMBER})")
+
+
+def _result(right: bool, pred: str | None) -> Result:
+    return {"score": float(right), "acc": float(right), "pred": pred}
+
+
+def arithmetic(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+) -> Result:
+    """Score a reply that must be one integer, alone or behind the reply's last "=".
+
+    Args:
+        data_source: not used.
+        solution_str: the reply.
+        ground_truth: the integer, as text.
+        extra_info: not used.
+
+    Returns:
+        Score 1.0 for the right integer, else 0.0; `pred` is the integer read.
+
+    Raises:
+        ValueError: `ground_truth` is not an integer.
+
+    >>> arithmetic("arithmetic", "12+34=46", "46", None)
+    {'score': 1.0, 'acc': 1.0, 'pred': '46'}
+    >>> arithmetic("arithmetic", "46 or 47", "46", None)
+    {'score': 0.0, 'acc': 0.0, 'pred': None}
+    """
+    wanted = int(ground_truth)
+    found = _INTEGER.fullmatch(solution_str.rpartition("=")[2].strip())
+    if found is None:
+        return _result(False, None)
+    value = int(found.group())
+    return _result(value == wanted, str(value))
+
+
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None,
+    *,
+    flexible: bool = False,
+    tail_chars: int = 300,
+) -> Result:
+    """Score a GSM8K reply: the last `#### NUMBER` near its end must equal the reference.
+
+    Thousands separators, a dollar sign and trailing zeros make no difference.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply.
+        ground_truth: the reference number, as text.
+        extra_info: not used.
+        flexible: take the last number in the whole reply, with or without a "####" before it.
+        tail_chars: how much of the reply's end the strict rule looks at.
+
+    Returns:
+        Score 1.0 for the right number, else 0.0; `pred` is the number read.
+
+    Raises:
+        ValueError: `ground_truth` is not a number.
+
+    >>> gsm8k("openai/gsm8k", "6 * 200 = 1200. #### $1,200.00", "1200", None)
+    {'score': 1.0, 'acc': 1.0, 'pred': '1200'}
+    >>> gsm8k("openai/gsm8k", "So she has 1,200 left.", "1200", None)
+    {'score': 0.0, 'acc': 0.0, 'pred': None}
+    >>> gsm8k("openai/gsm8k", "So she has 1,200 left.", "1200", None, flexible=True)["pred"]
+    '1200'
+    """
+    reference = ground_truth.strip()
+    if not re.fullmatch(_NUMBER, reference):
+        raise ValueError(f"gsm8k: got ground truth {ground_truth!r}, wanted a number")
+    if flexible:
+        found = _ANY_NUMBER.findall(solution_str)
+    else:
+        found = _MARKED.findall(solution_str[-tail_chars:] if tail_chars else "")
+    pred = _canonical(found[-1]) if found else None
+    return _result(pred == _canonical(reference), pred)
+
+
+def _canonical(number: str) -> str:
+    value = Decimal(number.replace(",", "").replace("$", ""))
+    if value == 0:
+        return "0"
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def math(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None,
+    *,
+    seconds: int = 5,
+) -> Result:
+    r"""Score a competition-math reply: its last \boxed{…} must equal the reference.
+
+    Equal means the same text, or mathematically equal by https://github.com/huggingface/Math-Verify.
+    An answer that it can't decide in time is wrong.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply.
+        ground_truth: the reference answer in LaTeX, without the box.
+        extra_info: not used.
+        seconds: time limit for each of parsing and comparing. It works by a signal, so only in a
+            process's main thread; 0 sets no limit.
+
+    Returns:
+        Score 1.0 for the right answer, else 0.0; `pred` is the text in the box.
+
+    >>> math("MATH", r"so it is \boxed{0.5}", r"\frac{1}{2}", None)
+    {'score': 1.0, 'acc': 1.0, 'pred': '0.5'}
+    """
+    pred = last_boxed(solution_str)
+    if pred is None:
+        return _result(False, None)
+    if pred == ground_truth.strip():
+        return _result(True, pred)
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    def read(latex: str) -> list[Any]:
+        return parse(rf"\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
+
+    return _result(verify(read(ground_truth), read(pred), timeout_seconds=seconds), pred)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what stands in the last \boxed{…} (or \fbox{…}, or bare `\boxed 5`), else None.
+
+    >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    >>> last_boxed(r"it is $\boxed 5$")
+    '5'
+    """
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))
+    if not boxes:
+        return None
+    rest = text[boxes[-1].end() :]
+    if not rest.startswith("{"):
+        bare = re.match(r"[^\s$.,]+", rest)
+        return bare.group() if bare else None
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return rest[1 : token.start()].strip()
+    return None  # never closed: the reply was cut off
+
+
+SOURCES = {
+    "arithmetic": arithmetic,
+    "openai/gsm8k": gsm8k,
+    "MATH": math,
+    "lighteval/MATH": math,
+    "DigitalLearningGmbH/MATH-lighteval": math,
+    "EleutherAI/hendrycks_math": math,
+    "HuggingFaceH4/MATH-500": math,
+}
+
+
+def by_source(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+) -> Result:
+    """Score with the scorer that belongs to the row's `data_source` (see `SOURCES`).
+
+    Args:
+        data_source: one of `SOURCES`.
+        solution_str: the reply.
+        ground_truth: the reference answer.
+        extra_info: handed on.
+
+    Returns:
+        What the scorer returns.
+
+    Raises:
+        ValueError: an unknown `data_source`; the message lists the known ones.
+
+    >>> by_source("arithmetic", "7", "7", None)["score"]
+    1.0
+    """
+    if data_source not in SOURCES:
+        raise ValueError(
+            f"no scorer for data_source {data_source!r}; known: {', '.join(sorted(SOURCES))}. Name"
+            " your own function in the reward's `fn`"
+        )
+    return SOURCES[data_source](data_source, solution_str, ground_truth, extra_info)

@@ -1,0 +1,297 @@
+"""The embedded engine: sampling in the trainer's process, by the trainer's own model code.
+
+Requests wait in a queue. A worker thread takes as many as there are slots, prefills each distinct
+prompt once, copies its cache to all slots that share it, and decodes until every slot is done.
+"""
+
+import asyncio
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.models.cache import Cache, init_cache
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.native.decode import Slots, decode, fill
+from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.reshard import checksum, reshard
+from jaxrl_llm.types import Completion, Receipt, Request
+
+STOP_IDS = 8
+"""The most stop tokens of a request."""
+
+SHORTEST_PREFILL = 16
+"""Prompts are padded to this many tokens or the next power of two."""
+
+
+class NativeEngine:
+    """An `Engine` in pure JAX. Each device decodes its share of the slots with all the weights.
+
+    Args:
+        spec: the model.
+        mesh: the devices.
+        slots: sequences decoded at once; a multiple of the number of devices.
+        max_tokens: the longest sequence, prompt and answer.
+        max_prompt_tokens: the longest prompt.
+        prompts_per_fill: distinct prompts prefilled at once.
+        dtype: of weights, cache and computation.
+        steps: tokens decoded between two looks at what is done.
+
+    Raises:
+        ValueError: slots that the devices can't share evenly.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        mesh: Mesh,
+        slots: int,
+        max_tokens: int,
+        max_prompt_tokens: int,
+        prompts_per_fill: int,
+        dtype: str = "float32",
+        steps: int = 32,
+    ) -> None:
+        """Compile nothing yet; the first `load` does."""
+        if slots % mesh.size:
+            raise ValueError(
+                f"rollout.slots={slots} can't be shared evenly by {mesh.size} devices; "
+                f"wanted a multiple of {mesh.size}"
+            )
+        self.spec, self.mesh, self.slots, self.dtype = spec, mesh, slots, jnp.dtype(dtype)
+        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        self.prompts_per_fill = prompts_per_fill
+        self._everywhere = replicated(mesh)
+        self._by_slot = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._cache_layout = Cache(
+            *(NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)) for _ in Cache._fields)
+        )
+        self._fill = jax.jit(
+            functools.partial(_fill, spec), donate_argnums=1, out_shardings=self._cache_layout
+        )
+        self._decode = jax.jit(
+            functools.partial(_decode, spec, steps),
+            donate_argnums=(1, 2),
+            out_shardings=(self._cache_layout, self._by_slot),
+        )
+        self._params: Any = None
+        self._version = -1
+        self._cache: Cache | None = None
+        self._queue: deque[tuple[Request, Future[Completion]]] = deque()
+        self._state = threading.Condition()
+        self._device = threading.Lock()  # held while weights or cache are in use
+        self._paused = self._closed = False
+        self._worker = threading.Thread(target=self._work, daemon=True, name="native-engine")
+        self._worker.start()
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one answer."""
+        return await asyncio.wrap_future(self._submit([request])[0])
+
+    def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one answer for each request, in order; equal prompts are prefilled once."""
+        return [future.result() for future in self._submit(requests)]
+
+    def load(self, params: Any, version: int) -> Receipt:
+        """Copy weights into the engine's layout and dtype; waits for the wave in flight."""
+        with self._device:
+            first = self._params is None
+            self._params = None  # free the old copy before the new one is made
+            self._params = reshard(params, self._everywhere, dtype=self.dtype)
+            self._version = version
+            receipt = Receipt(version, int(jax.jit(checksum)(self._params)))
+            if first:
+                self._warm_up()
+        return receipt
+
+    def pause(self) -> None:
+        """Start no new wave until `resume`; the one in flight ends."""
+        with self._state:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._state:
+            self._paused = False
+            self._state.notify_all()
+
+    def sleep(self) -> None:
+        """Pause, and free the cache once the wave in flight has ended."""
+        self.pause()
+        with self._device:
+            self._cache = None
+
+    def wake(self) -> None:
+        """Resume; the next wave allocates the cache."""
+        self.resume()
+
+    def close(self) -> None:
+        """Stop the worker; requests that wait fail with EngineError."""
+        with self._state:
+            self._closed = True
+            waiting, self._queue = self._queue, deque()
+            self._state.notify_all()
+        for _, future in waiting:
+            future.set_exception(EngineError("the engine was closed"))
+        if threading.current_thread() is not self._worker:
+            self._worker.join()
+
+    def _submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        for request in requests:
+            self._check(request)
+        entries = [(request, Future()) for request in requests]
+        with self._state:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            if self._params is None and self._version < 0:
+                raise EngineError("the engine has no weights: call load first")
+            self._queue.extend(entries)
+            self._state.notify_all()
+        return [future for _, future in entries]
+
+    def _check(self, request: Request) -> None:
+        prompt, sampling = request.prompt, request.sampling
+        longest = min(self.max_prompt_tokens, self.max_tokens - sampling.max_new_tokens)
+        if not 0 < len(prompt) <= longest or sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} "
+                f"does not fit: the engine holds prompts of 1 to {self.max_prompt_tokens} tokens "
+                f"and {self.max_tokens} tokens in all"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.spec.vocab_size:
+            raise EngineError(
+                f"prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}, "
+                f"wanted 0 to {self.spec.vocab_size - 1}"
+            )
+        if len(sampling.stop_ids) > STOP_IDS:
+            raise EngineError(f"got {len(sampling.stop_ids)} stop ids, at most {STOP_IDS} are held")
+
+    def _work(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closed or (self._queue and not self._paused))
+                if self._closed:
+                    return
+                wave = [self._queue.popleft() for _ in range(min(self.slots, len(self._queue)))]
+            try:
+                with self._device:
+                    answers = self._run([request for request, _ in wave])
+            except Exception as error:  # it reaches whoever waits for an answer
+                for _, future in wave:
+                    future.set_exception(error)
+            else:
+                for (_, future), answer in zip(wave, answers, strict=True):
+                    future.set_result(answer)
+
+    def _run(self, wave: Sequence[Request]) -> list[Completion]:
+        cache = self._take_cache()
+        prompts = list(dict.fromkeys(request.prompt for request in wave))
+        width = self._prefill_width(max(map(len, prompts)))
+        number = {prompt: i for i, prompt in enumerate(prompts)}
+        source = np.full(self.slots, -1, np.int32)
+        source[: len(wave)] = [number[request.prompt] for request in wave]
+        for first in range(0, len(prompts), self.prompts_per_fill):
+            group = prompts[first : first + self.prompts_per_fill]
+            inside = (source >= first) & (source < first + len(group))
+            cache = self._fill(
+                self._params,
+                cache,
+                *self._prompt_arrays(group, width),
+                jax.device_put(np.where(inside, source - first, -1), self._by_slot),
+            )
+        slots = jax.device_put(_start(wave, self.slots, self.max_tokens), self._by_slot)
+        while True:
+            cache, slots = self._decode(self._params, cache, slots)
+            if np.all(jax.device_get(slots.done)):
+                break
+        self._cache = cache
+        return self._read(wave, jax.device_get(slots))
+
+    def _read(self, wave: Sequence[Request], slots: Slots) -> list[Completion]:
+        answers = []
+        for i, request in enumerate(wave):
+            n = int(slots.generated[i])
+            tokens = np.asarray(slots.answers[i, :n])
+            stopped = int(tokens[-1]) in request.sampling.stop_ids
+            finish = "stop" if stopped else "length"
+            logprobs = np.asarray(slots.logprobs[i, :n])
+            answers.append(Completion(tokens, logprobs, finish, self._version))
+        return answers
+
+    def _take_cache(self) -> Cache:
+        """Return the cache, to be donated; allocate it after a start, a sleep or a failure."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            return cache
+        make: Callable[[], Cache] = functools.partial(
+            init_cache, self.spec, self.slots, self.max_tokens, dtype=self.dtype
+        )
+        return jax.jit(make, out_shardings=self._cache_layout)()
+
+    def _prefill_width(self, length: int) -> int:
+        width = SHORTEST_PREFILL
+        while width < length:
+            width *= 2
+        return min(width, self.max_tokens)
+
+    def _prompt_arrays(self, prompts: Sequence[Sequence[int]], width: int) -> Any:
+        tokens = np.zeros((self.prompts_per_fill, width), np.int32)
+        lengths = np.ones(self.prompts_per_fill, np.int32)
+        for i, prompt in enumerate(prompts):
+            tokens[i, : len(prompt)] = prompt
+            lengths[i] = len(prompt)
+        return jax.device_put((tokens, lengths), self._everywhere)
+
+    def _warm_up(self) -> None:
+        """Compile every shape now, so that nothing compiles in the middle of a run."""
+        cache = self._take_cache()
+        nowhere = jax.device_put(np.full(self.slots, -1, np.int32), self._by_slot)
+        widths = {self._prefill_width(n) for n in range(1, self.max_prompt_tokens + 1)}
+        for width in sorted(widths):
+            cache = self._fill(self._params, cache, *self._prompt_arrays([], width), nowhere)
+        slots = jax.device_put(_start([], self.slots, self.max_tokens), self._by_slot)
+        self._cache, _ = self._decode(self._params, cache, slots)
+
+
+def _fill(spec: ModelSpec, params: Any, cache: Cache, *prompts: jax.Array) -> Cache:
+    return fill(params, spec, cache, *prompts)
+
+
+def _decode(
+    spec: ModelSpec, steps: int, params: Any, cache: Cache, slots: Slots
+) -> tuple[Cache, Slots]:
+    return decode(params, spec, cache, slots, steps=steps)
+
+
+def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:
+    """Return the state of a wave before its first step; slots past the wave are done."""
+    empty = slots - len(wave)
+
+    def column(values: Sequence[Any], default: Any, dtype: Any) -> np.ndarray:
+        return np.array([*values, *[default] * empty], dtype)
+
+    how = [request.sampling for request in wave]
+    stops = [[*s.stop_ids, *[-1] * (STOP_IDS - len(s.stop_ids))] for s in how]
+    return Slots(
+        tokens=column([r.prompt[-1] for r in wave], 0, np.int32),
+        positions=column([len(r.prompt) - 1 for r in wave], 0, np.int32),
+        generated=np.zeros(slots, np.int32),
+        done=np.arange(slots) >= len(wave),
+        answers=np.zeros((slots, max_tokens), np.int32),
+        logprobs=np.zeros((slots, max_tokens), np.float32),
+        limits=column([s.max_new_tokens for s in how], 0, np.int32),
+        seeds=column([r.seed for r in wave], 0, np.uint32),
+        temperature=column([s.temperature for s in how], 1.0, np.float32),
+        top_p=column([s.top_p for s in how], 1.0, np.float32),
+        top_k=column([s.top_k for s in how], 0, np.int32),
+        stop_ids=column(stops, [-1] * STOP_IDS, np.int32),
+    )

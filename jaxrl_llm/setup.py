@@ -1,0 +1,242 @@
+"""What `train` and `sft` share: run folders, files made on demand, models and optimizers."""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm import keys
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
+from jaxrl_llm.keys import MeshConfig, ModelConfig, OptimConfig
+from jaxrl_llm.models.hf import load_params, read_spec
+from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks, shardings
+from jaxrl_llm.step import Forward, Learner, TrainState
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
+
+
+class Model(NamedTuple):
+    """A model in the training layout.
+
+    Attributes:
+        spec: the architecture.
+        params: float32 master weights.
+        like: shape, dtype and sharding of each array.
+    """
+
+    spec: ModelSpec
+    params: Any
+    like: Any
+
+
+@contextlib.contextmanager
+def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
+    """Hold a run's folder: one process at a time; its config, versions and commit inside.
+
+    Raises:
+        ConfigError: another process runs there.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
+        resolved = folder / "config.yaml"
+        if resolved.exists():
+            for line in changes(read_yaml(resolved), as_tree(config)):
+                log.warning("config changed since this run began: %s", line)
+        write_text(resolved, to_yaml(config))
+        write_text(folder / "versions.json", json.dumps(versions(config.seed), indent=1) + "\n")
+        yield folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def versions(seed: int) -> dict[str, Any]:
+    """Return what a run can be repeated with: versions, devices, git commit and seed."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str | None:
+        if not (root / ".git").exists() or not shutil.which("git"):
+            return None
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    return {
+        "jaxrl_llm": importlib.metadata.version("jaxrl_llm"),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changed_files": git("status", "--porcelain"),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "devices": [d.device_kind for d in jax.devices()],
+        "seed": seed,
+    }
+
+
+def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
+    """Run a preparation if any of the files it should write is missing.
+
+    Raises:
+        ConfigError: it left a file unwritten.
+    """
+    if spec is None or all(Path(path).exists() for path in wanted):
+        return
+    print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
+    load_function(spec, keys.PREPARATIONS, key="data.prepare")()
+    missing = [path for path in wanted if not Path(path).exists()]
+    if missing:
+        raise ConfigError(
+            f"data.prepare: {spec.fn!r} did not write {', '.join(missing)}; "
+            "make its `out` the folder of these files"
+        )
+
+
+def open_mesh(config: MeshConfig) -> Mesh:
+    """Lay this process's devices out as the config says."""
+    try:
+        return make_mesh({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor})
+    except ValueError as error:
+        raise ConfigError(f"mesh: {error}") from error
+
+
+def open_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
+    """Load a Hugging Face directory, or draw its weights at random, in the training layout.
+
+    Raises:
+        ConfigError: the directory can't be read.
+    """
+    try:
+        spec = read_spec(config.path)
+        declarations = declare(spec)
+        for name, left in fallbacks(declarations, mesh, DEFAULT_RULES).items():
+            log.warning("%s is not split as the rules say: %s", name, left)
+        layout = shardings(declarations, mesh)
+        if config.random_init:
+            draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=layout)
+            params = draw(jax.random.key(seed))
+        else:
+            params = load_params(config.path, spec, shardings=layout)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from error
+    like = jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, layout
+    )
+    return Model(spec, params, like)
+
+
+def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 1.0) -> Forward:
+    """Return how the model is run in training."""
+    return Forward(
+        spec=spec,
+        dtype=config.dtype,
+        remat=config.remat,
+        logprob_chunk=config.logprob_chunk,
+        temperature=temperature,
+    )
+
+
+def make_optimizer(
+    config: OptimConfig,
+) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
+    """Return the optimizer, with clipping and learning rate in it, and its schedule."""
+    schedule = load_function(config.schedule, keys.SCHEDULES, key="optim.schedule")()
+    rate = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
+    if rate is None or jnp.ndim(rate) != 0:
+        raise ConfigError(
+            f"optim.schedule: {config.schedule.fn!r} is not an optax schedule (a function of the "
+            "update's number); did you mean constant_schedule, warmup_cosine_decay_schedule?"
+        )
+    optimizer = load_function(
+        config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key="optim.optimizer"
+    )(learning_rate=schedule)
+    if config.grad_clip is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip), optimizer)
+    return optimizer, schedule
+
+
+def restore_or_start(
+    checkpoints: Checkpoints, learner: Learner, model: Model, stream: Any, *, resume: str
+) -> tuple[int, TrainState, dict[str, Any]]:
+    """Return the step, state and other contents of the newest checkpoint, or a fresh start.
+
+    Args:
+        checkpoints: of the run.
+        learner: knows a state's layout.
+        model: the parameters to start from.
+        stream: the data; it is set to the checkpoint's position.
+        resume: the key checkpoint.resume.
+    """
+    if checkpoints.latest() is None:
+        return 0, learner.init(model.params), {}
+    if resume == "never":
+        raise ConfigError(
+            f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
+            f"{checkpoints.latest()}: set it to auto, or name another run_dir"
+        )
+    like = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(learner.init, model.like),
+        learner.state_shardings,
+    )
+    saved = checkpoints.restore(like)
+    stream.set_state(saved.extra["data"])
+    log.info("continuing after step %d", saved.step)
+    return saved
+
+
+def made_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
+    """Make a directory if it does not exist; refuse one that was made by another recipe.
+
+    Args:
+        directory: what `make` writes.
+        recipe: everything that decides the result.
+        make: writes the directory, whole or not at all.
+    """
+    digest = hashlib.sha256(recipe.encode()).hexdigest()
+    stamp = directory.with_name(directory.name + ".made_by")
+    if directory.exists():
+        if stamp.exists() and stamp.read_text() != digest:
+            raise ConfigError(
+                f"{directory} was made by another config than the one given now: "
+                "remove it, or name another directory"
+            )
+        return
+    make()
+    write_text(stamp, digest)
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' chatter off the screen; warnings and errors stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("jaxrl_llm").setLevel(logging.INFO)

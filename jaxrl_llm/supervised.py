@@ -1,0 +1,166 @@
+"""Supervised training: the update of RL with another loss, on packed examples."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import as_tree
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.dataset import (
+    Example,
+    batches,
+    check_example_row,
+    load_rows,
+    tokenize_examples,
+)
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import SftConfig
+from jaxrl_llm.metrics import Clock, Display, MetricsLog, due
+from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.setup import (
+    Model,
+    forward_settings,
+    make_optimizer,
+    open_mesh,
+    open_model,
+    prepare_files,
+    quiet_libraries,
+    restore_or_start,
+    run_folder,
+)
+from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.step import Learner, Objective, TrainState, check_skipped, make_learner
+from jaxrl_llm.types import Batch
+
+
+def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return the loss of a token, -log π(token)."""
+    return -logprobs
+
+
+def run_sft(config: SftConfig) -> None:
+    """Train on a config's examples, then export the model."""
+    quiet_libraries()
+    optimizer, schedule = make_optimizer(config.optim)
+    prepare_files(config.data.prepare, config.data.train)
+    if Path(config.export_to).exists():
+        raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(run_folder(config.run_dir, config))
+        mesh = open_mesh(config.mesh)
+        model = open_model(config.model, mesh, seed=config.seed)
+        try:
+            shape = row_shape(
+                config.batch.tokens_per_microbatch,
+                config.data.max_tokens,
+                sequences=config.batch.examples_per_step,
+                multiple_of=batch_shards(mesh),
+            )
+        except ValueError as error:
+            raise ConfigError(f"batch.tokens_per_microbatch: {error}") from error
+        learner = make_learner(
+            Objective(loss=negative_log_likelihood),
+            forward_settings(config.model, model.spec),
+            optimizer,
+            reduce=token_mean,
+            shape=shape,
+            mesh=mesh,
+            params_like=model.like,
+        )
+        state = _train(config, folder, model, learner, schedule, stack)
+        save_params(
+            config.export_to,
+            state.params,
+            model.spec,
+            source=config.model.path,
+            dtype=np.float32,
+        )
+
+
+def _train(
+    config: SftConfig,
+    folder: Path,
+    model: Model,
+    learner: Learner,
+    schedule: Any,
+    stack: contextlib.ExitStack,
+) -> TrainState:
+    examples = _read_examples(config)
+    size = config.batch.examples_per_step
+    total = config.steps or len(examples) * config.epochs // size
+    stream = batches(
+        examples,
+        batch_size=size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        epochs=None if config.steps else config.epochs,
+        drop_remainder=True,
+    )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
+    stack.callback(checkpoints.close)
+    start, state, extra = restore_or_start(
+        checkpoints, learner, model, stream, resume=config.checkpoint.resume
+    )
+    log = MetricsLog(
+        folder,
+        step=start,
+        position=extra.get("metrics_bytes", 0),
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        config=as_tree(config),
+    )
+    stack.callback(log.close)
+    display = Display("supervised training", total, start)
+    stack.callback(display.close)
+    for step in range(start + 1, total + 1):
+        clock = Clock()
+        batch = to_batch(next(stream), config.data.max_tokens)
+        state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
+        found = jax.device_get(found)
+        check_skipped(int(found["skipped"]), config.optim.max_skipped)
+        metrics = {
+            "train/loss": float(found["loss"]),
+            "train/grad_norm": float(found["grad_norm"]),
+            "train/lr": float(schedule(step - 1)),
+            **clock.metrics(),
+        }
+        log.write(step, metrics)
+        if due(step, max(1, total // 10), total):
+            display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
+        if due(step, config.checkpoint.every, total):
+            extra = {"data": stream.get_state(), "metrics_bytes": log.file.position()}
+            checkpoints.save(step, state, extra)
+    return state
+
+
+def _read_examples(config: SftConfig) -> list[Example]:
+    try:
+        rows = load_rows(config.data.dataset, config.data.train, check=check_example_row)
+        return tokenize_examples(
+            rows,
+            load_tokenizer(config.model.path),
+            max_tokens=config.data.max_tokens,
+            filter_overlong=config.data.filter_overlong,
+            template_kwargs=config.data.template,
+        )[0]
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data.train: {error}") from error
+
+
+def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:
+    """Lay examples out as a batch [B T] whose mask is true on the responses."""
+    tokens = np.zeros((len(examples), max_tokens), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example.tokens)] = example.tokens
+        mask[i, example.response_start : len(example.tokens)] = True
+    sizes = np.array([len(example.tokens) for example in examples], np.int32)
+    return Batch(tokens, sizes, {"mask": mask})

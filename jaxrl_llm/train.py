@@ -1,0 +1,24 @@
+"""`python -m jaxrl_llm.train --config FILE.yaml a.b=c …`: parse, build, run."""
+
+import sys
+from collections.abc import Sequence
+
+from jaxrl_llm.cli import config_main
+from jaxrl_llm.keys import TrainConfig
+
+
+def train(config: TrainConfig) -> None:
+    """Run a whole training from its config; continue where a run in its folder left off."""
+    from jaxrl_llm.job import run_job  # jax is slow to import, and a wrong key should not wait
+
+    run_job(config)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    about = "Train a language model with reinforcement learning."
+    return config_main("jaxrl_llm.train", about, TrainConfig, train, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

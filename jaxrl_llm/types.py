@@ -1,0 +1,125 @@
+"""The axis legend and the records that cross module borders.
+
+Axes: P prompts, G samples per prompt, B = P·G sequences, T tokens, R packed rows, L row length,
+V vocabulary, D model width, N query heads, K key/value heads, H head width, F feed-forward width,
+E experts.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float32, Int, Num
+
+FIELDS: Mapping[str, str] = {
+    "scores": "[B] score of each answer, less the KL penalty where there is one",
+    "rewards": "[B T] reward of each token: the score on the last one, less the KL penalty",
+    "group_ids": "[B] which answers share a prompt",
+    "mask": "[B T] true on tokens that the policy generated",
+    "lengths": "[B] tokens that the policy generated",
+    "logprobs": "[B T] log-probs under the policy that is being updated",
+    "old_logprobs": "[B T] log-probs under the policy at the start of the step",
+    "rollout_logprobs": "[B T] log-probs that the engine reported",
+    "ref_logprobs": "[B T] log-probs under the reference",
+    "advantages": "[B T] what the advantage function returned",
+    "entropy": "[B T] entropy of the policy that is being updated",
+}
+"""Fields that a function may ask for by parameter name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences of a step, on the host: prompt and answer side by side, padded to T.
+
+    Attributes:
+        tokens: token ids, prompt first, padding last.
+        sizes: tokens in each sequence, the prompt's included.
+        fields: arrays [B] or [B T] by name; see FIELDS.
+    """
+
+    tokens: Int[np.ndarray, "B T"]
+    sizes: Int[np.ndarray, " B"]
+    fields: Mapping[str, Num[np.ndarray, "B ..."] | np.ndarray]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Return a field."""
+        return self.fields[name]
+
+    def add(self, **fields: np.ndarray) -> "Batch":
+        """Return the batch with more fields."""
+        return dataclasses.replace(self, fields={**self.fields, **fields})
+
+    def take(self, rows: Any) -> "Batch":
+        """Return some of the sequences, by index array or slice."""
+        return Batch(
+            self.tokens[rows], self.sizes[rows], {k: v[rows] for k, v in self.fields.items()}
+        )
+
+
+class Rows(NamedTuple):
+    """Sequences packed into rows, for the model, and where each of them lies.
+
+    Row tokens outside every sequence have segment 0. The b sequence slots that are not used have
+    size 0.
+    """
+
+    tokens: Int[Array | np.ndarray, "R L"]
+    positions: Int[Array | np.ndarray, "R L"]
+    segment_ids: Int[Array | np.ndarray, "R L"]
+    row: Int[Array | np.ndarray, " b"]
+    start: Int[Array | np.ndarray, " b"]
+    size: Int[Array | np.ndarray, " b"]
+
+
+class Receipt(NamedTuple):
+    """What an engine answers when it has loaded weights."""
+
+    version: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one answer.
+
+    Attributes:
+        max_new_tokens: the longest answer.
+        temperature: softmax temperature; 0 takes the likeliest token.
+        top_p: sample from the smallest set of tokens with this mass.
+        top_k: sample from the k likeliest tokens; 0 means all.
+        stop_ids: tokens that end the answer; the one that did is part of it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to sample. The answer depends on the seed, not on what else is in flight."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+class Completion(NamedTuple):
+    """One sampled answer.
+
+    Attributes:
+        tokens: token ids, the stop token included.
+        logprobs: log-probs of these tokens under softmax(logits / temperature), before top-k and
+            top-p cut it (at temperature 0: under softmax(logits)).
+        finish: "stop" or "length".
+        version: version of the weights that generated it.
+    """
+
+    tokens: Int[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    finish: str
+    version: int

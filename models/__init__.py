@@ -1,0 +1,1 @@
+"""Models as free functions over array trees."""

@@ -1,0 +1,1 @@
+"""Meshes, rules from logical to mesh axes, and moves between layouts."""

@@ -1,0 +1,176 @@
+"""One table from the logical axes of arrays to the axes of a device mesh.
+
+A layout of the whole parameter tree is this table, so another layout is another table.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
+
+Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
+
+DEFAULT_RULES: Rules = {
+    # parameters
+    "layers": "stage",
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "norm": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_width": None,
+    "ff": "tensor",
+    "experts": "expert",
+    # activations
+    "rows": ("data", "fsdp"),
+    "length": "context",
+    "width": None,
+}
+
+
+@runtime_checkable
+class Declared(Protocol):
+    """Anything with a shape and a logical name per dimension, such as `models.spec.ArrayDecl`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension."""
+        ...
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Logical name of each dimension."""
+        ...
+
+
+class Fallback(NamedTuple):
+    """A dimension that stays whole because the mesh axes its rule names do not divide it."""
+
+    axis: str
+    size: int
+    mesh_axes: tuple[str, ...]
+    devices: int
+
+
+def partition_spec(
+    axes: tuple[str, ...], rules: Rules, mesh: Mesh | AbstractMesh, shape: tuple[int, ...]
+) -> tuple[PartitionSpec, tuple[Fallback, ...]]:
+    """Map an array's logical axes to a partition of a mesh.
+
+    A mesh axis that `mesh` does not have counts as an axis of one device.
+
+    Args:
+        axes: Logical name of each dimension.
+        rules: Logical name to mesh axis, several mesh axes, or None for "never sharded".
+        mesh: The devices.
+        shape: Size of each dimension.
+
+    Returns:
+        The partition, and one `Fallback` per dimension that had to stay whole.
+
+    Raises:
+        ValueError: A logical axis has no rule, a rule names no known mesh axis, or two dimensions
+            claim the same mesh axis.
+
+    >>> mesh = jax.sharding.AbstractMesh((1, 2), ("fsdp", "tensor"))
+    >>> partition_spec(("embed", "ff"), DEFAULT_RULES, mesh, (8, 4))[0] == jax.P(None, "tensor")
+    True
+    >>> partition_spec(("embed", "heads"), DEFAULT_RULES, mesh, (8, 3))[1]
+    (Fallback(axis='heads', size=3, mesh_axes=('tensor',), devices=2),)
+    """
+    parts: list[str | tuple[str, ...] | None] = []
+    fallbacks: list[Fallback] = []
+    for axis, size in zip(axes, shape, strict=True):
+        names = tuple(name for name in _mesh_axes(axis, rules) if mesh.shape.get(name, 1) > 1)
+        devices = math.prod(mesh.shape[name] for name in names)
+        if size % devices:
+            fallbacks.append(Fallback(axis, size, names, devices))
+            names = ()
+        parts.append(names[0] if len(names) == 1 else names or None)
+    _check_claims(axes, parts)
+    return PartitionSpec(*parts), tuple(fallbacks)
+
+
+def shardings(declarations: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
+    """Lay a tree of declared arrays out over a mesh.
+
+    Args:
+        declarations: A tree whose leaves are `Declared`, such as `models.spec.declare(spec)`.
+        mesh: The devices.
+        rules: Logical to mesh axes.
+
+    Returns:
+        The same tree with a `NamedSharding` for each leaf. What could not be sharded as the rules
+        ask is listed by `fallbacks`.
+
+    Raises:
+        ValueError: As `partition_spec`.
+
+    >>> from types import SimpleNamespace
+    >>> table = SimpleNamespace(shape=(4, 6), axes=("vocab", "embed"))
+    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> shardings({"embed": table}, mesh)["embed"].spec == jax.P(None, None)
+    True
+    """
+
+    def place(decl: Declared) -> NamedSharding:
+        spec, _ = partition_spec(decl.axes, rules, mesh, decl.shape)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(place, declarations)
+
+
+def fallbacks(
+    declarations: Any, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
+) -> dict[str, tuple[Fallback, ...]]:
+    """List, by path, the arrays that `shardings` leaves whole along an axis with a rule.
+
+    Args:
+        declarations: As for `shardings`.
+        mesh: The devices.
+        rules: Logical to mesh axes.
+
+    Returns:
+        Path to fallbacks, for the arrays that have any; empty when the rules hold everywhere.
+
+    >>> from types import SimpleNamespace
+    >>> table = SimpleNamespace(shape=(5, 6), axes=("vocab", "embed"))
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
+    >>> fallbacks({"embed": table}, mesh)
+    {'embed': (Fallback(axis='vocab', size=5, mesh_axes=('tensor',), devices=2),)}
+    """
+    found = {}
+    for path, decl in jax.tree_util.tree_leaves_with_path(declarations):
+        _, missed = partition_spec(decl.axes, rules, mesh, decl.shape)
+        if missed:
+            found[jax.tree_util.keystr(path, simple=True, separator="/")] = missed
+    return found
+
+
+def _mesh_axes(axis: str, rules: Rules) -> tuple[str, ...]:
+    if axis not in rules:
+        raise ValueError(f"no rule for the logical axis {axis!r}; rules exist for {sorted(rules)}")
+    rule = rules[axis]
+    names = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+    unknown = [name for name in names if name not in MESH_AXES]
+    if unknown:
+        raise ValueError(
+            f"the rule for {axis!r} names the mesh axes {unknown}; the mesh axes are {MESH_AXES}"
+        )
+    return names
+
+
+def _check_claims(axes: tuple[str, ...], parts: list[str | tuple[str, ...] | None]) -> None:
+    owner: dict[str, str] = {}
+    for axis, part in zip(axes, parts, strict=True):
+        for name in () if part is None else (part,) if isinstance(part, str) else part:
+            if name in owner:
+                raise ValueError(
+                    f"the mesh axis {name!r} is claimed by both {owner[name]!r} and {axis!r} of an "
+                    f"array with axes {axes}; give one of them another rule"
+                )
+            owner[name] = axis

@@ -1,0 +1,376 @@
+"""Advantage estimators against loops written from the papers, and what must hold of them."""
+
+from functools import partial
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from jaxrl_llm.algorithms import advantages as adv
+
+OUTCOME = [adv.grpo, adv.dr_grpo, adv.rloo, adv.opo, adv.grpo_pass_at_k, adv.gpg, adv.gdpo]
+TOKEN = [
+    adv.remax,
+    adv.reinforce_plus_plus,
+    adv.reinforce_plus_plus_baseline,
+    adv.optimal_token_baseline,
+    adv.optimal_token_baseline_corrected,
+    adv.optimal_token_baseline_multi_turn,
+]
+BOTH = [adv.gae, adv.gae_whitened]
+ALL = OUTCOME + TOKEN + BOTH
+names = pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
+
+
+def as64(fields, *wanted):
+    return [np.asarray(fields[n], bool if n == "mask" else np.float64) for n in wanted]
+
+
+def members(ids):
+    ids = np.asarray(ids)
+    return [np.flatnonzero(ids == g) for g in sorted(set(ids.tolist()))]
+
+
+def loop_whiten(x, mask):
+    on = [x[i] for i in np.ndindex(x.shape) if mask[i]]
+    mean = sum(on) / len(on)
+    var = sum((v - mean) ** 2 for v in on) / (len(on) - 1)
+    out = np.zeros_like(x)
+    for i in np.ndindex(x.shape):
+        if mask[i]:
+            out[i] = (x[i] - mean) / np.sqrt(var + 1e-8)
+    return out
+
+
+def loop_grpo(scores, ids, scale=True):
+    out = np.zeros_like(scores)
+    for rows in members(ids):
+        if len(rows) == 1:
+            out[rows] = scores[rows]
+            continue
+        mean = sum(scores[i] for i in rows) / len(rows)
+        std = (sum((scores[i] - mean) ** 2 for i in rows) / (len(rows) - 1)) ** 0.5
+        for i in rows:
+            out[i] = (scores[i] - mean) / (std + 1e-6 if scale else 1.0)
+    return out
+
+
+def loop_returns(rewards, mask, gamma=1.0):
+    out = np.zeros_like(rewards)
+    for b in range(len(rewards)):
+        ahead = 0.0
+        for t in reversed(range(rewards.shape[1])):
+            if mask[b, t]:
+                ahead = rewards[b, t] + gamma * ahead
+                out[b, t] = ahead
+    return out
+
+
+def loop_gae(rewards, values, mask, gamma, lam):
+    advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
+    for b in range(len(rewards)):
+        next_value, ahead = 0.0, 0.0
+        for t in reversed(range(rewards.shape[1])):
+            if mask[b, t]:
+                delta = rewards[b, t] + gamma * next_value - values[b, t]
+                ahead = delta + gamma * lam * ahead
+                next_value = values[b, t]
+                advantages[b, t], returns[b, t] = ahead, ahead + values[b, t]
+    return advantages, returns
+
+
+def loop_optimal_baseline(rewards, mask, ids, old, squares, weight=None):
+    returns = loop_returns(rewards, mask)
+    gathered, out = np.zeros_like(rewards), np.zeros_like(rewards)
+    for b in range(len(rewards)):
+        total = 0.0
+        for t in range(rewards.shape[1]):
+            if mask[b, t]:
+                rho = 1.0 if weight is None else weight[b, t]
+                total += rho**2 * (1 - 2 * np.exp(old[b, t]) + squares[b, t])
+                gathered[b, t] = total
+    for rows in members(ids):
+        for t in range(rewards.shape[1]):
+            live = [b for b in rows if mask[b, t]]
+            baseline = 0.0
+            if len(live) > 1:
+                baseline = sum(returns[b, t] * gathered[b, t] for b in live)
+                baseline /= sum(gathered[b, t] for b in live)
+            for b in live:
+                out[b, t] = returns[b, t] - baseline
+    return out
+
+
+def test_grpo_and_dr_grpo_match_the_loop(fields):
+    (scores,) = as64(fields, "scores")
+    ids = fields["group_ids"]
+    assert_allclose(adv.grpo(fields["scores"], ids), loop_grpo(scores, ids), rtol=1e-5)
+    want = loop_grpo(scores, ids, scale=False)
+    assert_allclose(adv.dr_grpo(fields["scores"], ids), want, rtol=1e-5)
+    assert_allclose(adv.grpo(fields["scores"], ids, scale_by_std=False), want, rtol=1e-5)
+
+
+def test_rloo_leaves_one_out(fields):
+    (scores,) = as64(fields, "scores")
+    want = np.zeros_like(scores)
+    for rows in members(fields["group_ids"]):
+        for i in rows:
+            others = [scores[j] for j in rows if j != i]
+            want[i] = scores[i] - sum(others) / len(others) if others else 0.0
+    assert_allclose(adv.rloo(fields["scores"], fields["group_ids"]), want, rtol=1e-5, atol=1e-6)
+
+
+def test_opo_matches_the_loop(fields):
+    scores, lengths = as64(fields, "scores", "lengths")
+    want = scores.copy()
+    for rows in members(fields["group_ids"]):
+        if len(rows) > 1:
+            baseline = sum(lengths[j] * scores[j] for j in rows) / sum(lengths[j] for j in rows)
+            want[rows] = scores[rows] - baseline
+    got = adv.opo(fields["scores"], fields["lengths"], fields["group_ids"])
+    assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_opo_with_equal_lengths_is_dr_grpo(fields):
+    got = adv.opo(fields["scores"], jnp.full(6, 7), fields["group_ids"])
+    assert_allclose(got, adv.dr_grpo(fields["scores"], fields["group_ids"]), atol=1e-6)
+
+
+def test_pass_at_k_rewards_the_lead_of_the_best(fields):
+    (scores,) = as64(fields, "scores")
+    want = np.zeros_like(scores)
+    for rows in members(fields["group_ids"]):
+        if len(rows) > 1:
+            order = sorted(rows, key=lambda i: scores[i])
+            lead = scores[order[-1]] - scores[order[-2]]
+            want[order[-1]] = lead / (np.std(scores[rows], ddof=1) + 1e-6)
+    got = adv.grpo_pass_at_k(fields["scores"], fields["group_ids"])
+    assert_allclose(got, want, rtol=1e-5)
+    tie = adv.grpo_pass_at_k(jnp.array([2.0, 2.0, 1.0, 0.0, 0.0, 2.0]), jnp.zeros(6, int))
+    assert_array_equal(tie, np.zeros(6))
+
+
+def test_gpg_counts_the_answers_of_groups_that_learn():
+    scores, ids = jnp.array([1.0, 1.0, 1.0, 0.0, 0.5, 1.0]), jnp.array([0, 0, 0, 2, 2, 2])
+    want = np.array([0, 0, 0, -0.5, 0, 0.5]) * (6 / 3) / 2.0
+    assert_allclose(adv.gpg(scores, ids, f_norm=2.0), want, rtol=1e-6)
+    assert_array_equal(adv.gpg(jnp.ones(6), ids), np.zeros(6))
+
+
+def test_gdpo_matches_the_loop(fields):
+    (components,) = as64(fields, "score_components")
+    weights = (1.0, 0.5, 2.0)
+    total = sum(w * loop_grpo(components[:, c], fields["group_ids"]) for c, w in enumerate(weights))
+    got = adv.gdpo(fields["score_components"], fields["group_ids"], weights=weights)
+    assert_allclose(got, loop_whiten(total, np.ones(6, bool)), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="got 2 weights, wanted one for each of 3"):
+        adv.gdpo(fields["score_components"], fields["group_ids"], weights=(1.0, 2.0))
+
+
+def test_gdpo_tells_apart_sums_that_grpo_confuses():
+    components = jnp.array([[1.0, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    ids = jnp.array([0, 0, 0, 0, 1, 1])
+    confused = adv.grpo(components.sum(1), ids)
+    assert confused[0] == confused[1]
+    got = adv.gdpo(components, ids)
+    assert got[0] - got[1] > 0.1
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0)])
+def test_gae_matches_the_loop(fields, gamma, lam):
+    rewards, values, mask = as64(fields, "rewards", "values", "mask")
+    args = fields["rewards"], fields["values"], fields["mask"]
+    want_a, want_r = loop_gae(rewards, values, mask, gamma, lam)
+    got_a, got_r = adv.gae(*args, gamma=gamma, lam=lam)
+    assert_allclose(got_a, want_a, rtol=1e-5, atol=1e-6)
+    assert_allclose(got_r, want_r, rtol=1e-5, atol=1e-6)
+    white, same = adv.gae_whitened(*args, gamma=gamma, lam=lam)
+    assert_allclose(white, loop_whiten(want_a, mask), rtol=1e-4, atol=1e-5)
+    assert_array_equal(same, got_r)
+
+
+def test_gae_by_hand():
+    rewards = jnp.array([[0.0, 9.0, 1.0]])  # the reward off the mask is passed over
+    values = jnp.array([[0.5, 9.0, 0.25]])
+    mask = jnp.array([[True, False, True]])
+    advantages, returns = adv.gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert_allclose(advantages, [[0.5 * 0.25 - 0.5 + 0.25 * 0.75, 0.0, 0.75]])
+    assert_allclose(returns, [[0.5 - 0.1875, 0.0, 1.0]])
+
+
+def test_gae_limits(fields):
+    rewards, values, mask = fields["rewards"], fields["values"], fields["mask"]
+    monte_carlo, returns = adv.gae(rewards, values, mask, gamma=0.9, lam=1.0)
+    to_go = adv.reward_to_go(rewards, mask, gamma=0.9)
+    assert_allclose(returns, to_go, atol=1e-5)
+    assert_allclose(monte_carlo, jnp.where(mask, to_go - values, 0.0), atol=1e-5)
+    one_step, _ = adv.gae(rewards, jnp.zeros_like(values), mask, gamma=0.9, lam=0.0)
+    assert_allclose(one_step, jnp.where(mask, rewards, 0.0), atol=1e-6)
+
+
+def test_gae_bridges_tool_tokens(fields):
+    """The advantages are those of the same answers with the tool tokens cut out."""
+    rewards, values, mask = as64(fields, "rewards", "values", "mask")
+    got, _ = adv.gae(fields["rewards"], fields["values"], fields["mask"], gamma=0.9, lam=0.7)
+    for b in range(len(mask)):
+        on = mask[b]
+        whole = np.ones((1, on.sum()), bool)
+        want, _ = loop_gae(rewards[b, on][None], values[b, on][None], whole, 0.9, 0.7)
+        assert_allclose(np.asarray(got)[b, on], want[0], rtol=1e-5, atol=1e-6)
+
+
+def test_remax_and_reinforce_plus_plus_match_the_loop(fields):
+    rewards, mask, greedy, scores = as64(fields, "rewards", "mask", "greedy_scores", "scores")
+    want = np.where(mask, loop_returns(rewards, mask) - greedy[:, None], 0.0)
+    got = adv.remax(fields["rewards"], fields["mask"], fields["greedy_scores"])
+    assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    got = adv.reinforce_plus_plus(fields["rewards"], fields["mask"], gamma=0.9)
+    want = loop_whiten(loop_returns(rewards, mask, 0.9), mask)
+    assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    centred = loop_grpo(scores, fields["group_ids"], scale=False)
+    want = loop_whiten(np.repeat(centred[:, None], 5, axis=1), mask)
+    got = adv.reinforce_plus_plus_baseline(fields["scores"], fields["group_ids"], fields["mask"])
+    assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_optimal_token_baseline_matches_the_loop(fields, arguments):
+    raw = as64(fields, "rewards", "mask", "group_ids", "old_logprobs", "sum_pi_squared")
+    got = adv.optimal_token_baseline(*arguments(adv.optimal_token_baseline, fields))
+    assert_allclose(got, loop_optimal_baseline(*raw), rtol=1e-4, atol=1e-5)
+    (rollout,) = as64(fields, "rollout_logprobs")
+    weight = np.minimum(np.exp(raw[3] - rollout), 1.1)
+    corrected = adv.optimal_token_baseline_corrected
+    got = corrected(*arguments(corrected, fields), cap=1.1)
+    assert_allclose(got, loop_optimal_baseline(*raw, weight=weight), rtol=1e-4, atol=1e-5)
+
+
+def test_optimal_token_baseline_multi_turn_aligns_generated_tokens(fields, arguments):
+    rewards, mask, ids, old, squares = as64(
+        fields, "rewards", "mask", "group_ids", "old_logprobs", "sum_pi_squared"
+    )
+    dense = [np.zeros_like(x) for x in (rewards, old, squares)]
+    dense_mask = np.zeros_like(mask)
+    for b in range(len(mask)):
+        n = mask[b].sum()
+        dense_mask[b, :n] = True
+        for target, source in zip(dense, (rewards, old, squares), strict=True):
+            target[b, :n] = source[b, mask[b]]
+    compact = loop_optimal_baseline(dense[0], dense_mask, ids, dense[1], dense[2])
+    want = np.zeros_like(rewards)
+    want[mask] = compact[dense_mask]
+    function = adv.optimal_token_baseline_multi_turn
+    assert_allclose(function(*arguments(function, fields)), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lone_answer_keeps_its_return_under_the_optimal_baseline(fields, arguments):
+    got = adv.optimal_token_baseline(*arguments(adv.optimal_token_baseline, fields))
+    to_go = adv.reward_to_go(fields["rewards"], fields["mask"])
+    assert_allclose(got[5], to_go[5], atol=1e-6)  # a group of one
+    assert_allclose(got[2, 0], to_go[2, 0], atol=1e-6)  # the other of its group starts later
+
+
+def test_score_placed_on_the_last_token_and_kl_charged(fields):
+    rewards = adv.rewards_from_scores(fields["scores"], fields["mask"])
+    for b, on in enumerate(np.asarray(fields["mask"])):
+        want = np.zeros(5)
+        want[np.flatnonzero(on)[-1]] = fields["scores"][b]
+        assert_allclose(rewards[b], want)
+    kl = jnp.full((6, 5), 2.0)
+    charged = adv.kl_penalized_rewards(rewards, kl, fields["mask"], coef=jnp.float32(0.25))
+    assert_allclose(charged, jnp.where(fields["mask"], rewards - 0.5, 0.0))
+    none = adv.rewards_from_scores(jnp.ones(1), jnp.zeros((1, 5), bool))
+    assert_array_equal(none, np.zeros((1, 5)))
+
+
+def test_whiten(fields):
+    x, mask = as64(fields, "values", "mask")
+    got = adv.whiten(fields["values"], fields["mask"])
+    assert_allclose(got, loop_whiten(x, mask), rtol=1e-5, atol=1e-6)
+    assert_array_equal(adv.whiten(fields["values"], jnp.zeros((6, 5), bool)), np.zeros((6, 5)))
+    one = jnp.zeros((6, 5), bool).at[2, 3].set(True)
+    assert_array_equal(adv.whiten(fields["values"], one), np.zeros((6, 5)))
+
+
+scores8 = st.lists(st.floats(-8, 8, width=16), min_size=8, max_size=8)
+ids8 = st.lists(st.integers(-3, 3), min_size=8, max_size=8)
+grpo, dr_grpo, rloo = map(jax.jit, (adv.grpo, adv.dr_grpo, adv.rloo))
+
+
+@hypothesis.given(scores8, ids8, st.permutations(range(8)), st.floats(-4, 4, width=16))
+def test_group_properties(scores, ids, order, shift):
+    scores, ids, order = np.array(scores, np.float32), np.array(ids), np.array(order)
+    plain, scaled, left_out = dr_grpo(scores, ids), grpo(scores, ids), rloo(scores, ids)
+    for rows in members(ids):
+        size = len(rows)
+        if size == 1:
+            assert_array_equal(plain[rows], scores[rows])
+            assert_array_equal(scaled[rows], scores[rows])
+            assert_array_equal(left_out[rows], [0.0])
+            continue
+        assert abs(float(plain[rows].sum())) < 1e-4
+        assert_allclose(left_out[rows], size / (size - 1) * plain[rows], rtol=1e-5, atol=1e-6)
+        assert_allclose(dr_grpo(scores + shift, ids)[rows], plain[rows], atol=1e-4)
+        if np.ptp(scores[rows]) == 0:
+            assert_array_equal(scaled[rows], np.zeros(size))
+        elif np.ptp(scores[rows]) > 0.1:
+            assert_allclose(np.std(scaled[rows], ddof=1), 1.0, rtol=1e-3)
+    for function, base in ((dr_grpo, plain), (rloo, left_out)):
+        assert_allclose(function(scores[order], ids[order]), base[order], atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.9, 1.7, 1e4 + 0.1])
+def test_equal_scores_give_exactly_zero(value):
+    """In float32 (0.9 + 0.9 + 0.9) / 3 is not 0.9; GRPO would divide that noise by eps."""
+    scores, ids = jnp.full(6, value, jnp.float32), jnp.array([0, 0, 0, 1, 1, 2])
+    scores = scores.at[5].set(0.0)
+    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.gpg, adv.grpo_pass_at_k):
+        assert_array_equal(function(scores, ids), np.zeros(6), err_msg=function.__name__)
+
+
+@names
+def test_jit_and_vmap_agree_with_eager(function, fields, other_fields, arguments):
+    first, second = arguments(function, fields), arguments(function, other_fields)
+    eager = [function(*first), function(*second)]
+    jitted = jax.jit(function)(*first)
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    mapped = jax.jit(jax.vmap(function))(*stacked)
+    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-5), jitted, eager[0])
+    both = jax.tree.map(lambda *x: jnp.stack(x), *eager)
+    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-5), mapped, both)
+
+
+@names
+def test_bfloat16_is_computed_in_float32(function, fields, arguments):
+    low = {k: v.astype(jnp.bfloat16) if v.dtype == jnp.float32 else v for k, v in fields.items()}
+    high = {k: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v for k, v in low.items()}
+    got, want = function(*arguments(function, low)), function(*arguments(function, high))
+    jax.tree.map(assert_array_equal, got, want)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("function", TOKEN + BOTH, ids=lambda f: f.__name__)
+def test_padding_adds_nothing_and_is_not_read(function, fields, arguments):
+    def pad(name, x):
+        if x.ndim != 2 or x.shape[1] != 5:
+            return x
+        fill = False if name == "mask" else jnp.nan
+        return jnp.pad(x, [(0, 0), (2, 1)], constant_values=fill)
+
+    keys = [k for k in fields if k != "high_covariance"]
+    padded = {k: pad(k, fields[k]) for k in keys}
+    want = function(*arguments(function, fields))
+    got = jax.jit(function)(*arguments(function, padded))
+    inner = jax.tree.map(lambda x: x[:, 2:-1], got)
+    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-6), inner, want)
+    for x in jax.tree.leaves(got):
+        off = ~np.asarray(padded["mask"])
+        assert_array_equal(np.asarray(x)[off], np.zeros(off.sum()))
+
+
+def test_every_public_name_is_exported_here():
+    for function in ALL:
+        assert function.__name__ in adv.__all__

@@ -1,0 +1,150 @@
+"""Log-probs, entropies and Σπ² in chunks, against whole logits and plain autodiff."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.testing import assert_allclose
+
+from jaxrl_llm.algorithms.logprobs import (
+    TokenStats,
+    entropy_from_logits,
+    logprobs_from_logits,
+    token_stats,
+)
+
+D, V = 6, 11
+
+
+def make(tokens, dtype=jnp.float32):
+    rng = np.random.default_rng(tokens)
+    hidden = jnp.asarray(rng.normal(size=(tokens, D)), dtype)
+    head = jnp.asarray(rng.normal(size=(D, V)), jnp.float32)
+    return hidden, head, jnp.asarray(rng.integers(0, V, tokens))
+
+
+def plain(hidden, head, targets, temperature=1.0):
+    """All logits at once, in float32, with jax's own derivative."""
+    logits = jnp.matmul(hidden, head, precision="highest") / temperature
+    logpi = logits - jnp.log(jnp.exp(logits).sum(-1, keepdims=True))
+    pi = jnp.exp(logpi)
+    chosen = logpi[jnp.arange(len(targets)), targets]
+    return TokenStats(chosen, -(pi * logpi).sum(-1), (pi**2).sum(-1))
+
+
+def test_from_logits_match_numpy_loops():
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5)) * 3
+    targets = np.random.default_rng(1).integers(0, 5, (2, 3))
+    got = logprobs_from_logits(jnp.asarray(logits, jnp.float32), jnp.asarray(targets))
+    entropy = entropy_from_logits(jnp.asarray(logits, jnp.float32))
+    for i in np.ndindex(2, 3):
+        total = sum(np.exp(x) for x in logits[i])
+        pi = [np.exp(x) / total for x in logits[i]]
+        assert_allclose(got[i], np.log(pi[targets[i]]), rtol=1e-5)
+        assert_allclose(entropy[i], -sum(p * np.log(p) for p in pi), rtol=1e-5)
+
+
+def test_huge_and_forbidden_logits():
+    logits = jnp.array([[1e4, 0.0, -1e4], [0.0, 0.0, -jnp.inf]])
+    assert_allclose(logprobs_from_logits(logits, jnp.array([1, 0])), [-1e4, -np.log(2)])
+    assert_allclose(entropy_from_logits(logits), [0.0, np.log(2)], rtol=1e-6)
+    grad = jax.grad(lambda x: entropy_from_logits(x).sum())(logits)
+    assert np.isfinite(grad).all()
+    low = logits.astype(jnp.bfloat16)
+    assert entropy_from_logits(low).dtype == jnp.float32
+    assert logprobs_from_logits(low, jnp.array([1, 0])).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(5, 8), (8, 4), (10, 4)])  # one, even, padded
+def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk):
+    hidden, head, targets = make(tokens)
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=(3, tokens)), jnp.float32)
+
+    def mixture(function, hidden, head):
+        stats = function(hidden, head)
+        return sum((w * x).sum() for w, x in zip(weights, stats, strict=True)), stats
+
+    def chunked(hidden, head):
+        return token_stats(hidden, head, targets, temperature=0.7, chunk=chunk)
+
+    def whole(hidden, head):
+        return plain(hidden, head, targets, temperature=0.7)
+
+    results = [
+        jax.jit(jax.value_and_grad(lambda *x, f=f: mixture(f, *x), (0, 1), has_aux=True))(
+            hidden, head
+        )
+        for f in (chunked, whole)
+    ]
+    (got, want) = results
+    jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
+    eager = chunked(hidden, head)
+    jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-5, atol=1e-6), eager, got[0][1])
+
+
+def test_bfloat16_hidden_states_add_up_the_head_gradient_in_float32():
+    """π = 1/8 is exact in bfloat16; sums over a chunk (293 · 7/8) and over all of them are not."""
+    hidden = jnp.ones((2048, D), jnp.bfloat16)
+    head = jnp.zeros((D, 8), jnp.float32)
+    targets = jnp.zeros(2048, int)
+
+    def total(hidden, head):
+        return token_stats(hidden, head, targets, chunk=300).logprobs.sum()
+
+    to_hidden, to_head = jax.jit(jax.grad(total, (0, 1)))(hidden, head)
+    assert to_hidden.dtype == jnp.bfloat16 and to_head.dtype == jnp.float32
+    want = np.full((D, 8), -2048 / 8)
+    want[:, 0] += 2048
+    assert_allclose(to_head, want, rtol=1e-6)
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "eqns")):
+                inner = getattr(inner, "jaxpr", inner)  # noqa: PLW2901
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def largest_array(chunk):
+    hidden, head, targets = make(64)
+
+    def total(hidden, head):
+        stats = token_stats(hidden, head, targets, chunk=chunk)
+        return stats.logprobs.sum() + stats.entropy.sum()
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(total, (0, 1)))(hidden, head)
+    return max(v.aval.size for e in equations(jaxpr.jaxpr) for v in e.outvars)
+
+
+def test_all_logits_never_live_at_once():
+    assert largest_array(chunk=64) >= 64 * V  # the measure sees logits
+    assert largest_array(chunk=8) <= 64 * D  # nothing larger than the hidden states
+
+
+def test_sharded_tokens_stay_on_their_devices():
+    """A chunk takes tokens from every device, so that no hidden state has to move."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    hidden, head, targets = make(64)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    args = jax.device_put((hidden, head, targets), (rows, whole, rows))
+    step = jax.jit(lambda *x: token_stats(*x, chunk=16), out_shardings=rows)
+    jax.tree.map(
+        lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5),
+        step(*args),
+        plain(hidden, head, targets),
+    )
+    compiled = step.lower(*args).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
+        assert collective not in compiled
+
+
+def test_bad_arguments_are_named():
+    for keywords in ({"temperature": 0.0}, {"chunk": 0}):
+        with pytest.raises(ValueError, match="wanted positive ones"):
+            token_stats(*make(5), **keywords)

@@ -1,0 +1,87 @@
+"""Attention against loops over rows, heads and positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.attention import attend, attend_cache
+
+SEGMENTS = [
+    [1, 1, 1, 1, 1, 1],
+    [1, 1, 2, 2, 2, 3],
+    [1, 2, 2, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0],
+]
+
+
+def arrays(*shape, kv_heads):
+    rng = np.random.default_rng(0)
+    kv_shape = (*shape[:-2], kv_heads, shape[-1])
+    return [rng.normal(size=s).astype(np.float32) for s in (shape, kv_shape, kv_shape)]
+
+
+def looped(q, k, v, allowed):
+    """Attend one query at a time over the keys that `allowed(row, i, j)` admits, in float64."""
+    out = np.full(q.shape, np.nan)
+    rows, length, heads, width = q.shape
+    for r, i, n in np.ndindex(rows, length, heads):
+        kv = n * k.shape[2] // heads
+        keys = [j for j in range(k.shape[1]) if allowed(r, i, j)]
+        if keys:
+            scores = [float(q[r, i, n].astype(float) @ k[r, j, kv]) / width**0.5 for j in keys]
+            weights = np.exp(scores) / np.exp(scores).sum()
+            out[r, i, n] = sum(w * v[r, j, kv] for w, j in zip(weights, keys, strict=True))
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_packed_equals_loops(heads, kv_heads):
+    q, k, v = arrays(4, 6, heads, 8, kv_heads=kv_heads)
+    segments = np.array(SEGMENTS)
+    wanted = looped(
+        q, k, v, lambda r, i, j: j <= i and segments[r, i] == segments[r, j] and segments[r, i] > 0
+    )
+    got = np.asarray(attend(jnp.array(q), jnp.array(k), jnp.array(v), jnp.array(segments)))
+    real = segments > 0
+    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_cached_equals_loops(heads, kv_heads):
+    q, _, _ = arrays(3, 1, heads, 8, kv_heads=kv_heads)
+    _, k, v = arrays(3, 7, heads, 8, kv_heads=kv_heads)
+    lengths = np.array([1, 4, 7])
+    wanted = looped(q, k, v, lambda r, i, j: j < lengths[r])
+    got = attend_cache(jnp.array(q[:, 0]), jnp.array(k), jnp.array(v), jnp.array(lengths))
+    np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_are_finite_and_do_not_cross_segments(dtype):
+    qkv = [jnp.array(x, dtype) for x in arrays(4, 6, 4, 8, kv_heads=2)]
+    segments = jnp.array(SEGMENTS)
+
+    def second_segment(q, k, v):
+        mixed = attend(q, k, v, segments)
+        assert mixed.dtype == dtype
+        weights = jnp.arange(1.0, 9.0) * (segments == 2)[..., None, None]
+        return (mixed * weights).sum()
+
+    for gradient in jax.grad(second_segment, argnums=(0, 1, 2))(*qkv):
+        assert jnp.isfinite(gradient).all()
+        assert not gradient[segments != 2].any()
+        assert gradient[segments == 2].any()
+
+    everything = jax.grad(lambda *a: attend(*a, segments).sum(), argnums=(0, 1, 2))(*qkv)
+    assert all(jnp.isfinite(gradient).all() for gradient in everything)
+
+
+def test_softmax_is_float32_in_bfloat16():
+    """Scores near 64 that differ by 1/8 are one number in bfloat16, whose step there is 1/2."""
+    q = jnp.full((1, 2, 1, 4), 8.0, jnp.bfloat16)
+    k = jnp.array([[[[4.0, 4.0, 4.0, 4.0]], [[4.0, 4.0, 4.0, 4.03125]]]], jnp.bfloat16)
+    v = jnp.array([[[[0.0] * 4], [[1.0] * 4]]], jnp.bfloat16)
+    got = attend(q, k, v, jnp.ones((1, 2), jnp.int32))[0, 1, 0, 0]
+    assert abs(float(got) - 1 / (1 + np.exp(-0.125))) < 4e-3

@@ -1,0 +1,111 @@
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.spec import NORMAL, ArrayDecl, declare, initialize, parameter_count
+from jaxrl_llm.sharding.rules import shardings
+
+
+def paths(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def test_spec_is_a_static_argument(spec):
+    traces = []
+
+    def scale(spec, x):
+        traces.append(spec)
+        return spec.width * x
+
+    jitted = jax.jit(scale, static_argnums=0)
+    assert jitted(spec, 1.0) == jitted(dataclasses.replace(spec), 1.0) == 16
+    assert jitted(dataclasses.replace(spec, width=8), 1.0) == 8
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 3}, "kv_heads must divide heads, got heads=3, kv_heads=2"),
+        ({"head_width": 5}, "head_width must be even .* got 5"),
+        ({"layers": 0, "norm_eps": -1.0}, r"must be positive, got \{'layers': 0, 'norm_eps': -1"),
+    ],
+)
+def test_spec_refuses(spec, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(spec, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": (2, 8)}, "one per dimension"),
+        ({"axes": ("layers", "embed", "embed")}, "must be different"),
+        ({"hf_axes": (("heads",),)}, "must stand once"),
+        ({"hf_name": "q.weight"}, "must stand once"),
+    ],
+)
+def test_declaration_refuses(changes, message):
+    good = dict(
+        shape=(2, 8, 4),
+        axes=("layers", "embed", "heads"),
+        initializer=NORMAL,
+        hf_name="{layers}.q.weight",
+        hf_axes=(("heads",), ("embed",)),
+    )
+    ArrayDecl(**good)
+    with pytest.raises(ValueError, match=message):
+        ArrayDecl(**good | changes)
+
+
+def test_initialize_follows_the_declarations(spec):
+    declared = paths(declare(spec))
+    abstract = partial(initialize, spec, key=jax.random.key(0), dtype=jnp.bfloat16)
+    drawn = paths(jax.eval_shape(abstract))
+    assert {k: v.shape for k, v in drawn.items()} == {k: v.shape for k, v in declared.items()}
+    assert {v.dtype for v in drawn.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert sum(v.size for v in drawn.values()) == parameter_count(spec)
+
+
+def test_parameter_count_by_hand(spec):
+    v, d, h, f = 37, 16, 6, 20
+    layer = d * 4 * h * 2 + d * 2 * h * 2 + 3 * d * f + 2 * d + 2 * h
+    assert parameter_count(spec) == 2 * v * d + 3 * layer + d
+    tied = dataclasses.replace(spec, tied_embeddings=True, qk_norm=False)
+    assert parameter_count(tied) == v * d + 3 * (layer - 2 * h) + d
+    assert "head" not in declare(tied)
+
+
+def test_initial_values(spec, draw):
+    for name, array in paths(draw(spec, key=jax.random.key(0))).items():
+        if "norm" in name:
+            np.testing.assert_array_equal(array, 1.0)
+        else:
+            spread = 4 * 0.02 / math.sqrt(array.size)
+            assert abs(float(array.mean())) < spread, name
+            np.testing.assert_allclose(float(array.std()), 0.02, rtol=0.2, err_msg=name)
+
+
+def test_initial_values_depend_on_key_and_path_only(spec, draw):
+    drawn = draw(spec, key=jax.random.key(0))["layers"]
+    other_key = draw(spec, key=jax.random.key(1))["layers"]
+    other_spec = dataclasses.replace(spec, qk_norm=False, tied_embeddings=True)
+    other_arrays = draw(other_spec, key=jax.random.key(0))["layers"]
+    np.testing.assert_array_equal(drawn["gate"], other_arrays["gate"])
+    assert not np.array_equal(drawn["gate"], other_key["gate"])
+    assert not np.array_equal(drawn["gate"], drawn["up"])
+
+
+def test_initial_values_do_not_depend_on_the_mesh(spec, draw):
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layout = shardings(declare(spec), mesh)
+    draw_sharded = jax.jit(initialize, static_argnums=0, out_shardings=layout)
+    sharded = draw_sharded(spec, key=jax.random.key(0))
+    assert sharded["layers"]["query"].sharding.spec == jax.P(None, "fsdp", "tensor", None)
+    jax.tree.map(np.testing.assert_array_equal, sharded, draw(spec, key=jax.random.key(0)))

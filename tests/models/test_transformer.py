@@ -1,0 +1,193 @@
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.spec import declare
+from jaxrl_llm.models.transformer import forward, head_matrix, logits, rms_norm, rotate, rotation
+from jaxrl_llm.sharding.rules import DEFAULT_RULES, partition_spec, shardings
+
+LENGTHS = [4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Tokens, positions and segment ids of one row of three sequences and of one padded row."""
+    tokens = jax.random.randint(jax.random.key(2), (2, 12), 0, 37)
+    counts = [*LENGTHS, 12 - sum(LENGTHS)]
+    positions = np.concatenate([np.arange(n) for n in counts])
+    segment_ids = np.repeat([1, 2, 3, 0], counts)
+    alone = np.arange(12)
+    return (
+        tokens,
+        jnp.array([positions, alone]),
+        jnp.array([segment_ids, (alone < 7).astype(int)]),
+    )
+
+
+def test_rms_norm_by_hand():
+    x = jnp.array([[1.0, 7.0], [0.0, 0.0]])
+    got = rms_norm(x, jnp.array([1.0, 2.0]), eps=11.0)  # mean square 25, and 25 + 11 = 36
+    np.testing.assert_allclose(got, [[1 / 6, 14 / 6], [0, 0]], rtol=1e-6)
+
+
+def test_rms_norm_is_computed_in_float32():
+    x = jax.random.normal(jax.random.key(0), (64,)).astype(jnp.bfloat16)
+    got = rms_norm(x, jnp.full(64, 1.001), eps=1e-6)
+    assert got.dtype == jnp.bfloat16
+    wide = np.asarray(x, np.float64)
+    wanted = wide / np.sqrt((wide**2).mean() + 1e-6) * 1.001
+    np.testing.assert_array_equal(got, jnp.asarray(wanted, jnp.bfloat16))
+
+
+def test_rotation_by_loops():
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
+    positions = [0, 5, 1000]
+    wanted = np.empty_like(x)
+    for t, position in enumerate(positions):
+        for i in range(3):
+            turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
+            turned = (x[0, t, :, i] + 1j * x[0, t, :, i + 3]) * turn
+            wanted[0, t, :, i], wanted[0, t, :, i + 3] = turned.real, turned.imag
+    by = rotation(jnp.array([positions]), head_width=6, theta=100.0)
+    np.testing.assert_allclose(rotate(jnp.array(x), by), wanted, atol=2e-4)
+
+
+def test_rotated_products_depend_on_distance_only():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+
+    def product(i, j):
+        turn = [rotation(jnp.array([[p]]), head_width=8, theta=1e4) for p in (i, j)]
+        return float((rotate(q, turn[0]) * rotate(k, turn[1])).sum())
+
+    assert product(9, 4) == pytest.approx(product(25, 20), abs=1e-5)
+    assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
+
+
+def test_packed_equals_separate(spec, params, packed):
+    tokens, positions, segment_ids = packed
+    run = jax.jit(partial(forward, params, spec))
+    together = run(tokens, positions, segment_ids)
+    start = 0
+    for length in LENGTHS:
+        piece = slice(start, start + length)
+        alone = run(tokens[:1, piece], positions[:1, piece], jnp.ones((1, length), jnp.int32))
+        np.testing.assert_allclose(together[:1, piece], alone, atol=2e-5)
+        start += length
+
+
+def test_padding_and_other_sequences_do_not_matter(spec, params, packed):
+    tokens, positions, segment_ids = packed
+    run = jax.jit(partial(forward, params, spec))
+    base = run(tokens, positions, segment_ids)
+    assert jnp.isfinite(base).all()
+    second = segment_ids == 2
+    changed = jnp.where(second, tokens, (tokens + 1) % 37)
+    again = run(changed, positions, segment_ids)
+    np.testing.assert_array_equal(base[second], again[second])
+    assert not np.allclose(base[segment_ids == 1], again[segment_ids == 1], atol=1e-2)
+
+
+def test_later_tokens_do_not_matter(spec, params, packed):
+    tokens, positions, segment_ids = packed
+    run = jax.jit(partial(forward, params, spec))
+    base = run(tokens, positions, segment_ids)
+    again = run(tokens.at[1, 5].set((tokens[1, 5] + 1) % 37), positions, segment_ids)
+    np.testing.assert_array_equal(base[1, :5], again[1, :5])
+    changed = np.abs(base - again)[1, 5:7].max(axis=-1)
+    assert (changed > 1e-3).all()
+
+
+def nll_gradient(params, spec, packed, **how):
+    tokens, positions, segment_ids = packed
+
+    def nll(params):
+        hidden = forward(params, spec, tokens, positions, segment_ids, **how)
+        scores = jax.nn.log_softmax(logits(params, spec, hidden))
+        picked = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+        return -(picked * (segment_ids > 0)).sum()
+
+    return jax.jit(jax.value_and_grad(nll))(params)
+
+
+@pytest.fixture(scope="module")
+def plain(spec, params, packed):
+    return nll_gradient(params, spec, packed)
+
+
+def test_remat_changes_nothing_but_memory(spec, params, packed, plain):
+    remat = nll_gradient(params, spec, packed, remat=True)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain[1]))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6 * scale), remat, plain)
+
+    def peak(remat):
+        gradient = jax.grad(lambda p: forward(p, spec, *packed, remat=remat).sum())
+        stats = jax.jit(gradient).lower(params).compile().memory_analysis()
+        return stats.temp_size_in_bytes
+
+    assert peak(True) < peak(False)
+
+
+def test_gradient_reaches_every_array(plain):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(plain[1]):
+        assert jnp.isfinite(leaf).all(), path
+        assert jnp.abs(leaf).max() > 1e-3, path
+
+
+def test_bfloat16_is_near_float32(spec, params, packed):
+    narrow = forward(params, spec, *packed, dtype=jnp.bfloat16)
+    wide = forward(params, spec, *packed)
+    assert narrow.dtype == jnp.bfloat16
+    real = packed[2] > 0
+    error = np.abs(np.asarray(narrow, np.float32) - wide)[real]
+    assert 1e-4 < error.mean() < 0.05  # not secretly float32, and not far from it
+    assert logits(params, spec, narrow).dtype == jnp.float32
+
+
+def test_logits_accumulate_in_float32(spec, params):
+    hidden = jax.random.normal(jax.random.key(0), (3, 16)).astype(jnp.bfloat16)
+    head = np.asarray(params["head"].astype(jnp.bfloat16), np.float64)
+    wanted = np.asarray(hidden, np.float64) @ head
+    np.testing.assert_allclose(logits(params, spec, hidden), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_head_matrix(spec, params):
+    assert head_matrix(params, spec) is params["head"]
+    tied = dataclasses.replace(spec, tied_embeddings=True)
+    np.testing.assert_array_equal(head_matrix(params, tied), params["embed"].T)
+
+
+def test_the_mesh_does_not_matter(spec, params, packed, plain):
+    mesh = jax.make_mesh(
+        (1, 2, 4), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    axes = ("rows", "length", "width")
+    partition, missed = partition_spec(axes, DEFAULT_RULES, mesh, (2, 12, 16))
+    assert partition == jax.P("fsdp", None, None)
+    assert not missed
+    rows = jax.NamedSharding(mesh, partition)
+    placed = jax.device_put(params, shardings(declare(spec), mesh))
+    batch = jax.device_put(packed, jax.NamedSharding(mesh, jax.P("fsdp")))
+    sharded = nll_gradient(placed, spec, batch, activation_sharding=rows)
+    assert sharded[1]["layers"]["gate"].sharding.num_devices == 8
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), sharded, plain)
+
+
+def test_activations_stay_with_their_rows(spec, params, packed):
+    """With fully sharded parameters the compiler must gather weights, not copy activations."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(params, shardings(declare(spec), mesh))
+    rows = jax.NamedSharding(mesh, jax.P("fsdp", None, None))
+    tiled = (jnp.tile(x, (32, 1)) for x in packed)
+    batch = jax.device_put(tuple(tiled), jax.NamedSharding(mesh, jax.P("fsdp")))
+
+    def memory(params, batch, **how):
+        gradient = jax.grad(lambda p: forward(p, spec, *batch, **how).sum())
+        stats = jax.jit(gradient).lower(params).compile().memory_analysis()
+        return stats.temp_size_in_bytes
+
+    one_device = memory(params, jax.device_put(batch, jax.devices()[0]))
+    assert memory(placed, batch, activation_sharding=rows) < one_device / 5

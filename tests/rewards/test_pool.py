@@ -1,0 +1,373 @@
+"""The reward pool: order, speed of recovery, and every way in which a scorer can fail."""
+
+import gc
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.rewards import pool as pool_module
+from jaxrl_llm.rewards.pool import RewardError, RewardItem, RewardPool, Score
+
+SCORERS = """
+import ctypes, os, re, subprocess, sys, time
+import numpy as np
+
+def act(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
+    if solution_str == "raise": raise KeyError("no such key")
+    if solution_str == "exit": sys.exit(3)
+    if solution_str == "hang": time.sleep(600)
+    if solution_str == "spin": re.match(r"(a+)+$", "a" * 60 + "b")  # never lets go of the GIL
+    if solution_str == "die": os._exit(0)
+    if solution_str == "crash": ctypes.string_at(0)
+    if solution_str == "nap": time.sleep(0.1); return 1.0
+    if solution_str == "pid": return {"score": 0.0, "pid": os.getpid()}
+    if solution_str == "jax": return {"score": 0.0, "jax": "jax" in sys.modules}
+    if solution_str == "child":
+        return {"score": 0.0, "pid": subprocess.Popen(["sleep", "600"]).pid}
+    if solution_str == "child, hang":
+        extra_info["file"] and open(extra_info["file"], "w").write(
+            str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
+    if solution_str == "close":
+        os.closerange(3, 64)
+        time.sleep(600)
+    return RESULTS[solution_str] if solution_str in RESULTS else bonus + float(solution_str)
+
+RESULTS = {
+    "nan": float("nan"), "inf": {"score": float("-inf")}, "none": None, "text": "1.0",
+    "list": [1.0], "no score": {"acc": 1.0}, "bad extra": {"score": 1.0, "f": act},
+    "array": np.ones(3), "bool": True, "int": 2, "numpy": np.float32(0.5),
+    "zero-d": np.array(0.25), "dict": {"score": 0.5, "acc": 1, "pred": None, "n": np.int64(3)},
+}
+
+def three(data_source, solution_str, ground_truth):
+    return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scorers") / "mine.py"
+    path.write_text(SCORERS)
+    return path
+
+
+@pytest.fixture
+def make(scorers):
+    pools = []
+
+    def build(workers=2, timeout_s=20.0, on_error=-1.0, name="act", **keywords):
+        spec = FunctionSpec(f"{scorers}:{name}", keywords)
+        pools.append(RewardPool(spec, workers=workers, timeout_s=timeout_s, on_error=on_error))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def items(*replies, **extra_info):
+    return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
+
+
+def ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+# ----------------------------------------------------------------------------------- what it gives
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_scores_come_in_order(make, workers):
+    replies = [str(number) for number in range(100)]
+    scores = make(workers, bonus=0.5).score(items(*replies))
+    assert scores == [Score(number + 0.5, {}, None) for number in range(100)]
+
+
+def test_nothing_to_score(make):
+    assert make().score([]) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_numbers_and_dicts_are_taken(make, workers):
+    replies = ("bool", "int", "numpy", "zero-d", "dict")
+    scores = make(workers).score(items(*replies))
+    assert [score.score for score in scores] == [1.0, 2.0, 0.5, 0.25, 0.5]
+    assert all(type(score.score) is float and score.error is None for score in scores)
+    assert scores[-1].extra == {"acc": 1, "pred": None, "n": 3}
+
+
+def test_built_in_scorer_by_name():
+    spec = FunctionSpec("gsm8k", {"flexible": True})
+    with RewardPool(spec, workers=1, timeout_s=20.0) as pool:
+        score = pool.score([RewardItem("openai/gsm8k", "it is 1,200", "1200", None)])[0]
+    assert score == Score(1.0, {"acc": 1.0, "pred": "1200"}, None)
+
+
+def test_workers_start_once_and_without_jax(make):
+    assert "jax" in sys.modules
+    pool = make(workers=2)
+    pids = {s.extra["pid"] for s in pool.score(items(*["pid"] * 200))}
+    assert os.getpid() not in pids
+    assert {s.extra["pid"] for s in pool.score(items(*["pid"] * 200))} | pids == pids
+    assert [s.extra for s in pool.score(items("jax"))] == [{"jax": False}]
+
+
+def test_many_cheap_items_are_quick(make):
+    pool = make(workers=2)
+    pool.score(items("1"))
+    start = time.monotonic()
+    pool.score(items(*["1" * 300] * 1024))
+    assert time.monotonic() - start < 3.0  # 0.2 s on an idle machine
+
+
+def test_threads_may_share_a_pool(make):
+    pool = make(workers=2)
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(lambda n: pool.score(items(*[str(n)] * 30)), range(6)))
+    assert got == [[Score(float(n), {}, None)] * 30 for n in range(6)]
+
+
+def test_long_replies_pass_through_the_pipe(make):
+    scores = make(workers=1).score(items(*["1" + " " * 1_000_000] * 40))
+    assert [score.score for score in scores] == [1.0] * 40
+
+
+# ------------------------------------------------------------------------------------ what can fail
+
+
+FAILURES = [
+    ("raise", "exception", "exception: KeyError: 'no such key' (mine.py:6)"),
+    ("exit", "exception", "exception: SystemExit: 3 (mine.py:7)"),
+    ("x", "exception", "exception: ValueError: could not convert string to float: 'x' (mine.py:"),
+    ("nan", "invalid", "invalid: got score nan, wanted a finite number"),
+    ("inf", "invalid", "invalid: got score -inf, wanted a finite number"),
+    ("none", "invalid", "invalid: got score None, wanted a finite number"),
+    ("text", "invalid", "invalid: got score '1.0', wanted a finite number"),
+    ("list", "invalid", "invalid: got score [1.0], wanted a finite number"),
+    ("no score", "invalid", "invalid: got a dict with keys ['acc'], wanted 'score' among them"),
+    ("bad extra", "invalid", "a function is not plain data"),
+    (
+        "array",
+        "invalid",
+        "invalid: got array([1., 1., 1.]), wanted numbers, strings and lists: can only",
+    ),
+]
+FATAL = [
+    ("hang", "timeout", "timeout: no answer within 1 s"),
+    ("spin", "timeout", "timeout: no answer within 1 s"),
+    ("die", "died", "died: its process ended with exit code 0"),
+    ("crash", "died", "died: its process ended with exit code -11"),
+    ("close", "died", "died: its process ended with exit code none yet"),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "reply", "kind", "message"),
+    [(w, *failure) for w in (0, 1) for failure in FAILURES] + [(1, *failure) for failure in FATAL],
+)
+def test_failure_is_counted_logged_and_replaced(make, caplog, workers, reply, kind, message):
+    pool = make(workers, timeout_s=1.0, on_error=-1.0)
+    with caplog.at_level(logging.WARNING):
+        scores = pool.score(items("1", reply, "2", "3"))
+    assert [score.score for score in scores] == [1.0, -1.0, 2.0, 3.0]
+    error = scores[1].error
+    assert error is not None and message in error
+    assert [score.error for score in scores if score is not scores[1]] == [None] * 3
+    assert pool.counts == {"exception": 0, "timeout": 0, "died": 0, "invalid": 0, kind: 1}
+    assert f"row 1 (data_source 'test', reply '{reply}', ground truth 'truth'): " in caplog.text
+    assert message in caplog.text
+    assert pool.score(items("4"))[0] == Score(4.0, {}, None)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failure_stops_when_asked_to(make, workers):
+    pool = make(workers, on_error=None)
+    message = r"failed on row 1 \(data_source 'test', reply 'raise', .*\): exception: KeyError"
+    for _ in range(2):
+        with pytest.raises(RewardError, match=message):
+            pool.score(items("1", "raise", "2"))
+    assert pool.counts["exception"] == 2
+    assert pool.score(items("5"))[0].score == 5.0
+
+
+def test_stopping_does_not_wait_for_the_others(make):
+    pool = make(2, timeout_s=60.0, on_error=None)
+    pool.score(items("1", "2"))
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="exception"):
+        pool.score(items("hang", "raise"))
+    assert time.monotonic() - start < 20.0
+    assert pool.score(items("6", "7"))[1].score == 7.0
+
+
+def test_many_failures_at_once(make):
+    replies = ["hang", "die", "nan", "raise", "1"] * 3
+    scores = make(3, timeout_s=0.5, on_error=0.0).score(items(*replies))
+    kinds = [(score.error or "fine").split(":")[0] for score in scores]
+    assert kinds == ["timeout", "died", "invalid", "exception", "fine"] * 3
+
+
+def test_time_limit_is_per_item_not_per_chunk(make):
+    # 24 items for one worker: the first chunk holds 7, which take 0.7 s
+    scores = make(1, timeout_s=0.5, on_error=None).score(items(*["nap"] * 24))
+    assert [score.score for score in scores] == [1.0] * 24
+
+
+def test_long_rows_are_shortened_in_the_log(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make(0).score(items("x" * 5000))
+    row = caplog.text[caplog.text.index("row 0") : caplog.text.index("ground truth")]
+    assert len(row) < 250
+
+
+def test_a_hung_scorers_own_children_are_killed(make, tmp_path):
+    file = tmp_path / "pid"
+    scores = make(1, timeout_s=1.0).score(items("child, hang", file=str(file)))
+    assert "timeout" in (scores[0].error or "")
+    wait_until(lambda: ended(int(file.read_text())))
+
+
+# -------------------------------------------------------------------------- starting and ending
+
+
+def test_settings_are_checked(scorers):
+    spec = FunctionSpec(f"{scorers}:act")
+    with pytest.raises(ValueError, match=r"got workers=-1, timeout_s=1.0; wanted workers >= 0"):
+        RewardPool(spec, workers=-1, timeout_s=1.0)
+    for limit in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"and a positive time limit"):
+            RewardPool(spec, workers=1, timeout_s=limit)
+    with pytest.raises(ValueError, match=r"got on_error=nan, wanted a finite number or nothing"):
+        RewardPool(spec, workers=1, on_error=math.nan)
+
+
+def test_scorer_is_checked_before_anything_runs(make):
+    with pytest.raises(ConfigError, match=r"no function 'akt' .*did you mean 'act'"):
+        make(name="akt")
+    with pytest.raises(ConfigError, match="takes no 'bonsu'; did you mean 'bonus'"):
+        make(bonsu=1.0)
+    with pytest.raises(ConfigError, match=r"can't be called with data_source, .*'extra_info'"):
+        make(name="three")
+
+
+def test_scorer_that_only_loads_here(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
+        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
+    )
+    pool = RewardPool(FunctionSpec(f"{path}:act"), workers=1, on_error=0.0)
+    with pool, pytest.raises(RewardError, match=r"a worker can't load '.*act': OSError: not here"):
+        pool.score(items("1"))
+
+
+def test_worker_that_dies_while_starting(tmp_path):
+    path = tmp_path / "fatal.py"
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: os._exit(7)\n"
+        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
+    )
+    pool = RewardPool(FunctionSpec(f"{path}:act"), workers=2, on_error=0.0)
+    with pool, pytest.raises(RewardError, match="a worker ended with exit code 7 while it started"):
+        pool.score(items("1"))
+
+
+def test_worker_that_never_comes_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "START_SECONDS", 0.5)
+    path = tmp_path / "slow.py"
+    path.write_text(
+        f"import os, time\nif os.getpid() != {os.getpid()}: time.sleep(600)\n"
+        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
+    )
+    pool = RewardPool(FunctionSpec(f"{path}:act"), workers=1, on_error=0.0)
+    with pool, pytest.raises(RewardError, match=r"no worker came up within 0.5 s"):
+        pool.score(items("1"))
+
+
+def test_worker_killed_while_idle_is_replaced(make):
+    pool = make(1, on_error=None)
+    first = pool.score(items("pid"))[0].extra["pid"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: ended(first))
+    assert pool.score(items("pid"))[0].extra["pid"] != first
+    assert sum(pool.counts.values()) == 0
+
+
+@pytest.mark.parametrize("how", ["close", "with", "collect"])
+def test_no_process_is_left_behind(scorers, how):
+    pool = RewardPool(FunctionSpec(f"{scorers}:act"), workers=2, on_error=0.0)
+    replies = items(*["pid"] * 100, "child")
+    pids = {score.extra["pid"] for score in pool.score(replies)}
+    assert not any(ended(pid) for pid in pids)
+    if how == "close":
+        pool.close()
+    if how == "with":
+        with pool:
+            pool.score(replies)
+    if how == "collect":
+        del pool
+        gc.collect()
+    wait_until(lambda: all(ended(pid) for pid in pids))
+
+
+def test_long_messages_are_shortened(make, caplog):
+    score = make(1).score(items("z" * 9000))[0]
+    assert score.error is not None and len(score.error) < 500
+
+
+def test_closed_pool_refuses(make):
+    pool = make(1)
+    pool.close()
+    pool.close()
+    with pytest.raises(RewardError, match="the pool is closed"):
+        pool.score(items("1"))
+
+
+PROGRAM = """
+import sys, threading
+sys.path[:] = {search!r}
+from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.rewards import pool as m
+m.GIVE_UP_SECONDS = -59.0
+pool = m.RewardPool(FunctionSpec({scorer!r}), workers=1, timeout_s=60.0, on_error=0.0)
+print(pool.score([m.RewardItem("", "pid", "", {{}})])[0].extra["pid"], flush=True)
+pool.score([m.RewardItem("", {reply!r}, "", {{}})]) if {reply!r} else sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("reply", ["", "hang", "spin"])
+def test_workers_end_when_their_owner_is_killed(scorers, reply):
+    search = [*sys.path, str(Path(pool_module.__file__).parents[2])]
+    program = PROGRAM.format(search=search, scorer=f"{scorers}:act", reply=reply)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with owner:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        time.sleep(0.1)
+        assert not ended(worker)
+        owner.kill()
+    wait_until(lambda: ended(worker))

@@ -1,0 +1,153 @@
+"""Scorers against hand-made cases."""
+
+import pytest
+
+from jaxrl_llm.rewards.scorers import SOURCES, arithmetic, by_source, gsm8k, last_boxed, math
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "score", "pred"),
+    [
+        ("46", "46", 1.0, "46"),
+        (" 46\n", "46", 1.0, "46"),
+        ("-7", "-7", 1.0, "-7"),
+        ("7", "-7", 0.0, "7"),
+        ("+7", "7", 1.0, "7"),
+        ("007", "7", 1.0, "7"),
+        ("12+34=46", "46", 1.0, "46"),
+        ("12+34=45=46", "46", 1.0, "46"),
+        ("46=", "46", 0.0, None),
+        ("46.", "46", 0.0, None),
+        ("4 6", "46", 0.0, None),
+        ("45 46", "46", 0.0, None),
+        ("--46", "46", 0.0, None),
+        ("٤٦", "46", 0.0, None),
+        ("", "46", 0.0, None),
+        ("9" * 5000, "46", 0.0, None),
+    ],
+)
+def test_arithmetic(reply, truth, score, pred):
+    assert arithmetic("arithmetic", reply, truth, None) == {
+        "score": score,
+        "acc": score,
+        "pred": pred,
+    }
+
+
+def test_arithmetic_refuses_a_reference_that_is_no_integer():
+    with pytest.raises(ValueError, match="'x'"):
+        arithmetic("arithmetic", "4", "x", None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "strict", "flexible"),
+    [
+        ("so\n#### 42", "42", "42", "42"),
+        ("####42", "42", "42", "42"),
+        ("#### $1,234", "1234", "1234", "1234"),
+        ("#### -5", "-5", "-5", "-5"),
+        ("#### -$5", "-5", "-5", "-5"),
+        ("#### 3.50", "3.5", "3.5", "3.5"),
+        ("#### .5", "0.5", "0.5", "0.5"),
+        ("#### 0.0", "0", "0", "0"),
+        ("#### -0", "0", "0", "0"),
+        ("#### 42.", "42", "42", "42"),
+        ("#### 42,", "42", "42", "42"),
+        ("#### 1 then #### 2", "2", "2", "2"),
+        ("#### 7 dollars for 2", "7", "7", "2"),
+        ("#### x", "7", None, None),
+        ("####\n7", "7", None, "7"),
+        ("### 7", "7", None, "7"),
+        ("the answer is 1,200.", "1200", None, "1200"),
+        ("costs $3.25.", "3.25", None, "3.25"),
+        ("no number", "7", None, None),
+        ("", "7", None, None),
+        ("#### 42" + "y" * 293, "42", "42", "42"),
+        ("#### 42" + "y" * 294, "42", None, "42"),
+        ("#### " + "1" * 30, "1" * 30, "1" * 30, "1" * 30),
+    ],
+)
+def test_gsm8k(reply, truth, strict, flexible):
+    for loose, wanted in ((False, strict), (True, flexible)):
+        got = gsm8k("openai/gsm8k", reply, truth, None, flexible=loose)
+        right = float(wanted is not None and float(wanted) == float(truth))
+        assert got == {"score": right, "acc": right, "pred": wanted}
+
+
+def test_gsm8k_large_numbers_are_compared_exactly():
+    assert gsm8k("", "#### 10000000000000001", "10000000000000000", None)["score"] == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "many", "4 2", "#### 42"])
+def test_gsm8k_refuses_a_reference_that_is_no_number(truth):
+    with pytest.raises(ValueError, match=r"got ground truth '.*', wanted a number"):
+        gsm8k("openai/gsm8k", "#### 42", truth, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"\boxed{\frac{a}{b^{2}}} done", r"\frac{a}{b^{2}}"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{ 3 }", "3"),
+        (r"\fbox{3}", "3"),
+        (r"$\boxed 9$.", "9"),
+        (r"\boxed {4}", "4"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \\}", r"a \\"),
+        (r"\boxed{1} \boxed{2", None),
+        (r"\boxed", None),
+        (r"\boxedness{3}", None),
+        ("boxed{3}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, wanted):
+    assert last_boxed(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        (r"\frac{1}{2}", r"\frac{1}{2}", True),
+        (r"\dfrac12", r"\frac{1}{2}", True),
+        ("0.5", r"\frac{1}{2}", True),
+        (r"-\frac{1}{2}", r"\frac{1}{2}", False),
+        ("1,000", "1000", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("x^2+2x+2", "(x+1)^2", False),
+        ("(1,2)", "(1, 2)", True),
+        ("(2,1)", "(1, 2)", False),
+        (r"\{2, 1\}", r"\{1,2\}", True),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("Evelyn", r"\text{Evelyn}", True),
+        ("Eve", r"\text{Evelyn}", False),
+        (r"\frac{1}{", r"\frac{1}{2}", False),
+        ("", "1", False),
+    ],
+)
+def test_math(answer, truth, right):
+    got = math("MATH", rf"Thus \boxed{{1}}, no: $\boxed{{{answer}}}$", truth, None)
+    assert got["score"] == got["acc"] == float(right)
+
+
+def test_math_reads_the_box_only():
+    assert math("MATH", "the answer is 7", "7", None) == {"score": 0.0, "acc": 0.0, "pred": None}
+    assert math("MATH", r"\boxed{ 7 }", "7", None)["pred"] == "7"
+
+
+def test_math_gives_up_in_time():
+    assert math("MATH", r"\boxed{9^{9^{9^{9}}}}", "3", None, seconds=1)["score"] == 0.0
+
+
+def test_by_source_dispatches():
+    assert by_source("openai/gsm8k", "#### 5", "5", {})["score"] == 1.0
+    assert by_source("arithmetic", "#### 5", "5", {})["score"] == 0.0
+    assert by_source("lighteval/MATH", r"\boxed{10/2}", "5", {})["score"] == 1.0
+
+
+def test_by_source_lists_the_known_sources():
+    with pytest.raises(ValueError, match=r"no scorer for data_source 'gsm9k'; known: ") as caught:
+        by_source("gsm9k", "", "", None)
+    assert all(name in str(caught.value) for name in SOURCES)
