@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
@@ -44,13 +45,15 @@ class Checkpoints:
     ) -> None:
         """Open or make the directory; remains of unfinished saves are removed."""
         self.directory = directory.resolve()
+
+        def metric(metrics: Any) -> float:
+            return metrics[best]
+
         policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep)]
         if best:
             policies.append(
                 preservation_policy.BestN(
-                    get_metric_fn=lambda metrics: metrics[best],
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
+                    get_metric_fn=metric, n=1, keep_checkpoints_without_metrics=False
                 )
             )
         self._manager = ocp.CheckpointManager(
@@ -58,10 +61,14 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=not read_only,
+                best_fn=metric if best else None,  # or the metrics are not written
                 read_only=read_only,
                 create=not read_only,
             ),
-            item_names=("state", "extra"),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(),
+                "extra": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def latest(self) -> int | None:
@@ -74,48 +81,56 @@ class Checkpoints:
         """Start to save; the arrays may be donated as soon as this returns.
 
         Raises:
-            CheckpointError: this save, or the one before it, failed.
+            CheckpointError: this save, or the one before it, failed; the step is not a new one.
         """
         if jax.default_backend() == "cpu":
             state = jax.tree.map(jnp.copy, state)  # a host "transfer" there is only a view
         try:
-            self._manager.save(
+            started = self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)
+                    state=ocp.args.PyTreeSave(state), extra=ocp.args.JsonSave(extra)
                 ),
                 metrics=metrics,
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"can't save step {step} in {self.directory}: {error}") from error
+        if not started:
+            raise CheckpointError(
+                f"can't save step {step} in {self.directory}: it is read-only or holds "
+                f"step {self.latest()}; wanted a later one"
+            )
 
     def restore(self, state_like: Any, step: int | None = None) -> Saved:
         """Read a checkpoint into the layout of `state_like`.
 
         Args:
-            state_like: shapes, dtypes and shardings.
+            state_like: shapes, dtypes and shardings; numpy arrays where the sharding is None.
             step: default the newest.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        return self._read(step, ocp.args.StandardRestore(state_like))
+        return self._read(step, state_like)
 
     def restore_params(self, params_like: Any, step: int | None = None) -> Saved:
         """Read only the parameters of a checkpointed TrainState; the optimizer's stay on disk."""
-        wanted = ocp.args.PyTreeRestore({"params": params_like}, partial_restore=True)
-        saved = self._read(step, wanted)
+        saved = self._read(step, {"params": params_like}, partial_restore=True)
         return saved._replace(state=saved.state["params"])
 
-    def _read(self, step: int | None, wanted: Any) -> Saved:
+    def _read(self, step: int | None, like: Any, *, partial_restore: bool = False) -> Saved:
         known = sorted(self._manager.all_steps())
         step = self.latest() if step is None else step
         if step is None or step not in known:
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; have {known}")
+        wanted = ocp.args.PyTreeRestore(
+            like, restore_args=jax.tree.map(_restore_as, like), partial_restore=partial_restore
+        )
         try:
             found = self._manager.restore(
                 step, args=ocp.args.Composite(state=wanted, extra=ocp.args.JsonRestore())
             )
+            jax.tree_util.tree_map_with_path(_check_shape, like, found["state"])
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint {self.directory / str(step)} is damaged or of another model "
@@ -139,3 +154,19 @@ class Checkpoints:
         """Wait, then release the directory."""
         self.wait()
         self._manager.close()
+
+
+def _restore_as(like: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    """Ask for our dtype and sharding: left to itself, orbax takes those that were saved."""
+    if like.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=like.dtype)
+    return ocp.ArrayRestoreArgs(sharding=like.sharding, global_shape=like.shape, dtype=like.dtype)
+
+
+def _check_shape(path: Any, like: jax.ShapeDtypeStruct, found: Any) -> None:
+    """Refuse what a partial restore leaves out, and numpy arrays of another shape."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if isinstance(found, jax.ShapeDtypeStruct):
+        raise ValueError(f"it holds no {name}")
+    if found.shape != like.shape:
+        raise ValueError(f"{name} has shape {found.shape}, wanted {like.shape}")

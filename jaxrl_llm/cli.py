@@ -41,7 +41,7 @@ def config_main(
             return 0
         run(config)
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command continues from the newest checkpoint\n")
@@ -50,4 +50,8 @@ def config_main(
 
 
 def _help_lines(cls: type) -> list[str]:
-    return [f"  {key}  (default {default})\n      {help}" for key, default, help in describe(cls)]
+    lines = []
+    for key, default, meaning in describe(cls):
+        shown = default if default == "(required)" else f"(default {default})"
+        lines.append(f"  {key}  {shown}\n      {meaning}")
+    return lines

@@ -4,7 +4,9 @@ A config is a tree of frozen dataclasses; `key(default, "meaning")` declares a l
 `--help` can print every key with its default and its meaning. Functions are `FunctionSpec`s.
 """
 
+import copy
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -20,20 +22,37 @@ Config = TypeVar("Config")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-6` is a float (YAML 1.1 reads a string)."""
+    """YAML with version 1.2's `1e-6` (a text in 1.1), and without keys that come twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that comes twice, of which YAML would silently keep the last."""
+        seen = set()
+        for name in (n for n, _ in node.value if isinstance(n, yaml.ScalarNode)):
+            if (name.tag, name.value) in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {name.value!r} comes twice", problem_mark=name.start_mark
+                )
+            seen.add((name.tag, name.value))
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """The inverse of `_Loader`: the text "1e-6" gets quotes."""
+
+
+for _end in (_Loader, _Dumper):
+    _end.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def key(default: Any, meaning: str) -> Any:
     """Declare a config key with a default and its meaning (printed by `--help`)."""
     if isinstance(default, FunctionSpec | dict | list):
-        return dataclasses.field(default_factory=lambda: default, metadata={"help": meaning})
+        copies = functools.partial(copy.deepcopy, default)
+        return dataclasses.field(default_factory=copies, metadata={"help": meaning})
     return dataclasses.field(default=default, metadata={"help": meaning})
 
 
@@ -59,20 +78,20 @@ def load(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> 
     return build(cls, tree)
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[Any, Any]:
     """Return the mapping in a YAML file."""
     try:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"can't read {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 1-1-99
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: got {type(tree).__name__}, wanted a mapping of keys to values")
     return tree
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[Any, Any], override: str) -> None:
     """Set `a.b.c=value` (the value is YAML) in a nested mapping, in place.
 
     >>> tree = {"loss": "ppo_clip"}
@@ -80,13 +99,13 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     {'loss': {'fn': 'ppo_clip', 'clip_high': 0.28}}
     """
     name, equals, text = override.partition("=")
-    if not equals or not name:
+    *groups, leaf = name.split(".")
+    if not equals or not all((*groups, leaf)):
         raise ConfigError(f"override {override!r}: wanted key=value, as in seed=1")
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"override {override!r}: the value is not YAML") from error
-    *groups, leaf = name.split(".")
     for group in groups:
         child = tree.get(group)
         if child is None:
@@ -100,7 +119,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def build(cls: type[Config], tree: Mapping[str, Any], prefix: str = "") -> Config:
+def build(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> Config:
     """Build the frozen record `cls` from a nested mapping.
 
     Raises:
@@ -124,34 +143,35 @@ def build(cls: type[Config], tree: Mapping[str, Any], prefix: str = "") -> Confi
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        if value is None and type(None) in hint.__args__:
+    if isinstance(hint, types.UnionType):  # `T | None`
+        (hint,) = (h for h in typing.get_args(hint) if h is not type(None))
+        if value is None:
             return None
-        options = [h for h in hint.__args__ if h is not type(None)]
-        for option in options[:-1]:
-            try:
-                return _convert(option, value, name)
-            except ConfigError:
-                continue
-        return _convert(options[-1], value, name)
-    if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{name}: got {value!r}, wanted a group of keys")
-        return build(typing.cast(type, hint), value or {}, f"{name}.")
     if hint is FunctionSpec:
         return _function_spec(value, name)
+    if dataclasses.is_dataclass(hint):
+        tree = {} if value is None else value
+        return build(typing.cast(type, hint), _mapping(tree, name, "a group of keys"), f"{name}.")
+    if typing.get_origin(hint) is dict:
+        return {str(k): v for k, v in _mapping(value, name, "a mapping").items()}
     if typing.get_origin(hint) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_convert(hint.__args__[0], item, name) for item in items)
-    if typing.get_origin(hint) is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}: got {value!r}, wanted a mapping")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return tuple(_scalar(typing.get_args(hint)[0], item, name) for item in items)
+    return _scalar(hint, value, name)
+
+
+def _mapping(value: Any, name: str, wanted: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}: got {_shown(value)}, wanted {wanted}")
+    return value
+
+
+def _scalar(hint: type, value: Any, name: str) -> Any:
+    if hint is float and type(value) is int:
         return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        got = "nothing" if value is None else f"{value!r} ({type(value).__name__})"
-        raise ConfigError(f"{name}: got {got}, wanted {_words(hint)}")
+    fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    if not fits or value != value:  # NaN is no setting
+        raise ConfigError(f"{name}: got {_shown(value)}, wanted {_words(hint)}")
     return value
 
 
@@ -161,13 +181,17 @@ def _function_spec(value: Any, name: str) -> FunctionSpec:
     if isinstance(value, Mapping) and isinstance(value.get("fn"), str):
         return FunctionSpec(value["fn"], {str(k): v for k, v in value.items() if k != "fn"})
     raise ConfigError(
-        f"{name}: got {value!r}, wanted a function's name or {{fn: NAME, keyword: …}}"
+        f"{name}: got {_shown(value)}, wanted a function's name or {{fn: NAME, keyword: …}}"
     )
 
 
-def _words(hint: Any) -> str:
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
+
+
+def _words(hint: type) -> str:
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return plain.get(hint, str(hint))
+    return plain[hint]
 
 
 def as_tree(config: Any) -> Any:
@@ -183,7 +207,8 @@ def as_tree(config: Any) -> Any:
 
 def to_yaml(config: Any) -> str:
     """Return the resolved config as YAML."""
-    return yaml.safe_dump(as_tree(config), sort_keys=False, allow_unicode=True, width=100)
+    tree = as_tree(config)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def changes(before: Any, after: Any, prefix: str = "") -> list[str]:
@@ -203,25 +228,29 @@ def changes(before: Any, after: Any, prefix: str = "") -> list[str]:
 
 
 def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Return (key, default, meaning) for every key of a config, in order."""
+    """Return (key, default, meaning) for every key of a config, in order.
+
+    A default is YAML on one line; a key without one has "(required)" in its place.
+    """
     rows = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        groups = [
-            h
-            for h in (hint, *getattr(hint, "__args__", ()))
-            if dataclasses.is_dataclass(h) and h is not FunctionSpec
-        ]
-        if groups:
-            rows += describe(typing.cast(type, groups[0]), f"{prefix}{field.name}.")
+        if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
+            rows += describe(typing.cast(type, hint), f"{prefix}{field.name}.")
             continue
         if field.default is not dataclasses.MISSING:
-            default = yaml.safe_dump(as_tree(field.default), default_flow_style=True)
+            default = _one_line(field.default)
         elif field.default_factory is not dataclasses.MISSING:
-            default = yaml.safe_dump(as_tree(field.default_factory()), default_flow_style=True)
+            default = _one_line(field.default_factory())
         else:
             default = "(required)"
-        default = default.removesuffix("\n").removesuffix("\n...")
         rows.append((prefix + field.name, default, field.metadata["help"]))
     return rows
+
+
+def _one_line(value: Any) -> str:
+    text = yaml.dump(
+        as_tree(value), Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6
+    )
+    return text.removesuffix("\n").removesuffix("\n...")

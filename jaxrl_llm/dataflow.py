@@ -20,13 +20,10 @@ def asks_for(function: Callable[..., Any]) -> tuple[str, ...]:
     >>> asks_for(advantage)
     ('scores', 'group_ids')
     """
-    bound = function.keywords if isinstance(function, functools.partial) else {}
     return tuple(
         name
         for name, p in inspect.signature(function).parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        and p.default is p.empty
-        and name not in bound
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     )
 
 
@@ -64,4 +61,4 @@ def call(function: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     >>> call(lambda scores: scores * 2, {"scores": 3, "mask": None})
     6
     """
-    return function(**{name: fields[name] for name in asks_for(function)})
+    return function(*(fields[name] for name in asks_for(function)))

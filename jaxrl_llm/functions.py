@@ -10,7 +10,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,16 +37,24 @@ class FunctionSpec:
         return {"fn": self.fn, **self.kwargs}
 
 
+MOST_LISTED = 40
+"""Known names are listed besides the nearest one if they are no more than this."""
+
+
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the nearest known one, else all of them.
+    """Return a hint for an unknown name: the nearest known one, and all of them if they are few.
 
     >>> closest("clip_hihg", ["clip_low", "clip_high"])
     "did you mean 'clip_high'? (known: clip_high, clip_low)"
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
+    by_lower_case = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
     listing = f"known: {', '.join(known) or 'none'}"
-    return f"did you mean {near[0]!r}? ({listing})" if near else listing
+    if not near:
+        return listing
+    hint = f"did you mean {by_lower_case[near[0]]!r}?"
+    return f"{hint} ({listing})" if len(known) <= MOST_LISTED else hint
 
 
 def load_function(
@@ -65,12 +76,12 @@ def load_function(
         ConfigError: no such module, file or name; an unknown, missing or mistyped keyword.
 
     >>> spec = FunctionSpec("math:isclose", {"rel_tol": 0.5})
-    >>> load_function(spec, home="math")(1.0, 1.4)
+    >>> load_function(spec, home="math", passed=None)(1.0, 1.4)
     True
     """
     function = _find(spec.fn, home, key)
-    check_keywords(function, spec, passed=passed, key=key)
-    return functools.partial(function, **spec.kwargs) if spec.kwargs else function
+    keywords = checked_keywords(function, spec, passed=passed, key=key)
+    return functools.partial(function, **keywords) if keywords else function
 
 
 def _find(name: str, home: str, key: str) -> Callable[..., Any]:
@@ -92,16 +103,23 @@ def _find(name: str, home: str, key: str) -> Callable[..., Any]:
 
 
 def _import(name: str, key: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{key}: {name!r} is not a module's name; wanted pkg.mod or my_file.py")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}: can't import {name!r}: {error}") from error
+        parent = (error.name or "").rpartition(".")[0]
+        folders = vars(sys.modules[parent]).get("__path__", []) if parent in sys.modules else []
+        siblings = [m.name for m in pkgutil.iter_modules(folders, f"{parent}.")]
+        hint = f"; {closest(name, siblings)}" if siblings else ""
+        raise ConfigError(f"{key}: can't import {name!r}: {error}{hint}") from error
 
 
 def _module_from_file(path: Path, key: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"{key}: no file {str(path)!r}")
+        hint = closest(path.name, [p.name for p in path.parent.glob("*.py")])
+        raise ConfigError(f"{key}: no file {str(path)!r}; {hint}")
     name = f"jaxrl_llm_user_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -128,14 +146,18 @@ def _public_functions(module: ModuleType) -> list[str]:
     return [n for n, v in vars(module).items() if not n.startswith("_") and own(v)]
 
 
-def check_keywords(
+def checked_keywords(
     function: Callable[..., Any], spec: FunctionSpec, *, passed: Iterable[str] | None, key: str
-) -> None:
-    """Raise ConfigError where `spec.kwargs` does not fit the function's signature."""
+) -> dict[str, Any]:
+    """Return `spec.kwargs`, in the types of the function's annotations.
+
+    Raises:
+        ConfigError: they do not fit the function's signature.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature: the call itself will check
-        return
+        return dict(spec.kwargs)
     named = {
         n: p for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
     }
@@ -143,25 +165,50 @@ def check_keywords(
         passed = [
             n for n, p in named.items() if p.kind is not p.KEYWORD_ONLY and p.default is p.empty
         ]
-    settable = {n: p for n, p in named.items() if n not in set(passed)}
+    passed = set(passed)
+    settable = {n: p for n, p in named.items() if n not in passed}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name, value in spec.kwargs.items():
-        if name in settable:
-            _check_plain_type(f"{key}.{name}", value, settable[name].annotation)
-        elif name in named:
+    _check_names(spec, key, passed, settable, open_ended=open_ended)
+    return {
+        name: _as_annotated(f"{key}.{name}", value, settable[name].annotation)
+        if name in settable
+        else value
+        for name, value in spec.kwargs.items()
+    }
+
+
+def _check_names(
+    spec: FunctionSpec,
+    key: str,
+    passed: set[str],
+    settable: Mapping[str, inspect.Parameter],
+    *,
+    open_ended: bool,
+) -> None:
+    for name in spec.kwargs:
+        if name in passed:
             raise ConfigError(f"{key}: {spec.fn!r} is given {name!r} by the trainer; remove it")
-        elif not open_ended:
+        if name not in settable and not open_ended:
             raise ConfigError(f"{key}: {spec.fn!r} takes no {name!r}; {closest(name, settable)}")
     missing = [n for n, p in settable.items() if p.default is p.empty and n not in spec.kwargs]
     if missing:
         raise ConfigError(f"{key}: {spec.fn!r} needs a value for {', '.join(missing)}")
 
 
-def _check_plain_type(key: str, value: Any, annotation: Any) -> None:
-    if annotation not in (bool, int, float, str):
-        return
-    accepted: tuple[type, ...] = (int, float) if annotation is float else (annotation,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
+def _as_annotated(key: str, value: Any, annotation: Any) -> Any:
+    """Return the value in the type of a plain annotation, T or `T | None`; others are not read."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    options = typing.get_args(annotation) if union else (annotation,)
+    if value is None and type(None) in options:
+        return None
+    plain = [option for option in options if option is not type(None)]
+    if len(plain) != 1 or plain[0] not in (bool, int, float, str):
+        return value
+    wanted = plain[0]
+    if wanted is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise ConfigError(
-            f"{key}: got {value!r} ({type(value).__name__}), wanted a {annotation.__name__}"
+            f"{key}: got {value!r} ({type(value).__name__}), wanted a {wanted.__name__}"
         )
+    return value

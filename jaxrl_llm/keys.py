@@ -5,6 +5,7 @@ verl's keys to these.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import key, required, section
@@ -189,12 +190,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
         batch, rollout = self.batch, self.rollout
-        minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
         _at_least(self, 1, "rollout.samples_per_prompt rollout.max_new_tokens rollout.slots")
         _at_least(self, 1, "batch.prompts_per_step batch.epochs_per_step data.max_prompt_tokens")
-        _at_least(self, 1, "model.logprob_chunk checkpoint.keep validation.samples epochs")
-        _at_least(self, 0, "reward.workers validation.every checkpoint.every rollout.dump_every")
-        _at_least(self, 0, "validation.temperature rollout.top_k optim.max_skipped seed")
+        _at_least(self, 1, "batch.prompts_per_minibatch validation.samples validation.rows")
+        _at_least(self, 0, "reward.workers validation.every rollout.dump_every")
+        _at_least(self, 0, "validation.temperature rollout.top_k algorithm.kl_coef")
+        minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
         _require(
             batch.prompts_per_step % minibatch == 0,
             f"batch.prompts_per_step={batch.prompts_per_step} is not a multiple of "
@@ -212,12 +213,20 @@ class TrainConfig:
             f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} can't hold the longest "
             f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
-        _require(rollout.temperature > 0, "rollout.temperature must be above 0 to explore")
+        _require(
+            rollout.temperature > 0,
+            f"rollout.temperature={rollout.temperature}, wanted a number above 0, to explore",
+        )
+        _require(
+            self.reward.timeout_s > 0,
+            f"reward.timeout_s={self.reward.timeout_s}, wanted a number above 0",
+        )
         for name, top_p in (("rollout", rollout.top_p), ("validation", self.validation.top_p)):
             _require(0 < top_p <= 1, f"{name}.top_p={top_p}, wanted a number in (0, 1]")
         _require(
             not (self.validation.every and not self.data.validation),
-            f"validation.every={self.validation.every} but data.validation names no file",
+            f"validation.every={self.validation.every} but data.validation names no file: "
+            "name one, or set validation.every to 0",
         )
         _require(
             not (self.algorithm.kl_loss and self.algorithm.kl_reward),
@@ -270,19 +279,24 @@ class SftConfig:
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        _at_least(self, 1, "batch.examples_per_step data.max_tokens model.logprob_chunk epochs")
-        _at_least(self, 1, "checkpoint.keep")
-        _at_least(self, 0, "checkpoint.every optim.max_skipped seed")
+        _at_least(self, 1, "batch.examples_per_step data.max_tokens")
         _require(
             self.batch.tokens_per_microbatch >= self.data.max_tokens,
             f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} can't hold the "
             f"longest example: data.max_tokens={self.data.max_tokens}",
+        )
+        _require(
+            Path(self.export_to).resolve() != Path(self.run_dir).resolve(),
+            f"export_to and run_dir are both {self.run_dir!r}: name two folders",
         )
         check_shared(self)
 
 
 def check_shared(config: TrainConfig | SftConfig) -> None:
     """Refuse contradictions in the groups that training and SFT share."""
+    _at_least(config, 1, "steps epochs model.logprob_chunk checkpoint.keep")
+    _at_least(config, 0, "seed checkpoint.every optim.max_skipped")
+    _require(len(config.data.train) > 0, "data.train names no file")
     _require(
         config.model.dtype in ("float32", "bfloat16"),
         f"model.dtype={config.model.dtype!r}, wanted float32 or bfloat16",
@@ -291,7 +305,6 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
         config.checkpoint.resume in ("auto", "never"),
         f"checkpoint.resume={config.checkpoint.resume!r}, wanted auto or never",
     )
-    _require(config.steps is None or config.steps >= 1, f"steps={config.steps}, wanted 1 or more")
     clip = config.optim.grad_clip
     _require(clip is None or clip > 0, f"optim.grad_clip={clip}, wanted a number above 0 or null")
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -321,4 +334,5 @@ def _at_least(config: Any, least: int, names: str) -> None:
         value = config
         for part in name.split("."):
             value = getattr(value, part)
-        _require(value >= least, f"{name}={value}, wanted {least} or more")
+        fits = value is None or value >= least
+        _require(fits, f"{name}={value}, wanted {least} or more")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import sys
@@ -14,6 +15,10 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from jaxrl_llm.functions import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class Clock:
@@ -45,8 +50,8 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, seconds: float, **_: Any) -> None:
-        del seconds
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def close(self) -> None:
@@ -61,7 +66,10 @@ class MetricsFile:
         """Open the file and cut off what lies behind `position`, in bytes."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
-        self._file.truncate(position)
+        found = self._file.tell()
+        if found < position:
+            log.warning("%s has lost lines: %d bytes, wanted %d", path, found, position)
+        self._file.truncate(min(position, found))
         self._file.seek(0, os.SEEK_END)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -110,8 +118,12 @@ class MetricsLog:
 
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
         if wandb:
-            import wandb as client  # pyright: ignore[reportMissingImports]
-
+            try:
+                import wandb as client  # pyright: ignore[reportMissingImports]
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"log.wandb={wandb!r} needs the package wandb: pip install 'jaxrl_llm[wandb]'"
+                ) from error
             self._wandb = client.init(
                 project=wandb, name=run_dir.name, dir=run_dir, config=dict(config), resume="allow"
             )

@@ -50,18 +50,35 @@ class Model(NamedTuple):
 
 
 @contextlib.contextmanager
+def blamed_on(key: str) -> Iterator[None]:
+    """Turn a TypeError, ValueError or OSError into a one-line ConfigError that names `key`.
+
+    For what runs functions with keywords of the config, which are the likely cause.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, OSError) as error:
+        text = str(error).strip() or type(error).__name__
+        raise ConfigError(f"{key}: {text.splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
 def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
     """Hold a run's folder: one process at a time; its config, versions and commit inside.
 
     Raises:
-        ConfigError: another process runs there.
+        ConfigError: another process runs there, or nothing can be written there.
     """
     folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    with blamed_on("run_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
         resolved = folder / "config.yaml"
         if resolved.exists():
@@ -106,12 +123,13 @@ def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
     """Run a preparation if any of the files it should write is missing.
 
     Raises:
-        ConfigError: it left a file unwritten.
+        ConfigError: it failed, or left a file unwritten.
     """
     if spec is None or all(Path(path).exists() for path in wanted):
         return
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
-    load_function(spec, keys.PREPARATIONS, key="data.prepare")()
+    with blamed_on("data.prepare"):
+        load_function(spec, keys.PREPARATIONS, key="data.prepare")()
     missing = [path for path in wanted if not Path(path).exists()]
     if missing:
         raise ConfigError(
@@ -167,17 +185,30 @@ def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 
 def make_optimizer(
     config: OptimConfig,
 ) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
-    """Return the optimizer, with clipping and learning rate in it, and its schedule."""
-    schedule = load_function(config.schedule, keys.SCHEDULES, key="optim.schedule")()
-    rate = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
-    if rate is None or jnp.ndim(rate) != 0:
-        raise ConfigError(
-            f"optim.schedule: {config.schedule.fn!r} is not an optax schedule (a function of the "
-            "update's number); did you mean constant_schedule, warmup_cosine_decay_schedule?"
-        )
-    optimizer = load_function(
-        config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key="optim.optimizer"
-    )(learning_rate=schedule)
+    """Return the optimizer, with clipping and learning rate in it, and its schedule.
+
+    Raises:
+        ConfigError: one of the functions is no such thing, or does not work with its keywords.
+    """
+    with blamed_on("optim.schedule"):
+        schedule = load_function(config.schedule, keys.SCHEDULES, key="optim.schedule")()
+        rate: Any = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
+        if rate is None or jnp.ndim(rate) != 0:
+            raise ConfigError(
+                f"optim.schedule: {config.schedule.fn!r} is not an optax schedule (a function of "
+                "the update's number); did you mean constant_schedule?"
+            )
+    with blamed_on("optim.optimizer"):
+        optimizer = load_function(
+            config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key="optim.optimizer"
+        )(learning_rate=schedule)
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise ConfigError(
+                f"optim.optimizer: {config.optimizer.fn!r} is not an optax optimizer; "
+                "did you mean adamw?"
+            )
+        tried = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}  # optax checks when it is used
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), tried)
     if config.grad_clip is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip), optimizer)
     return optimizer, schedule

@@ -89,10 +89,11 @@ class MicroBatch(NamedTuple):
     fields: Fields
 
 
-def token_fields(params: Params, rows: Rows, model: Forward) -> TokenStats:
+def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> TokenStats:
     """Run the model over packed rows and gather its per-token results back to [b T].
 
     Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
+    Activations stay where the rows are, so it is the weights that are gathered.
     """
     hidden = forward(
         params,
@@ -102,6 +103,7 @@ def token_fields(params: Params, rows: Rows, model: Forward) -> TokenStats:
         jnp.asarray(rows.segment_ids),
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
+        activation_sharding=over_batch(mesh),
     )
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
     stats = token_stats(
@@ -148,7 +150,7 @@ def logprob_pass(
 
     @jax.jit
     def run(params: Params, rows: Rows) -> tuple[Array, Array]:
-        stats = token_fields(params, rows, model)
+        stats = token_fields(params, rows, model, mesh)
         return stats.logprobs, stats.entropy
 
     def logprobs(params: Params, batch: Batch) -> dict[str, np.ndarray]:
@@ -211,14 +213,12 @@ def make_learner(
         return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), zero, zero)
 
     @functools.partial(jax.jit, out_shardings=(param_shardings, everywhere))
-    def first(params: Params, micro: MicroBatch, coefs: Fields) -> tuple[Params, Fields]:
-        return jax.grad(_scalar_loss, has_aux=True)(params, micro, coefs, objective, model)
+    def differentiate(params: Params, micro: MicroBatch, coefs: Fields) -> tuple[Params, Fields]:
+        return jax.grad(_scalar_loss, has_aux=True)(params, micro, coefs, objective, model, mesh)
 
-    @functools.partial(jax.jit, donate_argnums=1, out_shardings=(param_shardings, everywhere))
-    def another(
-        params: Params, total: tuple[Params, Fields], micro: MicroBatch, coefs: Fields
-    ) -> tuple[Params, Fields]:
-        return jax.tree.map(jnp.add, total, first(params, micro, coefs))
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(param_shardings, everywhere))
+    def add(total: tuple[Params, Fields], part: tuple[Params, Fields]) -> tuple[Params, Fields]:
+        return jax.tree.map(jnp.add, total, part)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings, everywhere))
     def apply(state: TrainState, grads: Params) -> tuple[TrainState, Fields]:
@@ -235,11 +235,8 @@ def make_learner(
         batch = batch.add(weights=np.asarray(weights), token_weights=np.asarray(token_weights))
         total = None
         for _, micro in microbatches(batch, names, shape, mesh):
-            total = (
-                first(state.params, micro, coefs)
-                if total is None
-                else another(state.params, total, micro, coefs)
-            )
+            part = differentiate(state.params, micro, coefs)
+            total = part if total is None else add(total, part)
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
         state, applied = apply(state, grads)
@@ -249,9 +246,14 @@ def make_learner(
 
 
 def _scalar_loss(
-    params: Params, micro: MicroBatch, coefs: Fields, objective: Objective, model: Forward
+    params: Params,
+    micro: MicroBatch,
+    coefs: Fields,
+    objective: Objective,
+    model: Forward,
+    mesh: Mesh,
 ) -> tuple[Float32[Array, ""], Fields]:
-    stats = token_fields(params, micro.rows, model)
+    stats = token_fields(params, micro.rows, model, mesh)
     mask, weights = micro.fields["mask"], micro.fields["weights"]
 
     def total(values: Array, by: Array) -> Array:
@@ -301,7 +303,7 @@ def apply_gradients(
     state: TrainState, grads: Params, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Fields]:
     """Apply an update, or skip it where the gradient is not finite."""
-    norm = optax.global_norm(grads)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
     finite = jnp.isfinite(norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -102,6 +102,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
         **{ours: config[theirs] for theirs, ours in SPEC_KEYS.items()},
         rope_theta=_read_rope_theta(path, config),
         tied_embeddings=config.get("tie_word_embeddings", False),
+        init_std=config.get("initializer_range", 0.02),
     )
 
 
@@ -132,6 +133,7 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
         "rope_theta": spec.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
         "tie_word_embeddings": spec.tied_embeddings,
+        "initializer_range": spec.init_std,
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,

@@ -44,6 +44,7 @@ class ModelSpec:
         tied_embeddings: Whether the output projection is the transposed embedding.
         qk_norm: Whether queries and keys are RMS-normed per head before the rotation.
         max_positions: Longest sequence the model was made for, in tokens.
+        init_std: Standard deviation of random weights.
 
     Raises:
         ValueError: A size is not positive, `kv_heads` does not divide `heads`, or `head_width` is
@@ -66,6 +67,7 @@ class ModelSpec:
     tied_embeddings: bool
     qk_norm: bool = True
     max_positions: int
+    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         sizes = {k: v for k, v in vars(self).items() if not isinstance(v, bool)}
@@ -164,7 +166,9 @@ def declare(spec: ModelSpec) -> Declarations:
         "ff": spec.ff_width,
     }
 
-    def array(name: str, axes: str, hf_axes: str, initializer: Initializer = NORMAL) -> ArrayDecl:
+    normal = jax.nn.initializers.normal(stddev=spec.init_std)
+
+    def array(name: str, axes: str, hf_axes: str, initializer: Initializer = normal) -> ArrayDecl:
         names = tuple(axes.split())
         return ArrayDecl(
             shape=tuple(sizes[axis] for axis in names),

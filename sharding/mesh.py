@@ -22,16 +22,19 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
         devices: default all of this process's platform.
 
     Raises:
-        ValueError: sizes that don't multiply to the number of devices.
+        ValueError: an unknown axis, or sizes that don't multiply to the number of devices.
 
     >>> make_mesh({"data": 1, "fsdp": -1, "tensor": 1}, jax.devices()[:1]).shape_tuple
     (('data', 1), ('fsdp', 1), ('tensor', 1))
     """
+    unknown = set(sizes) - set(AXES)
+    if unknown:
+        raise ValueError(f"a mesh has the axes {AXES}, got sizes for {sorted(unknown)}")
     devices = jax.devices() if devices is None else devices
     given = [sizes.get(axis, 1) for axis in AXES]
     fixed = math.prod(s for s in given if s != -1)
-    filled = [len(devices) // fixed if s == -1 else s for s in given]
-    if math.prod(filled) != len(devices):
+    filled = [len(devices) // max(fixed, 1) if s == -1 else s for s in given]
+    if min(filled) < 1 or math.prod(filled) != len(devices):
         options = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
         asked = ", ".join(f"{a}={s}" for a, s in zip(AXES, given, strict=True))
         raise ValueError(

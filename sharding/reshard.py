@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, UInt32
 
@@ -13,17 +14,29 @@ def reshard(tree: Any, target: Any, *, dtype: DTypeLike | None = None) -> Any:
 
     Args:
         tree: arrays.
-        target: a sharding for each of them, or one for all.
+        target: a sharding for each of them, or one for all; on the devices of `tree` or on others.
         dtype: cast floating-point arrays to this on the way.
 
     Returns:
         New arrays that share no buffer with `tree`, so that the source may be donated.
     """
+    if _devices(tree) == _devices(target):
+        return jax.jit(_copy, static_argnums=1, out_shardings=target)(tree, dtype)
+    # One program runs on one list of devices, so these copies leave the source's layout as it is.
+    return jax.device_put(jax.jit(_copy, static_argnums=1)(tree, dtype), target)
 
-    def convert(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.copy(cast(x, dtype)), tree)
 
-    return jax.jit(convert, out_shardings=target)(tree)
+def _copy(tree: Any, dtype: DTypeLike | None) -> Any:
+    return jax.tree.map(lambda x: jnp.copy(cast(x, dtype)), tree)
+
+
+def _devices(tree: Any) -> set[tuple[jax.Device, ...]]:
+    """Return the lists of devices over which arrays, or shardings, lie."""
+    layouts = [x.sharding if isinstance(x, jax.Array) else x for x in jax.tree.leaves(tree)]
+    return {
+        tuple(x.mesh.devices.flat) if isinstance(x, NamedSharding) else tuple(x.device_set)
+        for x in layouts
+    }
 
 
 def cast(array: Array, dtype: DTypeLike | None) -> Array:
@@ -40,8 +53,9 @@ def cast(array: Array, dtype: DTypeLike | None) -> Array:
 def checksum(tree: Any) -> UInt32[Array, ""]:
     """Return a checksum of every bit of an array tree, whatever its layout.
 
-    Each array's bits, as unsigned words w_i, add up to sum_i w_i * (2i + 1) mod 2^32; the arrays'
-    sums are chained in the tree's order. Swapped, missing or changed entries change it.
+    Each array's bits, as unsigned words w_i, add up to sum_i h(w_i) * (2i + 1) mod 2^32, where h
+    is the finalizer of MurmurHash3 (one to one, h(0) = 0); the arrays' sums are chained in the
+    tree's order. A changed word always changes it, swapped words do but by bad luck.
 
     >>> tree = {"a": jnp.array([1.0, 2.0])}
     >>> bool(checksum(tree) == checksum({"a": jnp.array([2.0, 1.0])}))
@@ -51,6 +65,13 @@ def checksum(tree: Any) -> UInt32[Array, ""]:
     for leaf in jax.tree.leaves(tree):
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{leaf.dtype.itemsize * 8}"))
         place = jnp.arange(leaf.size, dtype=jnp.uint32).reshape(leaf.shape)
-        words = bits.astype(jnp.uint32) * (2 * place + 1)
+        words = _mix(bits.astype(jnp.uint32)) * (2 * place + 1)
         total = total * jnp.uint32(1000003) + jnp.sum(words, dtype=jnp.uint32)
     return total
+
+
+def _mix(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Spread a difference in any bits over all: floats often differ only in their high ones."""
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)

@@ -70,6 +70,7 @@ def plan(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]
     for index, size in enumerate(sizes):
         if not 0 < size <= shape.length:
             raise ValueError(f"sequence {index} has {size} tokens, wanted 1 to {shape.length}")
+    most = min(SEQUENCES_PER_ROW, shape.sequences)
     rows: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for index in np.argsort(-sizes, kind="stable").tolist():
@@ -81,7 +82,7 @@ def plan(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]
         else:
             left, row = space.pop(at)
         rows[row].append(index)
-        if len(rows[row]) < SEQUENCES_PER_ROW:
+        if len(rows[row]) < most:
             bisect.insort(space, (left - size, row))
     return _into_microbatches(rows, shape)
 
@@ -162,4 +163,5 @@ def unpack(
     """
     steps = jnp.arange(packed.shape[1])
     column = jnp.minimum(start[:, None] + steps, packed.shape[1] - 1)
-    return jnp.where(steps < size[:, None], packed[row[:, None], column], 0)
+    zero = jnp.zeros((), packed.dtype)
+    return jnp.where(steps < size[:, None], packed[row[:, None], column], zero)

@@ -31,6 +31,7 @@ def arithmetic(
     terms: int = 2,
     operators: str = "+-",
     zero_pad: bool = False,
+    mistakes: float = 0.0,
     seed: int = 0,
 ) -> Written:
     """Write generated sums such as "12+34=", with the integer as the answer.
@@ -48,6 +49,9 @@ def arithmetic(
         operators: any of + - *, each equally likely; * binds tighter.
         zero_pad: write every number with all its digits, as in "07+35=", and the responses of
             sft.parquet with one more, "042": small models learn aligned digits far sooner.
+        mistakes: share of the responses in sft.parquet that add column by column and forget every
+            carry: a base model that has seen them knows both ways, and RL has to find out which
+            one is right. Only for sums.
         seed: of the choice of problems.
 
     Returns:
@@ -80,6 +84,11 @@ def arithmetic(
             f"arithmetic: only {problems} problems have {digits} digits, {terms} terms and"
             f" operators {operators!r}; wanted {wanted} (validation plus the larger other file)"
         )
+    if mistakes and (operators != "+" or not 0 <= mistakes <= 1):
+        raise ValueError(
+            f"arithmetic: got mistakes={mistakes} with operators {operators!r}; wanted a share"
+            " from 0 to 1, and only the operator '+', which has carries to forget"
+        )
     rng = random.Random(seed)
     chosen = rng.sample(range(problems), validation_rows + train_rows)
     validation, train = chosen[:validation_rows], chosen[validation_rows:]
@@ -96,6 +105,8 @@ def arithmetic(
 
     def example(number: int) -> Row:
         text, value = problem(number)
+        if mistakes and rng.random() < mistakes:
+            value = _without_carries(text)
         return _sft_row(text, value.zfill(digits + 1) if zero_pad else value)
 
     splits: dict[str, list[Row]] = {
@@ -124,6 +135,18 @@ def _problem(number: int, *, digits: int, terms: int, operators: str) -> str:
         number, value = divmod(number, 10**digits)
         parts.append(str(value))
     return "".join(reversed(parts))
+
+
+def _without_carries(problem: str) -> str:
+    """Return the sum of each column's digits modulo 10.
+
+    >>> _without_carries("17+25=")
+    '32'
+    """
+    numbers = [int(number) for number in re.findall("[0-9]+", problem)]
+    digits = max(len(str(number)) for number in numbers)
+    columns = [sum(n // 10**place % 10 for n in numbers) % 10 for place in range(digits)]
+    return str(int("".join(str(column) for column in reversed(columns))))
 
 
 def _value(problem: str) -> int:

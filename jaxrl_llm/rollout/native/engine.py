@@ -83,6 +83,10 @@ class NativeEngine:
             donate_argnums=(1, 2),
             out_shardings=(self._cache_layout, self._by_slot),
         )
+        make: Callable[[], Cache] = functools.partial(
+            init_cache, spec, slots, max_tokens, dtype=self.dtype
+        )
+        self._make_cache = jax.jit(make, out_shardings=self._cache_layout)
         self._params: Any = None
         self._version = -1
         self._cache: Cache | None = None
@@ -141,7 +145,8 @@ class NativeEngine:
             waiting, self._queue = self._queue, deque()
             self._state.notify_all()
         for _, future in waiting:
-            future.set_exception(EngineError("the engine was closed"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError("the engine was closed"))
         if threading.current_thread() is not self._worker:
             self._worker.join()
 
@@ -172,25 +177,40 @@ class NativeEngine:
                 f"prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}, "
                 f"wanted 0 to {self.spec.vocab_size - 1}"
             )
+        if not 0 <= request.seed < 2**32:
+            raise EngineError(f"got seed {request.seed}, wanted 0 to {2**32 - 1}")
         if len(sampling.stop_ids) > STOP_IDS:
             raise EngineError(f"got {len(sampling.stop_ids)} stop ids, at most {STOP_IDS} are held")
 
     def _work(self) -> None:
-        while True:
-            with self._state:
-                self._state.wait_for(lambda: self._closed or (self._queue and not self._paused))
-                if self._closed:
-                    return
-                wave = [self._queue.popleft() for _ in range(min(self.slots, len(self._queue)))]
-            try:
-                with self._device:
-                    answers = self._run([request for request, _ in wave])
-            except Exception as error:  # it reaches whoever waits for an answer
-                for _, future in wave:
-                    future.set_exception(error)
-            else:
-                for (_, future), answer in zip(wave, answers, strict=True):
+        while self._wait_for_requests():
+            with self._device:
+                wave = self._next_wave()
+                try:
+                    answers = self._run([request for request, _ in wave]) if wave else []
+                except Exception as error:  # it reaches whoever waits for an answer
+                    answers = [error] * len(wave)
+            for (_, future), answer in zip(wave, answers, strict=True):
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
                     future.set_result(answer)
+
+    def _wait_for_requests(self) -> bool:
+        """Block until there is something to do; False when the engine was closed."""
+        with self._state:
+            self._state.wait_for(lambda: self._closed or (self._queue and not self._paused))
+            return not self._closed
+
+    def _next_wave(self) -> list[tuple[Request, Future[Completion]]]:
+        """Take as many requests as there are slots; none if a pause came first."""
+        wave: list[tuple[Request, Future[Completion]]] = []
+        with self._state:
+            while self._queue and len(wave) < self.slots and not self._paused:
+                entry = self._queue.popleft()
+                if entry[1].set_running_or_notify_cancel():  # else its caller gave up
+                    wave.append(entry)
+        return wave
 
     def _run(self, wave: Sequence[Request]) -> list[Completion]:
         cache = self._take_cache()
@@ -230,12 +250,7 @@ class NativeEngine:
     def _take_cache(self) -> Cache:
         """Return the cache, to be donated; allocate it after a start, a sleep or a failure."""
         cache, self._cache = self._cache, None
-        if cache is not None:
-            return cache
-        make: Callable[[], Cache] = functools.partial(
-            init_cache, self.spec, self.slots, self.max_tokens, dtype=self.dtype
-        )
-        return jax.jit(make, out_shardings=self._cache_layout)()
+        return self._make_cache() if cache is None else cache
 
     def _prefill_width(self, length: int) -> int:
         width = SHORTEST_PREFILL

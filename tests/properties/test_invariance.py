@@ -1,0 +1,260 @@
+"""An update is the same for every packing, split, order, padding and mesh.
+
+The reference runs the model over one whole sequence at a time, without packing, padding,
+micro-batches or a mesh, and writes out loss, KL, entropy and weights by hand.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.algorithms.kl import k3
+from jaxrl_llm.algorithms.losses import ppo_clip
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.step import Forward, Objective, logprob_pass, make_learner
+from jaxrl_llm.types import Batch
+
+SPEC = ModelSpec(
+    vocab_size=32,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_width=4,
+    ff_width=24,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=64,
+)
+TEMPERATURE = 0.8
+COEFS = {"kl_coef": 0.3, "entropy_coef": 0.05}
+SIZES = (16, 5, 5, 5, 16, 5, 5, 5)
+OBJECTIVE = Objective(loss=ppo_clip, kl=k3, entropy=True)
+KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))  # trace: the last gradient
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Parameters under which attention is far from uniform."""
+    rng = np.random.default_rng(0)
+
+    def draw(decl):
+        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_width"))
+        return jnp.asarray(values, jnp.float32)
+
+    return jax.tree.map(draw, declare(SPEC))
+
+
+def make_batch(sizes, length, *, seed=1):
+    """Up to 16 tokens each, garbage in the padding, and masks with holes as a tool leaves them."""
+    rng = np.random.default_rng(seed)
+    shape, place = (len(sizes), 16), np.arange(16)
+    starts = np.array([max(1, size // 3) for size in sizes])
+    mask = (place >= starts[:, None]) & (place < np.array(sizes)[:, None])
+    mask[:, [3, 8]] = False
+    old = rng.normal(-3.4, 1.0, shape).astype(np.float32)
+    fields = {
+        "mask": mask,
+        "old_logprobs": old,
+        "ref_logprobs": old + rng.normal(scale=0.3, size=shape).astype(np.float32),
+        "advantages": rng.normal(size=shape).astype(np.float32),
+    }
+    tokens = rng.integers(0, SPEC.vocab_size, shape).astype(np.int32)
+    cut = {name: values[:, :length] for name, values in fields.items()}
+    return Batch(tokens[:, :length], np.array(sizes, np.int32), cut)
+
+
+@jax.jit
+def log_policy(params, tokens):
+    """log π of the next token after each but the last of one sequence [n]."""
+    n = tokens.shape[0]
+    hidden = forward(params, SPEC, tokens[None], jnp.arange(n)[None], jnp.ones((1, n), int))[0]
+    scores = logits(params, SPEC, hidden)[:-1] / TEMPERATURE
+    return scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def sequence_loss(params, tokens, mask, weights, old, ref, advantages):
+    """The loss of one sequence [n] and its parts, straight from the equations."""
+    logpi = log_policy(params, tokens)
+    logp = jnp.where(mask[1:], logpi[jnp.arange(len(logpi)), tokens[1:]], 0.0)
+    old, ref, advantages = (x[1:] for x in (old, ref, advantages))
+    ratio = jnp.exp(logp - old)
+    worst = jnp.maximum(-advantages * ratio, -advantages * jnp.clip(ratio, 0.8, 1.2))
+    policy = jnp.where(advantages < 0, jnp.minimum(worst, -3.0 * advantages), worst)
+    kl = jnp.minimum(jnp.exp(ref - logp) - (ref - logp) - 1, 10.0)
+    entropy = -jnp.sum(jnp.exp(logpi) * logpi, axis=-1)
+    weights = jnp.where(mask[1:], weights[1:], 0.0)
+    parts = {
+        "pg_loss": jnp.sum(weights * policy),
+        "kl_loss": jnp.sum(weights * kl),
+        "entropy_loss": jnp.sum(weights * entropy),
+    }
+    loss = parts["pg_loss"] + 0.3 * parts["kl_loss"] - 0.05 * parts["entropy_loss"]
+    return loss, parts | {"loss": loss}
+
+
+one_sequence = jax.jit(jax.grad(sequence_loss, has_aux=True))
+
+
+def loop_weights(mask, kind):
+    """Weights of a reduction, token by token."""
+    weights = np.zeros(mask.shape, np.float32)
+    for i, j in np.argwhere(mask):
+        per_sequence = len(mask) * mask[i].sum()
+        weights[i, j] = 1 / mask.sum() if kind is token_mean else 1 / per_sequence
+    return weights
+
+
+def reference(params, batch, reduce):
+    """Loop over the sequences; return gradient and metrics of the whole mini-batch."""
+    weights = loop_weights(batch["mask"], reduce)
+    gradient, metrics = jax.tree.map(np.zeros_like, params), {}
+    for i, n in enumerate(batch.sizes):
+        names = ("mask", "old_logprobs", "ref_logprobs", "advantages")
+        mask, *fields = (jnp.asarray(batch[name][i, :n]) for name in names)
+        grads, parts = one_sequence(params, batch.tokens[i, :n], mask, weights[i, :n], *fields)
+        gradient = jax.tree.map(np.add, gradient, grads)
+        metrics = {k: metrics.get(k, 0.0) + float(v) for k, v in parts.items()}
+    return gradient, metrics
+
+
+def place(params, mesh):
+    """Lay parameters out as training does."""
+    return jax.device_put(params, shardings(declare(SPEC), mesh))
+
+
+def build(params, mesh, *, tokens, length=16, reduce=sequence_mean_token_mean, **model):
+    """Return a function from a batch to gradient, metrics and new parameters."""
+    placed = place(params, mesh)
+    learner = make_learner(
+        OBJECTIVE,
+        Forward(spec=SPEC, temperature=TEMPERATURE, **model),
+        KEEP_GRADIENT,
+        reduce=reduce,
+        shape=row_shape(tokens, length, sequences=len(SIZES), multiple_of=batch_shards(mesh)),
+        mesh=mesh,
+        params_like=placed,
+    )
+
+    def run(batch):
+        state, metrics = learner.update(learner.init(placed), batch, COEFS)
+        for moment, parameter in zip(
+            jax.tree.leaves(state.opt_state[0].trace), jax.tree.leaves(placed), strict=True
+        ):
+            assert moment.sharding.is_equivalent_to(parameter.sharding, moment.ndim)
+        gradient = jax.device_get(state.opt_state[0].trace)
+        return gradient, jax.device_get(metrics), jax.device_get(state.params)
+
+    return run
+
+
+def assert_same(params, got, wanted):
+    """Compare gradients, metrics and new parameters with the reference's."""
+    (gradient, metrics, updated), (wanted_gradient, wanted_metrics) = got, wanted
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted_gradient))
+    assert scale > 0.1, "the comparison needs a gradient that is not tiny"
+    for name, value in wanted_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
+
+    def close(found, expected):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=3e-6 * scale)
+
+    jax.tree.map(close, gradient, wanted_gradient)
+    jax.tree.map(close, updated, jax.tree.map(lambda p, g: p - 0.5 * g, params, wanted_gradient))
+    norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    assert metrics["skipped"] == 0
+
+
+ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return make_mesh(ONE, jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def wanted(params):
+    return reference(params, make_batch(SIZES, 16), sequence_mean_token_mean)
+
+
+@pytest.fixture(scope="module")
+def in_pairs(params, one_device):
+    """An update in micro-batches of two rows, for tests that vary the batch."""
+    return build(params, one_device, tokens=32, remat=True)
+
+
+def test_one_row_at_a_time(params, one_device, wanted):
+    run = build(params, one_device, tokens=16)
+    assert_same(params, run(make_batch(SIZES, 16)), wanted)
+
+
+def test_longer_rows_chunks_and_other_weights(params, one_device):
+    batch = make_batch(SIZES, 16)
+    run = build(params, one_device, tokens=75, length=24, reduce=token_mean, logprob_chunk=7)
+    assert_same(params, run(batch), reference(params, batch, token_mean))
+
+
+FACTORS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8]
+QUICK = {(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(s, marks=() if s in QUICK else pytest.mark.slow) for s in FACTORS],
+)
+def test_meshes_change_nothing(params, wanted, sizes):
+    mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+    run = build(params, mesh, tokens=16 * batch_shards(mesh))
+    assert_same(params, run(make_batch(SIZES, 16)), wanted)
+
+
+def test_two_rows_at_a_time(params, in_pairs, wanted):
+    assert_same(params, in_pairs(make_batch(SIZES, 16)), wanted)
+
+
+@settings(max_examples=6)
+@given(order=st.permutations(range(len(SIZES))))
+def test_the_order_of_sequences_changes_nothing(params, in_pairs, wanted, order):
+    assert_same(params, in_pairs(make_batch(SIZES, 16).take(np.array(order))), wanted)
+
+
+def test_padding_changes_nothing(params, one_device, in_pairs):
+    sizes = (5,) * len(SIZES)
+    narrow, wide = make_batch(sizes, 9), make_batch(sizes, 16)
+    wanted = reference(params, narrow, sequence_mean_token_mean)
+    assert_same(params, in_pairs(narrow), wanted)
+    assert_same(params, in_pairs(wide), wanted)
+
+
+def test_one_sequence_is_a_batch(params, in_pairs):
+    batch = make_batch(SIZES, 16).take([2])
+    assert_same(params, in_pairs(batch), reference(params, batch, sequence_mean_token_mean))
+
+
+@pytest.mark.parametrize("sizes", [ONE, {"fsdp": 4, "tensor": 2}])
+def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
+    mesh = make_mesh(sizes, jax.devices()[: 1 if sizes is ONE else 8])
+    shape = row_shape(16 * 4, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
+    model = Forward(spec=SPEC, temperature=TEMPERATURE)
+    batch = make_batch(SIZES, 16)
+    found = logprob_pass(model, shape, mesh)(place(params, mesh), batch)
+    for i, n in enumerate(batch.sizes):
+        logpi = np.asarray(log_policy(params, jnp.asarray(batch.tokens[i, :n])))
+        for t in range(16):
+            inside = 0 < t < n
+            logprob = logpi[t - 1, batch.tokens[i, t]] if inside else 0.0
+            entropy = -(np.exp(logpi[t - 1]) * logpi[t - 1]).sum() if inside else 0.0
+            np.testing.assert_allclose(found["logprobs"][i, t], logprob, atol=2e-5)
+            np.testing.assert_allclose(found["entropy"][i, t], entropy, atol=2e-5)

@@ -1,0 +1,65 @@
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh, over_batch, replicated
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
+        ({"data": -1}, (8, 1, 1)),
+        ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
+        ({"data": 8, "tensor": -1}, (8, 1, 1)),
+    ],
+)
+def test_sizes_fill_the_devices(sizes, wanted):
+    mesh = make_mesh(sizes)
+    assert mesh.shape_tuple == tuple(zip(AXES, wanted, strict=True))
+    assert list(mesh.devices.ravel()) == jax.devices()
+    assert batch_shards(mesh) == wanted[0] * wanted[1]
+
+
+def test_axes_are_left_to_the_compiler():
+    """jax's own default differs between versions."""
+    assert all(kind == jax.sharding.AxisType.Auto for kind in make_mesh({"data": -1}).axis_types)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ({"data": 3}, "data=3, fsdp=1, tensor=1"),
+        ({"data": 3, "fsdp": -1}, "data=3, fsdp=-1, tensor=1"),
+        ({"data": 16}, "data=16, fsdp=1, tensor=1"),
+        ({"data": -1, "fsdp": -1}, "data=-1, fsdp=-1, tensor=1"),
+        ({"data": 0, "fsdp": -1}, "data=0, fsdp=-1, tensor=1"),
+        ({"data": -8, "fsdp": -1}, "data=-8, fsdp=-1, tensor=1"),
+        ({"data": -2, "fsdp": -4, "tensor": 1}, "data=-2, fsdp=-4, tensor=1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, asked):
+    with pytest.raises(ValueError) as error:
+        make_mesh(sizes)
+    assert str(error.value) == (
+        f"mesh {asked} does not cover 8 devices; "
+        "each size must be one of [1, 2, 4, 8] and their product 8"
+    )
+
+
+def test_an_unknown_axis_is_refused():
+    wanted = r"a mesh has the axes \('data', 'fsdp', 'tensor'\), got sizes for \['expert'\]"
+    with pytest.raises(ValueError, match=wanted):
+        make_mesh({"expert": 2, "data": 4})
+
+
+def test_layouts():
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    x = np.arange(16.0).reshape(8, 2)
+    split = jax.device_put(x, over_batch(mesh))
+    assert {shard.data.shape for shard in split.addressable_shards} == {(2, 2)}
+    for shard in split.addressable_shards:
+        data, fsdp, _ = np.argwhere(mesh.devices == shard.device)[0]
+        np.testing.assert_array_equal(shard.data, x[2 * (2 * data + fsdp) :][:2])
+    whole = jax.device_put(x, replicated(mesh))
+    assert {shard.data.shape for shard in whole.addressable_shards} == {(8, 2)}

@@ -1,0 +1,179 @@
+"""The command line of `train` and `sft`."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from jaxrl_llm import sft, train
+from jaxrl_llm.cli import config_main
+from jaxrl_llm.config import describe, load
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import SftConfig, TrainConfig
+
+FILES = {
+    "train": "run_dir: runs/a\nmodel: {path: m}\ndata: {train: t.parquet}\n",
+    "sft": "run_dir: runs/a\nexport_to: out\nmodel: {path: m}\ndata: {train: t.parquet}\n",
+}
+MAINS = {"train": train.main, "sft": sft.main}
+CLASSES = {"train": TrainConfig, "sft": SftConfig}
+BOTH = pytest.mark.parametrize("name", ["train", "sft"])
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(name, more=""):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(FILES[name] + more)
+        return str(path)
+
+    return write
+
+
+def call(run, *arguments):
+    return config_main("jaxrl_llm.train", "About.", TrainConfig, run, arguments)
+
+
+# --------------------------------------------------------------------------------- --help
+
+
+@BOTH
+def test_help_prints_every_key_with_its_default_and_meaning(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        MAINS[name](["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"python -m jaxrl_llm.{name}" in printed
+    assert "--print-config" in printed
+    for key, default, meaning in describe(CLASSES[name]):
+        shown = default if default == "(required)" else f"(default {default})"
+        assert f"\n  {key}  {shown}\n      {meaning}" in printed
+
+
+@BOTH
+def test_without_a_config_argparse_says_so(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        MAINS[name](["seed=1"])
+    assert caught.value.code == 2
+    assert "--config" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------- --print-config
+
+
+@BOTH
+def test_print_config_prints_yaml_that_loads_back(name, config_file, tmp_path, capsys):
+    overrides = ["seed=3", "optim.schedule={fn: constant_schedule, value: 1e-5}", "run_dir='1e-6'"]
+    arguments = ["--config", config_file(name), "--print-config", *overrides]
+    assert MAINS[name](arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    (tmp_path / "printed.yaml").write_text(printed.out)
+    config = load(CLASSES[name], tmp_path / "printed.yaml")
+    assert config == load(CLASSES[name], config_file(name), overrides)
+    assert (config.seed, config.run_dir) == (3, "1e-6")
+    assert config.optim.schedule.kwargs == {"value": 1e-5}
+    keys = {key for key, _, _ in describe(CLASSES[name])}
+    tree = yaml.safe_load(printed.out)
+    assert all(key.split(".")[0] in tree for key in keys)
+    assert set(tree["optim"]) == {k.split(".")[1] for k in keys if k.startswith("optim.")}
+
+
+# --------------------------------------------------------------------------------- running
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["--config", "FILE", "seed=5", "batch.prompts_per_step=8"],
+        ["seed=5", "--config", "FILE", "batch.prompts_per_step=8"],
+        ["seed=5", "batch.prompts_per_step=8", "--config=FILE"],
+    ],
+)
+def test_the_config_goes_to_the_run_whatever_the_order(order, config_file):
+    seen = []
+    path = config_file("train")
+    assert call(seen.append, *[word.replace("FILE", path) for word in order]) == 0
+    assert [(c.seed, c.batch.prompts_per_step, c.run_dir) for c in seen] == [(5, 8, "runs/a")]
+
+
+@BOTH
+def test_main_runs_what_it_should(name, config_file, monkeypatch):
+    module = {"train": "jaxrl_llm.job", "sft": "jaxrl_llm.supervised"}[name]
+    runner = {"train": "run_job", "sft": "run_sft"}[name]
+    seen = []
+    fake = type(sys)(module)
+    setattr(fake, runner, seen.append)
+    monkeypatch.setitem(sys.modules, module, fake)
+    assert MAINS[name](["--config", config_file(name), "steps=7"]) == 0
+    assert [type(config) for config in seen] == [CLASSES[name]]
+    assert seen[0].steps == 7
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sed=1"], "error: unknown key 'sed'; did you mean 'seed'?"),
+        (["seed=one"], "error: seed: got 'one' (str), wanted a whole number"),
+        (["seed"], "error: override 'seed': wanted key=value, as in seed=1"),
+        (["checkpoint.keep=0"], "error: checkpoint.keep=0, wanted 1 or more"),
+    ],
+)
+def test_errors_of_the_user_are_one_line_and_status_2(name, overrides, said, config_file, capsys):
+    assert MAINS[name](["--config", config_file(name), *overrides]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(said)
+    assert printed.err.count("\n") == 1
+
+
+def test_a_config_of_the_other_program_is_refused(config_file, capsys):
+    assert train.main(["--config", config_file("sft")]) == 2
+    assert "unknown key 'export_to'" in capsys.readouterr().err
+
+
+def test_no_such_file(tmp_path, capsys):
+    assert train.main(["--config", str(tmp_path / "no.yaml")]) == 2
+    assert "error: can't read " in capsys.readouterr().err
+
+
+def test_errors_of_the_config_found_while_running(config_file, capsys):
+    def run(config):
+        raise ConfigError("data.train: no such file\nas this one")
+
+    assert call(run, "--config", config_file("train")) == 2
+    assert capsys.readouterr().err == "error: data.train: no such file as this one\n"
+
+
+def test_interrupted(config_file, capsys):
+    def run(config):
+        raise KeyboardInterrupt
+
+    assert call(run, "--config", config_file("train")) == 130
+    assert capsys.readouterr().err.startswith("interrupted: the same command continues")
+
+
+def test_other_errors_keep_their_traceback(config_file):
+    def run(config):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        call(run, "--config", config_file("train"))
+
+
+def test_as_a_program_without_importing_jax(config_file):
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['train', '--config', {config_file('train')!r}, 'seeed=1']\n"
+        "try:\n"
+        "    runpy.run_module('jaxrl_llm.train', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, 'jax' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "2 False\n"
+    assert done.stderr.startswith("error: unknown key 'seeed'; did you mean 'seed'?")

@@ -1,0 +1,432 @@
+"""From YAML and overrides to records: what is built, and what is said when it can't be."""
+
+# ruff: noqa: RUF009
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from hypothesis import given
+
+from jaxrl_llm.config import (
+    apply_override,
+    as_tree,
+    build,
+    changes,
+    describe,
+    key,
+    load,
+    read_yaml,
+    required,
+    section,
+    to_yaml,
+)
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A nested group."""
+
+    rate: float = key(1e-3, "a number")
+    limit: float | None = key(None, "a number or nothing")
+    loss: FunctionSpec = key(FunctionSpec("ppo_clip", {"clip_low": 0.1}), "a function")
+    other: FunctionSpec | None = key(None, "a function or nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Every kind of key."""
+
+    name: str = required("a text")
+    count: int = key(3, "a whole number")
+    most: int | None = key(None, "a whole number or nothing")
+    flag: bool = key(False, "yes or no")
+    files: tuple[str, ...] = key((), "texts")
+    table: dict[str, Any] = key({}, "a mapping")
+    project: str | None = key(None, "a text or nothing")
+    group: Group = section(Group)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text):
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return to_file
+
+
+def refusal(function, *args):
+    """Return the message of a ConfigError, which must be one line."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refused(tree, **more):
+    return refusal(build, Whole, {"name": "n", **tree, **more})
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_and_overrides_make_a_record(write):
+    path = write("name: run\ngroup: {rate: 2, loss: {fn: gspo, clip_high: 4e-4}}\nfiles: one\n")
+    config = load(Whole, path, ["count=5", "group.limit=1", "group.other=k3"])
+    assert config == Whole(
+        name="run",
+        count=5,
+        files=("one",),
+        group=Group(
+            rate=2.0,
+            limit=1.0,
+            loss=FunctionSpec("gspo", {"clip_high": 4e-4}),
+            other=FunctionSpec("k3"),
+        ),
+    )
+    assert type(config.group.rate) is float
+    assert type(config.group.limit) is float
+
+
+def test_missing_groups_and_keys_take_their_defaults():
+    assert build(Whole, {"name": "n"}) == Whole(name="n")
+    assert build(Whole, {"name": "n", "group": None}) == Whole(name="n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("5E3", 5e3),
+        ("+1e6", 1e6),
+        ("-2.5e-3", -2.5e-3),
+        (".5e1", 5.0),
+        ("1.e2", 100.0),
+        ("1.5", 1.5),
+    ],
+)
+def test_exponents_are_floats_everywhere(write, text, value):
+    assert read_yaml(write(f"x: {text}")) == {"x": value}
+    tree = {}
+    apply_override(tree, f"x={text}")
+    assert tree == {"x": value}
+    assert type(tree["x"]) is float
+
+
+@pytest.mark.parametrize("text", ['"1e-6"', "1e", "e6", "1e-6s", "1.2.3", "-e1"])
+def test_what_is_no_number_stays_a_text(write, text):
+    assert isinstance(read_yaml(write(f"x: {text}"))["x"], str)
+
+
+def test_unreadable_file(tmp_path):
+    path = tmp_path / "no.yaml"
+    assert refusal(read_yaml, path) == f"can't read {str(path)!r}: No such file or directory"
+    assert "Is a directory" in refusal(read_yaml, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a: [1, 2", "is not YAML"),
+        (b"a: b: c", "mapping values are not allowed here"),
+        (b"a:\n\t- 1", "is not YAML"),
+        (b"\xff\xfe\xfa", "is not YAML"),
+        (b"a: 2024-13-45", "is not YAML"),
+        (b"a: 1\n---\nb: 2\n", "is not YAML"),
+        (b"a: !!python/name:os.system", "is not YAML"),
+        (b"", "got NoneType, wanted a mapping of keys to values"),
+        (b"- a\n- b\n", "got list, wanted a mapping"),
+        (b"just words", "got str, wanted a mapping"),
+    ],
+)
+def test_malformed_file(tmp_path, content, said):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    message = refusal(read_yaml, path)
+    assert str(path) in message
+    assert said in message
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3\n", "g:\n  a: 1\n  a: 1\n", "g: {a: 1, a: 2}"])
+def test_a_key_that_comes_twice_is_refused(write, text):
+    assert "the key 'a' comes twice" in refusal(read_yaml, write(text))
+
+
+def test_the_same_key_in_two_groups_and_a_merge_are_fine(write):
+    text = "base: &base {a: 1, b: 2}\nmore: {<<: *base, a: 3}\n"
+    assert read_yaml(write(text)) == {"base": {"a": 1, "b": 2}, "more": {"a": 3, "b": 2}}
+    assert read_yaml(write("1: x\n'1': y\n")) == {1: "x", "1": "y"}
+    assert "is not YAML" in refusal(read_yaml, write("? [1, 2]\n: 3\n"))
+
+
+# ---------------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "tree"),
+    [
+        ("a=1", {"a": 1}),
+        ("a.b.c=1", {"a": {"b": {"c": 1}}}),
+        ("a=", {"a": None}),
+        ("a=null", {"a": None}),
+        ("a=[x, 2]", {"a": ["x", 2]}),
+        ("a={fn: f, k: 1e-2}", {"a": {"fn": "f", "k": 0.01}}),
+        ("a=x=y", {"a": "x=y"}),
+        ("a=mine.py:f", {"a": "mine.py:f"}),
+        ("a=true", {"a": True}),
+        ('a="1"', {"a": "1"}),
+        ("a=b c", {"a": "b c"}),
+    ],
+)
+def test_override_of_nothing(override, tree):
+    built = {}
+    apply_override(built, override)
+    assert built == tree
+
+
+def test_overrides_in_a_tree():
+    tree = {"loss": "ppo_clip", "kl": None, "group": {"a": 1, "b": 2}, "list": [1]}
+    for override in ("loss.clip_high=0.28", "kl.fn=k3", "group.a=5", "list=[2]", "group.c.d=6"):
+        apply_override(tree, override)
+    assert tree == {
+        "loss": {"fn": "ppo_clip", "clip_high": 0.28},
+        "kl": {"fn": "k3"},
+        "group": {"a": 5, "b": 2, "c": {"d": 6}},
+        "list": [2],
+    }
+    apply_override(tree, "loss.fn=gspo")
+    assert tree["loss"] == {"fn": "gspo", "clip_high": 0.28}
+    apply_override(tree, "loss=gspo")
+    assert tree["loss"] == "gspo"
+    apply_override(tree, "group=null")
+    assert tree["group"] is None
+
+
+def test_later_overrides_win(write):
+    assert load(Whole, write("name: a"), ["name=b", "name=c"]).name == "c"
+
+
+@pytest.mark.parametrize("override", ["seed", "=1", "", ".a=1", "a.=1", "a..b=1", "--seed"])
+def test_malformed_override(override):
+    message = refusal(apply_override, {}, override)
+    assert message == f"override {override!r}: wanted key=value, as in seed=1"
+
+
+@pytest.mark.parametrize(
+    "override", ["a={x: 1", "a=[", "a=b: c: d", "a=2024-13-45", "a={b: 1, b: 2}"]
+)
+def test_override_with_a_malformed_value(override):
+    assert refusal(apply_override, {}, override) == (
+        f"override {override!r}: the value is not YAML"
+    )
+
+
+@pytest.mark.parametrize("value", [1, True, 0, [1, 2]])
+def test_override_inside_a_value(value):
+    message = refusal(apply_override, {"a": value}, "a.b=1")
+    assert message == "override 'a.b=1': 'a' is a value, not a group of keys"
+
+
+def test_override_inside_a_text_key_is_refused_when_built(write):
+    message = refusal(load, Whole, write("name: n"), ["name.x=1"])
+    assert message.startswith("name: got {'fn': 'n', 'x': 1}")
+
+
+# ------------------------------------------------------------------------------------ what is built
+
+
+def test_unknown_key_with_the_nearest_real_one():
+    message = refused({"cuont": 1})
+    assert message.startswith("unknown key 'cuont'; did you mean 'count'? (known: count, files,")
+    message = refused({"group": {"Rate": 1}})
+    assert message.startswith("unknown key 'group.Rate'; did you mean 'rate'?")
+    assert "unknown key '7'" in refused({7: 1})
+    assert build(Whole, {"name": "n", "table": {7: 1}}).table == {"7": 1}
+
+
+def test_unknown_key_by_override(write):
+    message = refusal(load, Whole, write("name: n"), ["group.limt=1"])
+    assert message.startswith("unknown key 'group.limt'; did you mean 'limit'?")
+    assert "unknown key 'grup'; did you mean 'group'?" in refusal(
+        load, Whole, write("name: n"), ["grup.rate=1"]
+    )
+
+
+def test_missing_key():
+    assert refusal(build, Whole, {}) == "name is missing: a text"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("name", 3, "a text"),
+        ("name", None, "a text"),
+        ("name", ["a"], "a text"),
+        ("name", {"a": 1}, "a text"),
+        ("project", 1.5, "a text"),
+        ("count", "3", "a whole number"),
+        ("count", 3.0, "a whole number"),
+        ("count", True, "a whole number"),
+        ("count", None, "a whole number"),
+        ("most", "all", "a whole number"),
+        ("most", False, "a whole number"),
+        ("flag", 1, "true or false"),
+        ("flag", "true", "true or false"),
+        ("flag", None, "true or false"),
+        ("files", [1], "a text"),
+        ("files", None, "a text"),
+        ("files", {"a": "b"}, "a text"),
+        ("files", ["a", ["b"]], "a text"),
+        ("table", [1], "a mapping"),
+        ("table", None, "a mapping"),
+        ("group", 3, "a group of keys"),
+        ("group", "x", "a group of keys"),
+        ("group", [], "a group of keys"),
+        ("group.rate", "fast", "a number"),
+        ("group.rate", True, "a number"),
+        ("group.rate", None, "a number"),
+        ("group.rate", math.nan, "a number"),
+        ("group.limit", "none", "a number"),
+        ("group.limit", math.nan, "a number"),
+        ("group.loss", 3, "a function's name or {fn: NAME, keyword: …}"),
+        ("group.loss", None, "a function's name"),
+        ("group.loss", {"clip_high": 0.3}, "a function's name"),
+        ("group.loss", {"fn": 3}, "a function's name"),
+        ("group.loss", ["gspo"], "a function's name"),
+        ("group.other", 3, "a function's name"),
+    ],
+)
+def test_wrong_type(name, value, wanted):
+    group, _, leaf = name.rpartition(".")
+    message = refused({group: {leaf: value}} if group else {leaf: value})
+    assert message.startswith(f"{name}: got ")
+    assert f"wanted {wanted}" in message
+    if not isinstance(value, list):
+        assert message.startswith(f"{name}: got {'nothing' if value is None else repr(value)}")
+
+
+def test_every_kind_of_value_that_is_right():
+    config = build(
+        Whole,
+        {
+            "name": "n",
+            "most": 4,
+            "flag": True,
+            "files": ["a", "b"],
+            "table": {"x": [1, {"y": None}]},
+            "project": "p",
+            "group": {"limit": 0, "loss": "gspo", "other": {"fn": "k3"}},
+        },
+    )
+    assert (config.most, config.flag, config.files, config.project) == (4, True, ("a", "b"), "p")
+    assert config.table == {"x": [1, {"y": None}]}
+    assert config.group.limit == 0.0
+    assert config.group.loss == FunctionSpec("gspo"), "the default's keywords are not mixed in"
+    assert config.group.other == FunctionSpec("k3")
+
+
+def test_null_takes_nothing_where_nothing_is_allowed():
+    config = build(Whole, {"name": "n", "most": None, "project": None, "group": {"limit": None}})
+    assert (config.most, config.project, config.group.limit) == (None, None, None)
+
+
+def test_records_are_frozen_and_share_no_default():
+    first, second = Whole(name="a"), Whole(name="b")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.count = 4  # pyright: ignore[reportAttributeAccessIssue]
+    first.table["x"] = 1
+    assert second.table == {}
+
+
+# ------------------------------------------------------------------------------------- and back
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["1e-6", "12e4567", "+1E5", ".5e1", "null", "~", "yes", "0x1F", "2024-01-01", "1:30", "a: b #c"]
+)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+SPECS = st.builds(
+    FunctionSpec, TEXTS, st.dictionaries(TEXTS.filter(lambda t: t != "fn"), PLAIN, max_size=3)
+)
+
+
+@given(
+    name=TEXTS,
+    rate=st.floats(allow_nan=False),
+    limit=st.none() | st.floats(allow_nan=False),
+    files=st.lists(TEXTS, max_size=3),
+    table=st.dictionaries(TEXTS, PLAIN, max_size=3),
+    loss=SPECS,
+    other=st.none() | SPECS,
+)
+def test_yaml_of_a_config_builds_the_same_config(
+    tmp_path_factory, name, rate, limit, files, table, loss, other
+):
+    config = Whole(
+        name=name,
+        files=tuple(files),
+        table=table,
+        group=Group(rate=rate, limit=limit, loss=loss, other=other),
+    )
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(Whole, path) == config
+    assert build(Whole, as_tree(config)) == config
+
+
+def test_yaml_keeps_the_order_of_the_keys_and_is_plain():
+    text = to_yaml(Whole(name="ä", files=("a",)))
+    assert list(yaml.safe_load(text)) == [f.name for f in dataclasses.fields(Whole)]
+    assert "ä" in text
+    assert "!!" not in text
+
+
+def test_changes():
+    before = {"a": 1, "g": {"x": 1, "y": [1], "f": {"fn": "k1"}}, "gone": 2, "z": None}
+    after = {"a": 1, "g": {"x": 2, "y": [1, 2], "f": {"fn": "k1", "c": 3}}, "new": {"n": 0}, "z": 4}
+    assert changes(before, after) == [
+        "g.x: 1 -> 2",
+        "g.y: [1] -> [1, 2]",
+        "g.f.c: None -> 3",
+        "gone: 2 -> None",
+        "z: None -> 4",
+        "new: None -> {'n': 0}",
+    ]
+    assert changes(before, before) == []
+
+
+def test_changes_between_a_saved_config_and_a_new_one(write):
+    before = Whole(name="n", files=("a",), group=Group(rate=1e-6))
+    saved = read_yaml(write(to_yaml(before)))
+    assert changes(saved, as_tree(before)) == []
+    after = dataclasses.replace(before, group=Group(rate=2e-6, other=FunctionSpec("k3")))
+    assert changes(saved, as_tree(after)) == [
+        "group.rate: 1e-06 -> 2e-06",
+        "group.other: None -> {'fn': 'k3'}",
+    ]
+
+
+def test_description():
+    assert describe(Whole) == [
+        ("name", "(required)", "a text"),
+        ("count", "3", "a whole number"),
+        ("most", "null", "a whole number or nothing"),
+        ("flag", "false", "yes or no"),
+        ("files", "[]", "texts"),
+        ("table", "{}", "a mapping"),
+        ("project", "null", "a text or nothing"),
+        ("group.rate", "0.001", "a number"),
+        ("group.limit", "null", "a number or nothing"),
+        ("group.loss", "{fn: ppo_clip, clip_low: 0.1}", "a function"),
+        ("group.other", "null", "a function or nothing"),
+    ]

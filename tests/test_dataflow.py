@@ -1,0 +1,91 @@
+"""What a function asks for, read off its signature."""
+
+import functools
+
+import pytest
+
+from jaxrl_llm.algorithms import advantages, kl, losses
+from jaxrl_llm.dataflow import asks_for, call, check_fields, describe
+from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
+from jaxrl_llm.keys import LOSSES
+from jaxrl_llm.types import FIELDS
+
+
+def test_fields_of_real_functions():
+    assert asks_for(advantages.grpo) == ("scores", "group_ids")
+    assert asks_for(losses.ppo_clip) == ("logprobs", "old_logprobs", "advantages")
+    assert asks_for(kl.k3) == ("logprobs", "ref_logprobs")
+
+
+def test_only_positional_parameters_without_a_default_are_fields():
+    def loss(logprobs, mask, scale=1.0, *, needed, clip=0.2, **more): ...
+
+    assert asks_for(loss) == ("logprobs", "mask")
+    assert asks_for(lambda: None) == ()
+
+
+def test_binding_keywords_changes_nothing_and_binding_a_field_removes_it():
+    spec = FunctionSpec("ppo_clip", {"clip_high": 0.3})
+    bound = load_function(spec, LOSSES, passed=None)
+    assert asks_for(bound) == asks_for(losses.ppo_clip)
+
+    def advantage(scores, group_ids): ...
+
+    assert asks_for(functools.partial(advantage, group_ids=0)) == ("scores",)
+
+
+def test_methods_and_classes():
+    class Shifted:
+        def __init__(self, scores): ...
+
+        def apply(self, rewards, mask): ...
+
+        def __call__(self, lengths): ...
+
+    assert asks_for(Shifted) == ("scores",)
+    assert asks_for(Shifted(0).apply) == ("rewards", "mask")
+    assert asks_for(Shifted(0)) == ("lengths",)
+
+
+def test_call_passes_only_what_is_asked_for():
+    fields = {"scores": 3, "mask": 5, "lengths": 7}
+    assert call(lambda lengths, scores: (lengths, scores), fields) == (7, 3)
+    assert call(lambda scores, /, mask: (scores, mask), fields) == (3, 5)
+    assert call(functools.partial(lambda mask, *, by: mask * by, by=2), fields) == 10
+    assert call(lambda: 1, fields) == 1
+
+
+def test_every_field_is_known_and_nothing_else():
+    for name in FIELDS:
+        namespace = {}
+        exec(f"def f({name}): ...", namespace)
+        check_fields(namespace["f"], "algorithm.loss", after=frozenset())
+
+    def wrong(scores, old_logprob): ...
+
+    with pytest.raises(ConfigError) as caught:
+        check_fields(wrong, "algorithm.loss", after=frozenset())
+    message = str(caught.value)
+    assert message.startswith("algorithm.loss: wrong asks for 'old_logprob', which nothing")
+    assert "did you mean 'old_logprobs'?" in message
+    assert "group_ids" in message
+    assert "\n" not in message
+
+
+def test_a_field_that_exists_only_later_is_refused():
+    later = frozenset({"advantages", "logprobs"})
+    with pytest.raises(ConfigError, match=r"algorithm.advantage: ppo_clip asks for 'logprobs'"):
+        check_fields(losses.ppo_clip, "algorithm.advantage", after=later)
+    check_fields(advantages.grpo, "algorithm.advantage", after=later)
+
+
+def test_names_for_messages():
+    assert describe(functools.partial(functools.partial(len))) == "len"
+
+    class Nameless:
+        def __call__(self): ...
+
+        def __repr__(self):
+            return "Nameless()"
+
+    assert describe(Nameless()) == "Nameless()"

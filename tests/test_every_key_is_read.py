@@ -1,0 +1,165 @@
+"""Every key of a config is read by something: a search through the source."""
+
+import ast
+import dataclasses
+import inspect
+import typing
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm import keys
+from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.keys import SftConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SECTIONS = {
+    name: cls
+    for name, cls in vars(keys).items()
+    if inspect.isclass(cls) and cls.__module__ == keys.__name__
+}
+
+
+class Reads(ast.NodeVisitor):
+    """Follows variables annotated with a config class, and notes which keys are read from them.
+
+    `found` holds dotted names that begin with a class: a function of a `TrainConfig` that reads
+    `config.optim.schedule` gives `TrainConfig.optim.schedule`, one of an `OptimConfig` gives
+    `OptimConfig.schedule`.
+    """
+
+    def __init__(self, sources):
+        self.found = set()
+        self.variables = {}
+        trees = [ast.parse(source) for source in sources]
+        self.attributes = {
+            line.target.id: self.annotated(line.annotation)
+            for tree in trees
+            for record in ast.walk(tree)
+            if isinstance(record, ast.ClassDef)
+            for line in record.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        }
+        for tree in trees:
+            self.visit(tree)
+
+    def annotated(self, annotation):
+        names = (
+            [n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)] if annotation else []
+        )
+        return [(name, SECTIONS[name]) for name in names if name in SECTIONS]
+
+    def sections(self, node):
+        """Return the groups of keys that an expression may be, noting the keys read on the way."""
+        if isinstance(node, ast.Name):
+            return self.variables.get(node.id, [])
+        if not isinstance(node, ast.Attribute):
+            return []
+        owners = self.sections(node.value)
+        if not owners:
+            return self.attributes.get(node.attr, [])
+        results = []
+        for label, cls in owners:
+            hint = typing.get_type_hints(cls).get(node.attr)
+            if hint is not None:
+                self.found.add(f"{label}.{node.attr}")
+                results += [(f"{label}.{node.attr}", hint)] if hint in SECTIONS.values() else []
+        return results
+
+    def visit_Attribute(self, node):
+        self.sections(node)
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node):
+        outside = self.variables
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        self.variables = outside | {a.arg: self.annotated(a.annotation) for a in arguments}
+        self.generic_visit(node)
+        self.variables = outside
+
+    def visit_Assign(self, node):
+        self.generic_visit(node)
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=True)
+            for name, value in pairs:
+                if isinstance(name, ast.Name):
+                    self.variables[name.id] = self.sections(value)
+
+
+def leaves(cls, prefix=""):
+    """List the dotted names of a config class's keys."""
+    found = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
+            found += leaves(hint, f"{prefix}{field.name}.")
+        else:
+            found.append(prefix + field.name)
+    return found
+
+
+def unread(cls, found):
+    """Return the keys of a config that no function reads, from it or from a group passed to it."""
+    missing = []
+    for name in leaves(cls):
+        *groups, leaf = name.split(".")
+        section, path = cls, cls.__name__
+        for group in groups:
+            section, path = typing.get_type_hints(section)[group], f"{path}.{group}"
+        passed = path in found and any(f"{c.__name__}.{leaf}" in found for c in section.__mro__)
+        if f"{path}.{leaf}" not in found and not passed:
+            missing.append(name)
+    return missing
+
+
+def test_the_search_for_reads_sees_what_is_read_and_what_is_not():
+    source = """
+class Job:
+    config: TrainConfig
+
+def one(config: TrainConfig | SftConfig):
+    def inside():
+        return config.seed
+    groups, model = config.batch, config.model
+    two(config.optim)
+    return groups.tokens_per_microbatch, other.epochs, model.nothing
+
+def two(config: OptimConfig):
+    return config.grad_clip
+
+def three(job):
+    config = job.config
+    return config.rollout.top_p
+
+def four(config):
+    return config.steps
+"""
+    assert Reads([source]).found == {
+        "TrainConfig.seed",
+        "SftConfig.seed",
+        "TrainConfig.batch",
+        "SftConfig.batch",
+        "TrainConfig.model",
+        "SftConfig.model",
+        "TrainConfig.optim",
+        "SftConfig.optim",
+        "TrainConfig.batch.tokens_per_microbatch",
+        "SftConfig.batch.tokens_per_microbatch",
+        "OptimConfig.grad_clip",
+        "TrainConfig.rollout",
+        "TrainConfig.rollout.top_p",
+    }
+    missing = unread(TrainConfig, Reads([source]).found)
+    assert "optim.grad_clip" not in missing
+    assert {"steps", "epochs", "validation.top_p", "optim.schedule"} <= set(missing)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+def test_every_key_is_read_outside_its_declaration(cls):
+    files = [p for p in (ROOT / "jaxrl_llm").rglob("*.py") if p.name != "keys.py"]
+    assert len(files) > 20
+    assert unread(cls, Reads([path.read_text() for path in files]).found) == []

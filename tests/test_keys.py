@@ -1,0 +1,269 @@
+"""The keys of a run: defaults, contradictions, and the ready configs."""
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config import apply_override, build, describe, load, read_yaml, to_yaml
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.keys import SftConfig, TrainConfig, divisors
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+TRAIN = {"run_dir": "runs/a", "model": {"path": "m"}, "data": {"train": "t.parquet"}}
+SFT = {**TRAIN, "export_to": "runs/a/model"}
+
+
+def build_with(cls, *overrides):
+    tree = build_tree(cls)
+    for override in overrides:
+        apply_override(tree, override)
+    return build(cls, tree)
+
+
+def build_tree(cls):
+    base = TRAIN if cls is TrainConfig else SFT
+    return {k: dict(v) if isinstance(v, dict) else v for k, v in base.items()}
+
+
+def refusal(cls, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        build_with(cls, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------- description
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+def test_every_key_is_described_once(cls):
+    rows = describe(cls)
+    names = [name for name, _, _ in rows]
+    assert sorted(names) == sorted(leaves(cls))
+    assert len(set(names)) == len(names)
+    for name, default, meaning in rows:
+        assert len(meaning) > 10, name
+        assert default, name
+        assert "\n" not in default + meaning, name
+
+
+@pytest.mark.parametrize(
+    ("cls", "missing"), [(TrainConfig, "run_dir data.train"), (SftConfig, "export_to model.path")]
+)
+def test_required_keys(cls, missing):
+    wanted = {name for name, default, _ in describe(cls) if default == "(required)"}
+    assert wanted == set(leaves_of(build_tree(cls)))
+    for name in missing.split():
+        tree = build_tree(cls)
+        *groups, leaf = name.split(".")
+        del (tree[groups[0]] if groups else tree)[leaf]
+        with pytest.raises(ConfigError, match=f"^{name} is missing: "):
+            build(cls, tree)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+def test_the_defaults_shown_are_the_defaults(cls):
+    config = build_with(cls)
+    tree = build_tree(cls)
+    for name, default, _ in describe(cls):
+        if default != "(required)":
+            apply_override(tree, f"{name}={default}")
+    assert build(cls, tree) == config
+
+
+def leaves(cls, prefix=""):
+    """List the dotted names of a config class's keys."""
+    found = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
+            found += leaves(hint, f"{prefix}{field.name}.")
+        else:
+            found.append(prefix + field.name)
+    return found
+
+
+def leaves_of(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves_of(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+# ---------------------------------------------------------------------------------- contradictions
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.samples_per_prompt=0", "wanted 1 or more"),
+        ("rollout.max_new_tokens=0", "wanted 1 or more"),
+        ("rollout.slots=0", "wanted 1 or more"),
+        ("batch.prompts_per_step=0", "wanted 1 or more"),
+        ("batch.prompts_per_minibatch=0", "wanted 1 or more"),
+        ("batch.prompts_per_minibatch=-8", "wanted 1 or more"),
+        ("batch.epochs_per_step=0", "wanted 1 or more"),
+        ("data.max_prompt_tokens=0", "wanted 1 or more"),
+        ("validation.samples=0", "wanted 1 or more"),
+        ("validation.rows=-1", "wanted 1 or more"),
+        ("validation.every=-1", "wanted 0 or more"),
+        ("validation.temperature=-0.5", "wanted 0 or more"),
+        ("reward.workers=-1", "wanted 0 or more"),
+        ("rollout.dump_every=-1", "wanted 0 or more"),
+        ("rollout.top_k=-1", "wanted 0 or more"),
+        ("algorithm.kl_coef=-0.1", "wanted 0 or more"),
+        ("rollout.temperature=0", "wanted a number above 0"),
+        ("reward.timeout_s=0", "wanted a number above 0"),
+        ("rollout.top_p=0", "wanted a number in (0, 1]"),
+        ("rollout.top_p=1.1", "wanted a number in (0, 1]"),
+        ("validation.top_p=-1", "wanted a number in (0, 1]"),
+    ],
+)
+def test_values_out_of_range(override, said):
+    name, value = override.split("=")
+    message = refusal(TrainConfig, override)
+    assert message.startswith(f"{name}={value}")
+    assert said in message
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("steps=0", "steps=0, wanted 1 or more"),
+        ("epochs=0", "epochs=0, wanted 1 or more"),
+        ("seed=-1", "seed=-1, wanted 0 or more"),
+        ("model.logprob_chunk=0", "model.logprob_chunk=0, wanted 1 or more"),
+        ("checkpoint.keep=0", "checkpoint.keep=0, wanted 1 or more"),
+        ("checkpoint.every=-1", "checkpoint.every=-1, wanted 0 or more"),
+        ("optim.max_skipped=-1", "optim.max_skipped=-1, wanted 0 or more"),
+        ("optim.grad_clip=0", "optim.grad_clip=0.0, wanted a number above 0 or null"),
+        ("model.dtype=float16", "model.dtype='float16', wanted float32 or bfloat16"),
+        ("checkpoint.resume=always", "checkpoint.resume='always', wanted auto or never"),
+        ("data.train=[]", "data.train names no file"),
+        ("mesh.data=0", "mesh: data=0, fsdp=-1, tensor=1; wanted sizes of 1 or more, at most one"),
+        ("mesh.tensor=-1", "mesh: data=1, fsdp=-1, tensor=-1; wanted sizes"),
+        ("mesh.tensor=-2", "wanted sizes of 1 or more"),
+    ],
+)
+def test_values_out_of_range_in_the_shared_groups(cls, override, said):
+    assert refusal(cls, override).startswith(said) or said in refusal(cls, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["batch.prompts_per_step=12", "batch.prompts_per_minibatch=8"],
+            "batch.prompts_per_step=12 is not a multiple of batch.prompts_per_minibatch=8; "
+            "take one of 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            ["rollout.slots=20", "rollout.samples_per_prompt=8"],
+            "rollout.slots=20 is not a multiple of rollout.samples_per_prompt=8",
+        ),
+        (
+            ["batch.tokens_per_microbatch=1023"],
+            "batch.tokens_per_microbatch=1023 can't hold the longest sequence: "
+            "data.max_prompt_tokens + rollout.max_new_tokens = 1024",
+        ),
+        (
+            ["validation.every=5"],
+            "validation.every=5 but data.validation names no file: name one, or set "
+            "validation.every to 0",
+        ),
+        (
+            ["algorithm.kl_loss=k3", "algorithm.kl_reward=k1"],
+            "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null",
+        ),
+    ],
+)
+def test_contradictions_between_keys(overrides, said):
+    assert refusal(TrainConfig, *overrides) == said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["batch.tokens_per_microbatch=1023"],
+            "batch.tokens_per_microbatch=1023 can't hold the longest example: data.max_tokens=1024",
+        ),
+        (["batch.examples_per_step=0"], "batch.examples_per_step=0, wanted 1 or more"),
+        (["data.max_tokens=0"], "data.max_tokens=0, wanted 1 or more"),
+        (
+            ["export_to=runs/../runs/a"],
+            "export_to and run_dir are both 'runs/a': name two folders",
+        ),
+    ],
+)
+def test_contradictions_in_supervised_training(overrides, said):
+    assert refusal(SftConfig, *overrides) == said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch.prompts_per_step=12", "batch.prompts_per_minibatch=6"],
+        ["batch.tokens_per_microbatch=1024"],
+        ["validation.every=5", "data.validation=v.parquet"],
+        ["algorithm.kl_loss=k3"],
+        ["algorithm.kl_reward=k1", "algorithm.kl_coef=0"],
+        ["rollout.top_p=1", "validation.temperature=0", "reward.workers=0"],
+        ["optim.grad_clip=null", "steps=1", "checkpoint.resume=never", "model.dtype=bfloat16"],
+        ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"],
+    ],
+)
+def test_the_edges_are_allowed(overrides):
+    assert build_with(TrainConfig, *overrides) != build_with(TrainConfig)
+
+
+@pytest.mark.parametrize("n", [1, 2, 12, 13, 64])
+def test_divisors(n):
+    assert divisors(n) == sorted({d for d in range(1, 65) for e in range(1, 65) if d * e == n})
+
+
+# --------------------------------------------------------------------------------- ready configs
+
+
+def test_there_are_ready_configs():
+    assert {"quickstart.yaml", "quickstart_sft.yaml"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_ready_config_loads(path):
+    cls = SftConfig if path.name.endswith("_sft.yaml") else TrainConfig
+    config = load(cls, path)
+    assert path.read_text().startswith("# ")
+    if isinstance(config, TrainConfig) and config.model.warm_start:
+        sft = load(SftConfig, ROOT / config.model.warm_start)
+        assert sft.export_to == config.model.path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_function_that_a_ready_config_names_is_found(path):
+    if path.name.endswith("_sft.yaml"):
+        from jaxrl_llm.setup import make_optimizer
+
+        make_optimizer(load(SftConfig, path).optim)
+    else:
+        from jaxrl_llm.job import Functions
+        from jaxrl_llm.rewards.worker import load_scorer
+
+        config = load(TrainConfig, path)
+        Functions(config)
+        load_scorer(config.reward.scorer)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_ready_config_survives_printing(path, tmp_path):
+    cls = SftConfig if path.name.endswith("_sft.yaml") else TrainConfig
+    config = load(cls, path)
+    (tmp_path / "printed.yaml").write_text(to_yaml(config))
+    assert load(cls, tmp_path / "printed.yaml") == config
+    assert set(leaves_of(read_yaml(tmp_path / "printed.yaml"))) >= {"run_dir", "mesh.data"}

@@ -1,0 +1,328 @@
+"""What an update does besides being invariant: skipping, counting, checking, metrics, layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.metrics import CompileCounter
+from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.step import (
+    Forward,
+    Objective,
+    TrainingError,
+    TrainState,
+    apply_gradients,
+    as_token_loss,
+    check_skipped,
+    make_learner,
+    microbatches,
+    token_fields,
+)
+from jaxrl_llm.types import Batch
+
+SPEC = ModelSpec(
+    vocab_size=32,
+    width=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_width=8,
+    ff_width=16,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=32,
+)
+SHAPE = RowShape(rows=2, length=8, sequences=4)
+SIZES = np.array([8, 3, 5, 6], np.int32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({"fsdp": 1}, jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def params():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda decl: jnp.asarray(rng.normal(scale=0.2, size=decl.shape), jnp.float32), declare(SPEC)
+    )
+
+
+def make_batch(seed=0, **changed):
+    rng = np.random.default_rng(seed)
+    place = np.arange(8)
+    fields = {
+        "mask": (place >= 1) & (place < SIZES[:, None]),
+        "advantages": rng.normal(size=(4, 8)).astype(np.float32),
+        "old_logprobs": rng.normal(-3.4, 0.1, size=(4, 8)).astype(np.float32),
+    }
+    return Batch(rng.integers(0, 32, (4, 8)).astype(np.int32), SIZES, fields | changed)
+
+
+def scaled(logprobs, advantages):
+    """A loss whose gradient is infinite or NaN where the advantages are."""
+    return TokenLoss(-logprobs * advantages, {"seen": advantages})
+
+
+def learn(mesh, params, loss, optimizer=None):
+    return make_learner(
+        Objective(loss=loss),
+        Forward(spec=SPEC),
+        optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
+        reduce=sequence_mean_token_mean,
+        shape=SHAPE,
+        mesh=mesh,
+        params_like=params,
+    )
+
+
+@pytest.fixture(scope="module")
+def learner(mesh, params):
+    return learn(mesh, params, scaled)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+# ------------------------------------------------------------------------------- skipped updates
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_skips_the_update(learner, params, poison):
+    good = make_batch()
+    poisoned = good["advantages"].copy()
+    poisoned[2, 3] = poison
+    state, metrics = learner.update(learner.init(params), good, {})
+    assert (int(state.updates), int(state.skipped), int(metrics["skipped"])) == (1, 0, 0)
+    before = bits((state.params, state.opt_state))
+    for times in (1, 2):
+        state, metrics = learner.update(state, good.add(advantages=poisoned), {})
+        assert bits((state.params, state.opt_state)) == before
+        assert (int(state.updates), int(state.skipped)) == (1, times)
+        assert int(metrics["skipped"]) == times
+        assert not np.isfinite(metrics["grad_norm"])
+    state, metrics = learner.update(state, good, {})
+    assert bits(state.params) != before[: len(bits(state.params))]
+    assert (int(state.updates), int(state.skipped), int(metrics["skipped"])) == (2, 0, 0)
+
+
+def test_a_finite_gradient_is_applied_by_the_optimizer(params):
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    tree = {"a": jnp.array([3.0, 4.0]), "b": jnp.array(12.0)}
+    zero = jnp.zeros((), jnp.int32)
+    state = TrainState(jax.tree.map(jnp.ones_like, tree), optimizer.init(tree), zero, zero + 3)
+    state, metrics = apply_gradients(state, tree, optimizer)
+    assert float(metrics["grad_norm"]) == 13.0
+    assert state.params["a"].tolist() == [-0.5, -1.0]
+    assert float(state.params["b"]) == -5.0
+    assert (int(state.updates), int(state.skipped)) == (1, 0)
+    assert (state.updates.dtype, state.skipped.dtype) == (jnp.int32, jnp.int32)
+
+
+def test_a_norm_that_overflows_skips_the_update():
+    """Every entry is finite, their sum of squares is not: clipping would divide by infinity."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tree = {"a": jnp.array([1e30, 1.0])}
+    zero = jnp.zeros((), jnp.int32)
+    state, metrics = apply_gradients(
+        TrainState(tree, optimizer.init(tree), zero, zero), {"a": jnp.array([1e30, 1.0])}, optimizer
+    )
+    assert state.params["a"].tolist() == tree["a"].tolist()
+    assert int(metrics["skipped"]) == 1
+
+
+def test_too_many_skipped_updates_are_an_error():
+    check_skipped(3, 3)
+    with pytest.raises(TrainingError) as error:
+        check_skipped(4, 3)
+    assert str(error.value).startswith("4 updates in a row had a gradient that is not finite")
+    assert "optim.max_skipped=3" in str(error.value)
+
+
+# ---------------------------------------------------------------------------- what a loss returns
+
+
+def not_an_array(logprobs):
+    return 3.0
+
+
+def a_pair(logprobs):
+    return logprobs, {}
+
+
+def nothing(logprobs):
+    return None
+
+
+def a_scalar(logprobs):
+    return logprobs.sum()
+
+
+def one_per_sequence(logprobs):
+    return logprobs.sum(1)
+
+
+def integers(logprobs):
+    return (logprobs > 0).astype(jnp.int32)
+
+
+def bad_diagnostic(logprobs):
+    return TokenLoss(logprobs, {"fine": logprobs, "clipfrac": logprobs > 0})
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (not_an_array, "returned float as 'loss'"),
+        (a_pair, "returned tuple as 'loss'"),
+        (nothing, "returned NoneType as 'loss'"),
+        (a_scalar, "returned float32[] as 'loss'"),
+        (one_per_sequence, "returned float32[4] as 'loss'"),
+        (integers, "returned int32[4, 8] as 'loss'"),
+        (bad_diagnostic, "returned bool[4, 8] as 'clipfrac'"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(loss, got):
+    wanted = "wanted a floating-point array [B T], here [4, 8]: one loss per token"
+    with pytest.raises(TypeError) as error:
+        as_token_loss(loss(jnp.zeros((4, 8))), functools.partial(loss), (4, 8))
+    assert str(error.value) == f"loss {loss.__name__!r} {got}; {wanted}"
+
+
+def test_the_update_checks_the_loss(mesh, params):
+    learner = learn(mesh, params, one_per_sequence)
+    with pytest.raises(TypeError, match=r"loss 'one_per_sequence' returned float32\[4\] as 'loss'"):
+        learner.update(learner.init(params), make_batch(), {})
+
+
+def test_a_bare_array_is_a_loss_without_diagnostics():
+    found = as_token_loss(jnp.ones((2, 3), jnp.bfloat16), not_an_array, (2, 3))
+    assert found.diagnostics == {}
+    assert found.loss.dtype == jnp.bfloat16
+
+
+# --------------------------------------------------------------------------------------- metrics
+
+
+def test_diagnostics_are_means_over_tokens(learner, params):
+    """Whatever the reduction: here token_mean of what is logged, sequence means of the loss."""
+    batch = make_batch()
+    _, metrics = learner.update(learner.init(params), batch, {})
+    wanted = batch["advantages"][batch["mask"]].mean()
+    np.testing.assert_allclose(metrics["seen"], wanted, atol=1e-6)
+    assert {"loss", "pg_loss", "grad_norm", "skipped", "seen"} == set(metrics)
+
+
+def test_garbage_off_the_mask_has_no_effect(learner, params):
+    batch = make_batch()
+    poisoned = np.where(batch["mask"], batch["advantages"], np.nan).astype(np.float32)
+    clean, _ = learner.update(learner.init(params), batch, {})
+    state, metrics = learner.update(learner.init(params), batch.add(advantages=poisoned), {})
+    assert int(metrics["skipped"]) == 0
+    assert bits(state.params) == bits(clean.params)
+
+
+def test_only_fields_that_are_asked_for_travel(mesh):
+    objective = Objective(loss=ppo_clip, kl=lambda logprobs, ref_logprobs: ref_logprobs)
+    assert objective.asks_for() == {"old_logprobs", "advantages", "ref_logprobs"}
+    assert Objective(loss=scaled, entropy=True).asks_for() == {"advantages"}
+    batch = make_batch(extra=np.ones((4, 8), np.float32))
+    for _, micro in microbatches(batch, {"mask"}, SHAPE, mesh):
+        assert set(micro.fields) == {"mask"}
+
+
+def test_micro_batches_hold_every_sequence_once(mesh):
+    batch = make_batch(number=np.arange(4, dtype=np.int32) + 1)
+    narrow = Batch(batch.tokens, batch.sizes, {**batch.fields})
+    seen = []
+    for indices, micro in microbatches(narrow, {"mask", "number"}, SHAPE, mesh):
+        rows = jax.device_get(micro.rows)
+        assert rows.tokens.shape == (2, 8)
+        for slot, index in enumerate(indices):
+            n, start, row = rows.size[slot], rows.start[slot], rows.row[slot]
+            assert n == batch.sizes[index]
+            inside = slice(start, start + n)
+            np.testing.assert_array_equal(rows.tokens[row, inside], batch.tokens[index, :n])
+            np.testing.assert_array_equal(rows.positions[row, inside], np.arange(n))
+            assert len(set(rows.segment_ids[row, inside])) == 1
+            np.testing.assert_array_equal(micro.fields["mask"][slot], batch["mask"][index])
+            assert micro.fields["number"][slot] == batch["number"][index]
+        assert not np.any(micro.fields["mask"][len(indices) :])
+        assert not np.any(rows.size[len(indices) :])
+        seen += indices.tolist()
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------ state and layout
+
+
+def test_the_callers_parameters_survive_the_donation(learner, params):
+    state = learner.init(params)
+    learner.update(state, make_batch(), {})
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_equal_updates_are_equal_bit_for_bit(learner, params):
+    first = learner.update(learner.init(params), make_batch(), {})
+    second = learner.update(learner.init(params), make_batch(), {})
+    assert bits(first) == bits(second)
+
+
+def test_nothing_compiles_after_the_first_update(learner, params):
+    state, _ = learner.update(learner.init(params), make_batch(), {})
+    counter = CompileCounter()
+    try:
+        for seed in (1, 2):
+            state, metrics = learner.update(state, make_batch(seed), {})
+        jax.block_until_ready(metrics)
+        assert counter.count == 0
+        jax.jit(lambda x: x * 5 + seed)(1.0)
+        assert counter.count == 1, "the counter counts"
+    finally:
+        counter.close()
+
+
+def test_moments_lie_where_their_parameters_do():
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    layout = shardings(declare(SPEC), mesh)
+    like = jax.tree.map(
+        lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s), declare(SPEC), layout
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    found = learn(mesh, like, scaled, optimizer).state_shardings
+    assert found.params == layout
+    adam = found.opt_state[1][0]
+    assert adam.mu == layout
+    assert adam.nu == layout
+    assert adam.count.is_fully_replicated
+    assert found.updates.is_fully_replicated
+
+
+def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
+    """Rows stay split over the devices: no device ever holds the hidden states of all rows."""
+    mesh = make_mesh({"fsdp": 8})
+    model = Forward(spec=SPEC)
+    params = jax.tree.map(
+        lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
+        declare(SPEC),
+        shardings(declare(SPEC), mesh),
+    )
+    batch = Batch(np.zeros((8, 8), np.int32), np.full(8, 8, np.int32), {})
+    (_, micro) = next(iter(microbatches(batch, set(), RowShape(8, 8, 8), mesh)))
+    compiled = jax.jit(lambda p, r: token_fields(p, r, model, mesh)).lower(params, micro.rows)
+    text = compiled.compile().as_text()
+    assert "f32[1,8,16]" in text, "one row for each device"
+    assert "f32[8,8,16]" not in text, "the residual stream of all rows"
