@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from jaxrl_llm.functions import RunError
+
 logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each of its steps
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint that can't be read, or written."""
 
 
@@ -84,7 +85,7 @@ class Checkpoints:
             CheckpointError: this save, or the one before it, failed; the step is not a new one.
         """
         if jax.default_backend() == "cpu":
-            state = jax.tree.map(jnp.copy, state)  # a host "transfer" there is only a view
+            state = jax.tree.map(np.array, state)  # a host "transfer" there is only a view
         try:
             started = self._manager.save(
                 step,

@@ -1,14 +1,17 @@
 """The command line that `train` and `sft` share: `--config FILE a.b=c …`."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jaxrl_llm.config import describe, load, to_yaml
-from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.functions import ConfigError, RunError
 
 Config = TypeVar("Config")
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def config_main(
@@ -20,7 +23,8 @@ def config_main(
 ) -> int:
     """Parse the command line, build the config and run; return the exit status.
 
-    Errors that are the user's to fix are one line on stderr and status 2; Ctrl-C is status 130.
+    Errors are one line on stderr: with status 2 for a config that can't be run, with status 1 for a
+    run that fails (`RunError`, or a full disk). Ctrl-C is status 130. Bugs keep their traceback.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
@@ -41,12 +45,22 @@ def config_main(
             return 0
         run(config)
     except ConfigError as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2
+        return _report(error, 2)
+    except RunError as error:
+        return _report(error, 1)
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        return _report(error, 1)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command continues from the newest checkpoint\n")
         return 130
     return 0
+
+
+def _report(error: Exception, status: int) -> int:
+    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    return status
 
 
 def _help_lines(cls: type) -> list[str]:

@@ -16,7 +16,8 @@ def validation_metrics(
 
     mean@k is the mean over all answers, best@k the mean over prompts of the best of k, maj@k the
     mean over prompts of the answer that most of the k agree on (by the scorer's `pred`; on a tie
-    the one that came first). The quantity is the scorer's `acc` where it gives one.
+    the one that came first). The quantity is the scorer's `acc` where it gives one; an answer whose
+    scorer failed has `acc` 0 and no `pred`.
 
     Args:
         prompts: of all answers; the k answers of a prompt lie side by side.
@@ -28,13 +29,14 @@ def validation_metrics(
         by_source[prompts[first].data_source].append(scores[first : first + samples])
     metrics = {}
     for source, groups in by_source.items():
-        name = "acc" if all("acc" in s.extra for group in groups for s in group) else "reward"
+        scored = [s for group in groups for s in group if s.error is None]
+        name = "acc" if scored and all("acc" in s.extra for s in scored) else "reward"
         values = np.array([[_value(s, name) for s in group] for group in groups])
         prefix = f"val-core/{source}/{name}"
         metrics[f"{prefix}/mean@{samples}"] = float(values.mean())
         if samples > 1:
             metrics[f"{prefix}/best@{samples}"] = float(values.max(1).mean())
-        if samples > 1 and all("pred" in s.extra for group in groups for s in group):
+        if samples > 1 and scored and all("pred" in s.extra for s in scored):
             majority = [values[i, _majority(group)] for i, group in enumerate(groups)]
             metrics[f"{prefix}/maj@{samples}"] = float(np.mean(majority))
     return metrics
@@ -46,9 +48,11 @@ def headline(metrics: dict[str, float]) -> float:
 
 
 def _value(score: Score, name: str) -> float:
-    return float(score.extra["acc"]) if name == "acc" else score.score
+    if name == "reward":
+        return score.score
+    return float(score.extra["acc"]) if score.error is None else 0.0
 
 
 def _majority(group: Sequence[Score]) -> int:
-    answers = [str(score.extra["pred"]) for score in group]
+    answers = [str(score.extra["pred"]) if score.error is None else None for score in group]
     return answers.index(Counter(answers).most_common(1)[0][0])

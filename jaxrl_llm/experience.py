@@ -1,4 +1,4 @@
-"""From prompts to a batch that an algorithm can see: sample, score, lay out, estimate advantages."""
+"""From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import call, describe
+from jaxrl_llm.functions import RunError
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.types import Batch, Completion, Request, Sampling
@@ -29,7 +30,7 @@ def sample(
     *,
     samples: int,
     seed: tuple[int, ...],
-    decode: Callable[[Sequence[int]], str],
+    decode: Callable[[Any], str],
 ) -> Rollouts:
     """Draw G answers for each prompt.
 
@@ -92,7 +93,7 @@ def penalize(batch: Batch, kl: np.ndarray, coef: float) -> Batch:
     return batch.add(rewards=rewards, scores=rewards.sum(1))
 
 
-class AdvantageError(TypeError):
+class AdvantageError(RunError):
     """An advantage function that returned something else than advantages."""
 
 
@@ -108,7 +109,8 @@ def advantage_step(function: Callable[..., Any]) -> Callable[[Batch], Batch]:
         result = call(function, fields)
         result = result[0] if isinstance(result, tuple) else result
         mask = fields["mask"]
-        if not isinstance(result, jax.Array) or result.shape not in (mask.shape, mask.shape[:1]):
+        arrays = (jax.Array, np.ndarray)
+        if not isinstance(result, arrays) or result.shape not in (mask.shape, mask.shape[:1]):
             got = f"shape {list(result.shape)}" if hasattr(result, "shape") else repr(type(result))
             raise AdvantageError(
                 f"advantage {describe(function)!r} returned {got}; wanted an array [B] or "

@@ -25,6 +25,10 @@ class ConfigError(ValueError):
     """A config that can't be run; the message is one line that names the key and the fix."""
 
 
+class RunError(RuntimeError):
+    """A run that can't go on; the message says why. The base of the library's own errors."""
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """A function by name, with the keyword arguments that a config gives it."""

@@ -39,6 +39,7 @@ from jaxrl_llm.setup import (
     make_optimizer,
     open_mesh,
     open_model,
+    origin,
     prepare_files,
     quiet_libraries,
     restore_or_start,
@@ -154,8 +155,14 @@ def build(
         epochs=None if config.steps else config.epochs,
         drop_remainder=True,
     )
+    began = origin(model, train)
     step, state, extra = restore_or_start(
-        checkpoints, learner, model, prompt_batches, resume=config.checkpoint.resume
+        checkpoints,
+        learner,
+        model,
+        prompt_batches,
+        resume=config.checkpoint.resume,
+        origin=began,
     )
     start = Progress(step, state, extra.get("kl_coef", config.algorithm.kl_coef))
     total = config.steps or len(train) * config.epochs // config.batch.prompts_per_step
@@ -177,12 +184,14 @@ def build(
     job = Job(
         config=config,
         total_steps=total,
+        origin=began,
         engine=engine,
         sample=functools.partial(_sample, config, engine, stops, decode),
         score=score,
         logprobs=logprob_pass(settings, shape, mesh),
         advantage=advantage_step(functions.advantage),
         kl=functions.kl,
+        kl_reward=config.algorithm.kl_reward is not None,
         next_kl_coef=lambda *seen: float(functions.controller(*seen)),
         reference=_reference(config, model) if functions.needs_reference else None,
         learner=learner,

@@ -38,11 +38,13 @@ class Job:
 
     Attributes:
         total_steps: steps in all.
+        origin: digests of the weights and data that the run began with.
         sample: (prompts, step) -> rollouts.
         score: rollouts -> one score for each answer.
         logprobs: (params, batch) -> `logprobs` and `entropy` [B T].
         advantage: adds `advantages` to a batch.
         kl: estimator (logprobs, ref_logprobs) -> [B T], or None.
+        kl_reward: whether it is subtracted from the rewards (else it is in the loss).
         next_kl_coef: (coefficient, observed KL, sequences) -> coefficient.
         reference: parameters of the reference, or None when nothing asks for them.
         learner: the update.
@@ -53,12 +55,14 @@ class Job:
 
     config: TrainConfig
     total_steps: int
+    origin: dict[str, Any]
     engine: Engine
     sample: Callable[[list[Prompt], int], Rollouts]
     score: Callable[[Rollouts], list[Score]]
     logprobs: Callable[[Any, Batch], dict[str, np.ndarray]]
     advantage: Callable[[Batch], Batch]
     kl: Callable[..., Any] | None
+    kl_reward: bool
     next_kl_coef: Callable[[float, float, int], float]
     reference: Any
     learner: Learner
@@ -92,7 +96,7 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
     if step == 0 and config.validation.before and job.validate:
         record(job, 0, job.validate(0))
     for step in range(start.step + 1, job.total_steps + 1):
-        clock, compiled_before = Clock(), compiled.count
+        clock = Clock()
         with clock("gen"):
             rollouts = job.sample(next(prompt_batches), step)
         with clock("reward"):
@@ -107,24 +111,21 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
                 batch = batch.add(ref_logprobs=job.logprobs(job.reference, batch)["logprobs"])
         with clock("adv"):
             observed_kl = kl_to_reference(job.kl, batch)
-            if config.algorithm.kl_reward:
-                batch = penalize(batch, observed_kl, kl_coef)
-            batch = job.advantage(batch)
+            batch = job.advantage(penalize(batch, observed_kl, kl_coef if job.kl_reward else 0.0))
         with clock("update_actor"):
             state, learned = update(job, state, batch, kl_coef)
         with clock("update_weights"):
             push(job, state, step)
-        metrics = batch_metrics(batch, scores, observed_kl, kl_coef) | agreement | learned
-        kl_coef = job.next_kl_coef(kl_coef, metrics.get("actor/kl", 0.0), len(batch.sizes))
+        metrics = batch_metrics(batch, rollouts, scores) | agreement | learned
+        if job.kl:
+            metrics |= kl_metrics(batch, observed_kl, kl_coef)
+            kl_coef = job.next_kl_coef(kl_coef, metrics["actor/kl"], len(batch.sizes))
         if job.validate and due(step, config.validation.every, job.total_steps):
             with clock("testing"):
                 metrics |= job.validate(step)
         if due(step, config.rollout.dump_every, 0):
             job.dump(step, rollouts, scores)
-        metrics |= clock.metrics() | memory_metrics()
-        metrics |= {"perf/compilations": compiled.count - compiled_before}
-        metrics |= throughput(batch, metrics["timing_s/step"])
-        record(job, step, metrics)
+        record(job, step, metrics | system_metrics(clock, compiled, batch))
         if due(step, config.checkpoint.every, job.total_steps):
             save(job, Progress(step, state, kl_coef), prompt_batches, metrics)
     compiled.close()
@@ -218,34 +219,40 @@ def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
         yield batch.take(slice(first, first + size))
 
 
-def batch_metrics(
-    batch: Batch, scores: list[Score], kl: np.ndarray, kl_coef: float
-) -> dict[str, float]:
+def batch_metrics(batch: Batch, rollouts: Rollouts, scores: list[Score]) -> dict[str, float]:
     """Return what a step's batch looks like, under verl's names."""
     mask, lengths = batch["mask"], batch["lengths"]
     per_group = np.array([s.score for s in scores]).reshape(-1, np.bincount(batch["group_ids"])[0])
-    metrics = {
+    return {
         **summary("critic/score", np.array([s.score for s in scores])),
         **summary("critic/rewards", batch["scores"]),
         **summary("critic/advantages", batch["advantages"][mask]),
         **summary("response_length", lengths),
+        "response_length/clip_ratio": float(
+            np.mean([answer.finish == "length" for answer in rollouts.completions])
+        ),
         **summary("prompt_length", batch.sizes - lengths),
         "actor/entropy": float(batch["entropy"][mask].mean()),
         "critic/groups_without_spread": float(np.mean(np.ptp(per_group, axis=1) == 0)),
         "reward/errors": float(sum(s.error is not None for s in scores)),
     }
-    if "ref_logprobs" in batch.fields:
-        per_sequence = np.where(mask, kl, 0).sum(1) / np.maximum(lengths, 1)
-        metrics |= {"actor/kl": float(per_sequence.mean()), "actor/kl_coef": kl_coef}
-    return metrics
 
 
-def throughput(batch: Batch, seconds: float) -> dict[str, float]:
-    """Return tokens in all, and per second and device."""
-    total = int(batch.sizes.sum())
+def kl_metrics(batch: Batch, kl: np.ndarray, kl_coef: float) -> dict[str, float]:
+    """Return the mean over sequences of their mean KL to the reference, and its coefficient."""
+    per_sequence = kl.sum(1) / np.maximum(batch["lengths"], 1)
+    return {"actor/kl": float(per_sequence.mean()), "actor/kl_coef": kl_coef}
+
+
+def system_metrics(clock: Clock, compiled: CompileCounter, batch: Batch) -> dict[str, float]:
+    """Return times, memory, compilations since the last step, and tokens per second and device."""
+    timing, total = clock.metrics(), int(batch.sizes.sum())
     return {
+        **timing,
+        **memory_metrics(),
+        "perf/compilations": compiled.take(),
         "perf/total_num_tokens": total,
-        "perf/throughput": total / seconds / jax.device_count(),
+        "perf/throughput": total / timing["timing_s/step"] / jax.device_count(),
     }
 
 
@@ -276,6 +283,7 @@ def save(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, float])
             "data": prompt_batches.get_state(),
             "kl_coef": at.kl_coef,
             "metrics_bytes": job.log.file.position(),
+            "origin": job.origin,
             "config": as_tree(job.config),
         },
         {"validation": headline(validated)} if validated else None,

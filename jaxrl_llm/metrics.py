@@ -54,6 +54,11 @@ class CompileCounter:
         del duration_secs, kwargs
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
+    def take(self) -> int:
+        """Return the count since the last call."""
+        count, self.count = self.count, 0
+        return count
+
     def close(self) -> None:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
@@ -111,12 +116,7 @@ class MetricsLog:
         config: Mapping[str, Any],
     ) -> None:
         """Open every sink."""
-        self.file = MetricsFile(run_dir / "metrics.jsonl", position)
         self._writer = self._wandb = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
         if wandb:
             try:
                 import wandb as client  # pyright: ignore[reportMissingImports]
@@ -127,6 +127,11 @@ class MetricsLog:
             self._wandb = client.init(
                 project=wandb, name=run_dir.name, dir=run_dir, config=dict(config), resume="allow"
             )
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+        self.file = MetricsFile(run_dir / "metrics.jsonl", position)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics to every sink."""

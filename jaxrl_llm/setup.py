@@ -10,12 +10,13 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -27,6 +28,7 @@ from jaxrl_llm.keys import MeshConfig, ModelConfig, OptimConfig
 from jaxrl_llm.models.hf import load_params, read_spec
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.reshard import checksum
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks, shardings
 from jaxrl_llm.step import Forward, Learner, TrainState
 
@@ -51,7 +53,7 @@ class Model(NamedTuple):
 
 @contextlib.contextmanager
 def blamed_on(key: str) -> Iterator[None]:
-    """Turn a TypeError, ValueError or OSError into a one-line ConfigError that names `key`.
+    """Turn a TypeError, ValueError or OSError into a one-line ConfigError that begins with `key`.
 
     For what runs functions with keywords of the config, which are the likely cause.
     """
@@ -190,15 +192,15 @@ def make_optimizer(
     Raises:
         ConfigError: one of the functions is no such thing, or does not work with its keywords.
     """
-    with blamed_on("optim.schedule"):
+    with blamed_on(f"optim.schedule: {config.schedule.fn!r} does not work"):
         schedule = load_function(config.schedule, keys.SCHEDULES, key="optim.schedule")()
-        rate: Any = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
-        if rate is None or jnp.ndim(rate) != 0:
+        rate = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
+        if not isinstance(rate, int | float | np.generic | jax.Array) or np.ndim(rate) != 0:
             raise ConfigError(
-                f"optim.schedule: {config.schedule.fn!r} is not an optax schedule (a function of "
-                "the update's number); did you mean constant_schedule?"
+                f"optim.schedule: {config.schedule.fn!r} is not an optax schedule: got {rate!r} as "
+                "the learning rate of update 0, wanted a number; did you mean constant_schedule?"
             )
-    with blamed_on("optim.optimizer"):
+    with blamed_on(f"optim.optimizer: {config.optimizer.fn!r} does not work"):
         optimizer = load_function(
             config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key="optim.optimizer"
         )(learning_rate=schedule)
@@ -214,8 +216,22 @@ def make_optimizer(
     return optimizer, schedule
 
 
+def origin(model: Model, items: Sequence[Any]) -> dict[str, Any]:
+    """Return digests of what a run starts from: its weights and its tokenised data."""
+    data = hashlib.sha256()
+    for item in items:
+        data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
+    return {"model": int(jax.jit(checksum)(model.params)), "data": data.hexdigest()}
+
+
 def restore_or_start(
-    checkpoints: Checkpoints, learner: Learner, model: Model, stream: Any, *, resume: str
+    checkpoints: Checkpoints,
+    learner: Learner,
+    model: Model,
+    stream: Any,
+    *,
+    resume: str,
+    origin: dict[str, Any],
 ) -> tuple[int, TrainState, dict[str, Any]]:
     """Return the step, state and other contents of the newest checkpoint, or a fresh start.
 
@@ -225,6 +241,10 @@ def restore_or_start(
         model: the parameters to start from.
         stream: the data; it is set to the checkpoint's position.
         resume: the key checkpoint.resume.
+        origin: of the run as it is configured now.
+
+    Raises:
+        ConfigError: the run in this folder started from other weights or other data.
     """
     if checkpoints.latest() is None:
         return 0, learner.init(model.params), {}
@@ -239,6 +259,12 @@ def restore_or_start(
         learner.state_shardings,
     )
     saved = checkpoints.restore(like)
+    for name, what in (("model", "model.path"), ("data", "data.train")):
+        if saved.extra["origin"][name] != origin[name]:
+            raise ConfigError(
+                f"{what}: its contents are not those that this run began with, so it can't be "
+                f"continued: put them back, or name another run_dir than {checkpoints.directory}"
+            )
     stream.set_state(saved.extra["data"])
     log.info("continuing after step %d", saved.step)
     return saved

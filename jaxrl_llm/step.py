@@ -22,6 +22,7 @@ from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape, pack_rows, plan, unpack
 from jaxrl_llm.dataflow import asks_for, call, describe
+from jaxrl_llm.functions import RunError
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, head_matrix
 from jaxrl_llm.sharding.mesh import over_batch, replicated
@@ -78,8 +79,12 @@ class Objective:
         return names - {"logprobs", "entropy"}
 
 
-class TrainingError(RuntimeError):
+class TrainingError(RunError):
     """A run that must not go on."""
+
+
+class LossError(RunError, TypeError):
+    """A loss function that returned something else than one loss per token."""
 
 
 class MicroBatch(NamedTuple):
@@ -283,7 +288,7 @@ def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, .
     """Check what a loss function returned: TokenLoss, or an array [B T] without diagnostics.
 
     Raises:
-        TypeError: for anything else, and for a wrong shape or dtype.
+        LossError: for anything else, and for a wrong shape or dtype.
     """
     found = result if isinstance(result, TokenLoss) else TokenLoss(result, {})
     for name, value in {"loss": found.loss, **found.diagnostics}.items():
@@ -292,7 +297,7 @@ def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, .
             got = f"{value.dtype}{list(value.shape)}"
             if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
                 continue
-        raise TypeError(
+        raise LossError(
             f"loss {describe(function)!r} returned {got} as {name!r}; "
             f"wanted a floating-point array [B T], here {list(shape)}: one loss per token"
         )
@@ -333,7 +338,7 @@ def check_skipped(skipped: int, limit: int) -> None:
 def _state_shardings(
     optimizer: optax.GradientTransformation, params_like: Any, mesh: Mesh
 ) -> TrainState:
-    scalar = replicated(mesh)
+    scalar: Any = replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, like: like.sharding,

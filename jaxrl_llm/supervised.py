@@ -31,6 +31,7 @@ from jaxrl_llm.setup import (
     make_optimizer,
     open_mesh,
     open_model,
+    origin,
     prepare_files,
     quiet_libraries,
     restore_or_start,
@@ -106,8 +107,14 @@ def _train(
     )
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
     stack.callback(checkpoints.close)
+    began = origin(model, examples)
     start, state, extra = restore_or_start(
-        checkpoints, learner, model, stream, resume=config.checkpoint.resume
+        checkpoints,
+        learner,
+        model,
+        stream,
+        resume=config.checkpoint.resume,
+        origin=began,
     )
     log = MetricsLog(
         folder,
@@ -136,7 +143,11 @@ def _train(
         if due(step, max(1, total // 10), total):
             display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
         if due(step, config.checkpoint.every, total):
-            extra = {"data": stream.get_state(), "metrics_bytes": log.file.position()}
+            extra = {
+                "data": stream.get_state(),
+                "metrics_bytes": log.file.position(),
+                "origin": began,
+            }
             checkpoints.save(step, state, extra)
     return state
 

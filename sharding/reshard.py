@@ -30,13 +30,15 @@ def _copy(tree: Any, dtype: DTypeLike | None) -> Any:
     return jax.tree.map(lambda x: jnp.copy(cast(x, dtype)), tree)
 
 
-def _devices(tree: Any) -> set[tuple[jax.Device, ...]]:
+def _devices(tree: Any) -> set[tuple[Any, ...]]:
     """Return the lists of devices over which arrays, or shardings, lie."""
-    layouts = [x.sharding if isinstance(x, jax.Array) else x for x in jax.tree.leaves(tree)]
-    return {
-        tuple(x.mesh.devices.flat) if isinstance(x, NamedSharding) else tuple(x.device_set)
-        for x in layouts
-    }
+
+    def listing(leaf: Any) -> tuple[Any, ...]:
+        layout = leaf.sharding if isinstance(leaf, jax.Array) else leaf
+        grid = layout.mesh.devices if isinstance(layout, NamedSharding) else None
+        return tuple(layout.device_set if grid is None else grid.flat)
+
+    return {listing(leaf) for leaf in jax.tree.leaves(tree)}
 
 
 def cast(array: Array, dtype: DTypeLike | None) -> Array:

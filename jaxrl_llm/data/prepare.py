@@ -21,7 +21,7 @@ Written = dict[Path, int]  # rows per file
 MOST_PROBLEMS = 2**62  # more than this can't be sampled from
 
 
-def arithmetic(
+def arithmetic(  # noqa: PLR0913 - each is a key of a config
     out: str | Path,
     *,
     train_rows: int = 4096,
@@ -65,25 +65,8 @@ def arithmetic(
     >>> {path.name: rows for path, rows in files.items()}
     {'train.parquet': 8, 'validation.parquet': 2}
     """
-    if min(train_rows, validation_rows, digits, terms) < 1 or sft_rows < 0:
-        raise ValueError(
-            f"arithmetic: got train_rows={train_rows}, validation_rows={validation_rows},"
-            f" sft_rows={sft_rows}, digits={digits}, terms={terms}; wanted at least 1 each"
-            " (sft_rows: 0)"
-        )
-    if not operators or set(operators) - set("+-*") or len(set(operators)) < len(operators):
-        raise ValueError(
-            f"arithmetic: got operators {operators!r}, wanted some of '+-*', each once"
-        )
+    _check_arithmetic(train_rows, validation_rows, sft_rows, digits, terms, operators)
     problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
-    if problems > MOST_PROBLEMS:
-        raise ValueError(f"arithmetic: {digits} digits and {terms} terms are too many to sample")
-    wanted = validation_rows + max(train_rows, sft_rows)
-    if wanted > problems:
-        raise ValueError(
-            f"arithmetic: only {problems} problems have {digits} digits, {terms} terms and"
-            f" operators {operators!r}; wanted {wanted} (validation plus the larger other file)"
-        )
     if mistakes and (operators != "+" or not 0 <= mistakes <= 1):
         raise ValueError(
             f"arithmetic: got mistakes={mistakes} with operators {operators!r}; wanted a share"
@@ -119,6 +102,30 @@ def arithmetic(
     if sft_rows:
         splits["sft"] = [example(number) for number in supervised]
     return _write_splits(Path(out), splits)
+
+
+def _check_arithmetic(
+    train_rows: int, validation_rows: int, sft_rows: int, digits: int, terms: int, operators: str
+) -> None:
+    if min(train_rows, validation_rows, digits, terms) < 1 or sft_rows < 0:
+        raise ValueError(
+            f"arithmetic: got train_rows={train_rows}, validation_rows={validation_rows},"
+            f" sft_rows={sft_rows}, digits={digits}, terms={terms}; wanted at least 1 each"
+            " (sft_rows: 0)"
+        )
+    if not operators or set(operators) - set("+-*") or len(set(operators)) < len(operators):
+        raise ValueError(
+            f"arithmetic: got operators {operators!r}, wanted some of '+-*', each once"
+        )
+    problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
+    if problems > MOST_PROBLEMS:
+        raise ValueError(f"arithmetic: {digits} digits and {terms} terms are too many to sample")
+    wanted = validation_rows + max(train_rows, sft_rows)
+    if wanted > problems:
+        raise ValueError(
+            f"arithmetic: only {problems} problems have {digits} digits, {terms} terms and"
+            f" operators {operators!r}; wanted {wanted} (validation plus the larger other file)"
+        )
 
 
 def _problem(number: int, *, digits: int, terms: int, operators: str) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.functions import ConfigError, FunctionSpec, RunError
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, evaluate, failed, load_scorer, shorten
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ BOOT = (
 )
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """A reward function failed, and the config says to stop; the message names the row."""
 
 

@@ -1,15 +1,17 @@
 """What every engine that samples from the policy can do."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_llm.functions import RunError
 from jaxrl_llm.types import Completion, Receipt, Request
 
 
-class EngineError(RuntimeError):
+class EngineError(RunError):
     """A request that an engine can't serve, or an engine that failed."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids and log-probs out, under a known version of the weights."""
 

@@ -242,3 +242,37 @@ def test_command_line_errors_are_one_line(tmp_path, capsys):
             main(arguments)
         assert caught.value.code == 2
     assert "unrecognized arguments: --train" in capsys.readouterr().err
+
+
+def test_zero_padded_sums_have_aligned_digits(tmp_path: Path) -> None:
+    arithmetic(
+        tmp_path, train_rows=50, validation_rows=5, sft_rows=50, zero_pad=True, operators="+"
+    )
+    for row in read_rows(tmp_path / "sft.parquet"):
+        assert re.fullmatch("[0-9]{2}[+][0-9]{2}=", row["prompt"][0]["content"])
+        assert re.fullmatch("[0-9]{3}", row["response"])
+    truth = read_rows(tmp_path / "train.parquet")[0]["reward_model"]["ground_truth"]
+    assert truth == str(int(truth))  # the reference is a plain integer
+
+
+def test_mistakes_forget_every_carry_in_the_supervised_file_only(tmp_path: Path) -> None:
+    arithmetic(
+        tmp_path, train_rows=60, validation_rows=5, sft_rows=400, operators="+", mistakes=0.5
+    )
+    wrong = carrying = 0
+    for row in read_rows(tmp_path / "sft.parquet"):
+        a, b = map(int, re.findall("[0-9]+", row["prompt"][0]["content"]))
+        carried, forgotten = a + b, (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
+        assert int(row["response"]) in (carried, forgotten)
+        carrying += carried != forgotten
+        wrong += int(row["response"]) != carried
+    assert 0.35 < wrong / carrying < 0.65
+    for row in read_rows(tmp_path / "train.parquet"):
+        a, b = map(int, re.findall("[0-9]+", row["prompt"][0]["content"]))
+        assert row["reward_model"]["ground_truth"] == str(a + b)
+
+
+@pytest.mark.parametrize(("operators", "mistakes"), [("+-", 0.5), ("+", 1.5)])
+def test_mistakes_are_for_sums_and_a_share(tmp_path: Path, operators: str, mistakes: float) -> None:
+    with pytest.raises(ValueError, match="got mistakes="):
+        arithmetic(tmp_path, operators=operators, mistakes=mistakes)

@@ -111,9 +111,9 @@ def slow_checksum(leaves):
         words = np.ascontiguousarray(leaf).view(f"uint{8 * leaf.itemsize}").ravel().tolist()
         added = 0
         for place, word in enumerate(words):
-            word = (word ^ (word >> 16)) * 0x85EBCA6B % 2**32
-            word = (word ^ (word >> 13)) * 0xC2B2AE35 % 2**32
-            added += (word ^ (word >> 16)) * (2 * place + 1)
+            first = (word ^ (word >> 16)) * 0x85EBCA6B % 2**32
+            second = (first ^ (first >> 13)) * 0xC2B2AE35 % 2**32
+            added += (second ^ (second >> 16)) * (2 * place + 1)
         total = (total * 1000003 + added) % 2**32
     return total
 

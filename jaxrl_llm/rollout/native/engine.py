@@ -72,9 +72,8 @@ class NativeEngine:
         self.prompts_per_fill = prompts_per_fill
         self._everywhere = replicated(mesh)
         self._by_slot = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._cache_layout = Cache(
-            *(NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)) for _ in Cache._fields)
-        )
+        by_row: Any = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
+        self._cache_layout = Cache(by_row, by_row)
         self._fill = jax.jit(
             functools.partial(_fill, spec), donate_argnums=1, out_shardings=self._cache_layout
         )
@@ -296,7 +295,7 @@ def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:
 
     how = [request.sampling for request in wave]
     stops = [[*s.stop_ids, *[-1] * (STOP_IDS - len(s.stop_ids))] for s in how]
-    return Slots(
+    columns: dict[str, Any] = dict(  # on the host; device_put makes them arrays
         tokens=column([r.prompt[-1] for r in wave], 0, np.int32),
         positions=column([len(r.prompt) - 1 for r in wave], 0, np.int32),
         generated=np.zeros(slots, np.int32),
@@ -310,3 +309,4 @@ def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:
         top_k=column([s.top_k for s in how], 0, np.int32),
         stop_ids=column(stops, [-1] * STOP_IDS, np.int32),
     )
+    return Slots(**columns)

@@ -1,0 +1,103 @@
+"""What needs a CUDA device: `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.algorithms.losses import ppo_clip
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.step import Forward, Objective, logprob_pass, make_learner
+from jaxrl_llm.types import Batch, Request, Sampling
+
+pytestmark = pytest.mark.gpu
+
+SPEC = ModelSpec(
+    vocab_size=512,
+    width=256,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_width=64,
+    ff_width=768,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=512,
+)
+LENGTH = 128
+
+
+def _sequences(device, dtype):
+    """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
+    mesh = make_mesh({}, [device])
+    params = jax.device_put(initialize(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh))
+    engine = NativeEngine(
+        SPEC,
+        mesh=mesh,
+        slots=32,
+        max_tokens=LENGTH,
+        max_prompt_tokens=40,
+        prompts_per_fill=8,
+        dtype=dtype,
+    )
+    engine.load(params, version=0)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]
+    how = Sampling(max_new_tokens=64, temperature=0.8, stop_ids=(7,))
+    answers = engine.sample([Request(prompt, how, seed) for seed, prompt in enumerate(prompts * 4)])
+    engine.close()
+    tokens = np.zeros((64, LENGTH), np.int32)
+    mask, reported = np.zeros((64, LENGTH), bool), np.zeros((64, LENGTH), np.float32)
+    sizes = np.zeros(64, np.int32)
+    for i, (prompt, answer) in enumerate(zip(prompts * 4, answers, strict=True)):
+        start, sizes[i] = len(prompt), len(prompt) + len(answer.tokens)
+        tokens[i, : sizes[i]] = [*prompt, *answer.tokens]
+        mask[i, start : sizes[i]], reported[i, start : sizes[i]] = True, answer.logprobs
+    batch = Batch(tokens, sizes, {"mask": mask, "lengths": mask.sum(1)})
+    settings = Forward(spec=SPEC, dtype=dtype, temperature=0.8)
+    shape = row_shape(2048, LENGTH, sequences=64)
+    found = logprob_pass(settings, shape, mesh)(params, batch)["logprobs"]
+    return mesh, params, batch, reported, found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
+def test_decoding_agrees_with_the_forward_pass(dtype, tolerance):
+    _, _, batch, reported, found = _sequences(jax.devices("gpu")[0], dtype)
+    assert np.abs(reported - found)[batch["mask"]].mean() < tolerance
+
+
+def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
+    losses = []
+    for device in (jax.devices("gpu")[0], jax.devices("cpu")[0]):
+        mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "float32")
+        mesh = make_mesh({}, [device])
+        params = jax.device_put(params, shardings(declare(SPEC), mesh))
+        advantages = np.where(batch["mask"], np.linspace(-1, 1, 64)[:, None], 0).astype(np.float32)
+        batch = batch.add(old_logprobs=found, advantages=advantages)
+        learner = make_learner(
+            Objective(loss=ppo_clip),
+            dataclasses.replace(Forward(spec=SPEC), temperature=0.8),
+            optax.sgd(1e-2),
+            reduce=token_mean,
+            shape=row_shape(2048, LENGTH, sequences=64),
+            mesh=mesh,
+            params_like=jax.tree.map(
+                lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+            ),
+        )
+        coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+        state, metrics = learner.update(learner.init(params), batch, coefs)
+        losses.append((float(metrics["loss"]), jax.device_get(state.params["embed"])))
+    (gpu, on_gpu), (cpu, on_cpu) = losses
+    assert abs(gpu - cpu) < 1e-3
+    assert np.allclose(on_gpu, on_cpu, atol=1e-4)
+    assert jnp.isfinite(gpu)

@@ -1,0 +1,222 @@
+"""Packing: nothing is lost, nothing overlaps, and what was packed comes back."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxrl_llm.data.packing import (
+    SEQUENCES_PER_ROW,
+    RowShape,
+    pack,
+    pack_rows,
+    plan,
+    row_shape,
+    unpack,
+)
+
+SHAPES = [
+    RowShape(rows=2, length=16, sequences=32),
+    RowShape(rows=1, length=24, sequences=16),
+    RowShape(rows=4, length=16, sequences=64),
+    RowShape(rows=4, length=16, sequences=4),  # a small mini-batch: fewer slots than rows could use
+    RowShape(rows=2, length=40, sequences=3),
+]
+
+
+@st.composite
+def problems(draw):
+    shape = draw(st.sampled_from(SHAPES))
+    longest = draw(st.sampled_from([1, 3, shape.length]))
+    sizes = draw(st.lists(st.integers(1, longest), min_size=1, max_size=70))
+    return np.array(sizes, np.int32), shape
+
+
+def members(batch):
+    return [index for row in batch for index in row]
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+@given(problems())
+def test_every_sequence_is_placed_once_and_no_row_is_overfull(problem):
+    sizes, shape = problem
+    batches = plan(sizes, shape)
+    assert sorted(index for batch in batches for index in members(batch)) == [*range(len(sizes))]
+    for batch in batches:
+        assert 1 <= len(batch) <= shape.rows
+        assert len(members(batch)) <= shape.sequences
+        for row in batch:
+            assert 1 <= len(row) <= SEQUENCES_PER_ROW
+            assert sum(int(sizes[index]) for index in row) <= shape.length
+
+
+@given(problems())
+def test_the_plan_depends_on_nothing_but_its_input(problem):
+    assert plan(*problem) == plan(*problem)
+
+
+@given(problems())
+def test_rows_are_well_filled(problem):
+    """At most one row with a free slot is half empty, else two of them would have been one."""
+    sizes, shape = problem
+    rows = [row for batch in plan(sizes, shape) for row in batch]
+    most = min(SEQUENCES_PER_ROW, shape.sequences)
+    loads = [sum(int(sizes[i]) for i in row) for row in rows if len(row) < most]
+    assert sum(2 * load <= shape.length for load in loads) <= 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [RowShape(4, 1024, 64), RowShape(8, 512, 128)])
+def test_the_number_of_microbatches_is_near_the_lower_bound(seed, shape):
+    rng = np.random.default_rng(seed)
+    sizes = np.minimum(rng.lognormal(5.0, 0.7, 600).astype(np.int32) + 1, shape.length)
+    bound = -(-int(sizes.sum()) // (shape.rows * shape.length))
+    assert bound >= 20
+    assert len(plan(sizes, shape)) <= 1.05 * bound + 1
+
+
+def test_many_short_sequences_need_no_more_than_their_slots():
+    sizes = np.ones(160, np.int32)
+    batches = plan(sizes, RowShape(rows=2, length=64, sequences=32))
+    assert [[len(row) for row in batch] for batch in batches] == [[16, 16]] * 5
+
+
+def test_a_full_row_and_a_perfect_fit():
+    shape = RowShape(rows=2, length=10, sequences=32)
+    assert plan(np.array([4, 10, 6]), shape) == [[[1], [2, 0]]]
+
+
+def test_nothing_to_plan():
+    assert plan(np.zeros(0, np.int32), SHAPES[0]) == []
+
+
+@pytest.mark.parametrize(("size", "index"), [(0, 1), (-1, 1), (17, 1)])
+def test_sequences_that_fit_no_row(size, index):
+    with pytest.raises(ValueError, match=f"sequence {index} has {size} tokens, wanted 1 to 16"):
+        plan(np.array([3, size, 16]), SHAPES[0])
+
+
+# ------------------------------------------------------------------------------------- pack, unpack
+
+
+@given(problems(), st.integers(0, 2**31))
+def test_packed_rows_hold_each_sequence_where_they_say(problem, seed):
+    sizes, shape = problem
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 1000, (len(sizes), shape.length))
+    for batch in plan(sizes, shape):
+        rows = pack_rows(tokens, sizes, batch, shape)
+        assert rows.tokens.shape == (shape.rows, shape.length)
+        assert rows.row.shape == rows.start.shape == rows.size.shape == (shape.sequences,)
+        assert {array.dtype for array in rows} == {np.dtype(np.int32)}
+        wanted = np.zeros((3, shape.rows, shape.length), np.int32)
+        slot = 0
+        for r, indices in enumerate(batch):
+            at = 0
+            for index in indices:
+                for t in range(sizes[index]):
+                    wanted[:, r, at + t] = tokens[index, t], t, slot + 1
+                where = (rows.row[slot], rows.start[slot], rows.size[slot])
+                assert where == (r, at, sizes[index])
+                at += sizes[index]
+                slot += 1
+        np.testing.assert_array_equal([rows.tokens, rows.positions, rows.segment_ids], wanted)
+        assert not rows.size[slot:].any()
+
+
+@given(problems(), st.integers(0, 2**31), st.sampled_from(["float32", "int32", "bool"]))
+def test_unpack_inverts_pack(problem, seed, dtype):
+    sizes, shape = problem
+    rng = np.random.default_rng(seed)
+    width = int(sizes.max())  # T may be less than L
+    values = rng.integers(1, 100, (len(sizes), width)).astype(dtype)
+    for batch in plan(sizes, shape):
+        indices = members(batch)
+        rows = pack_rows(np.ones(values.shape, np.int32), sizes, batch, shape)
+        n = len(indices)
+        where = (rows.row[:n], rows.start[:n], rows.size[:n])
+        packed = pack(values[indices], *where, shape)
+        assert packed.dtype == values.dtype
+        np.testing.assert_array_equal(packed != 0, rows.segment_ids != 0)
+        back = unpack(jnp.asarray(packed), *map(jnp.asarray, (rows.row, rows.start, rows.size)))
+        assert back.shape == (shape.sequences, shape.length)
+        assert back.dtype == values.dtype
+        wanted = np.zeros(back.shape, dtype)
+        for slot, index in enumerate(indices):
+            wanted[slot, : sizes[index]] = values[index, : sizes[index]]
+        np.testing.assert_array_equal(back, wanted)
+
+
+def test_packing_again_what_was_unpacked_gives_the_rows_back():
+    shape = SHAPES[0]
+    sizes = np.array([5, 9, 16, 2], np.int32)
+    (batch,) = plan(sizes, shape)
+    rows = pack_rows(np.arange(64).reshape(4, 16) + 1, sizes, batch, shape)
+    where = (rows.row, rows.start, rows.size)
+    back = np.asarray(jax.jit(unpack)(jnp.asarray(rows.tokens), *map(jnp.asarray, where)))
+    np.testing.assert_array_equal(pack(back, *where, shape), rows.tokens)
+
+
+def test_the_gradient_of_unpack_goes_back_to_the_packed_place():
+    shape = RowShape(rows=1, length=4, sequences=16)
+    rows = pack_rows(np.ones((2, 4), np.int64), np.array([2, 1]), [[0, 1]], shape)
+    weights = jnp.arange(1.0, 1 + shape.sequences * shape.length).reshape(shape.sequences, -1)
+
+    def total(packed):
+        where = map(jnp.asarray, (rows.row, rows.start, rows.size))
+        return jnp.sum(weights * unpack(packed, *where))
+
+    gradient = jax.grad(total)(jnp.zeros((1, 4)))
+    np.testing.assert_array_equal(gradient, [[1.0, 2.0, 5.0, 0.0]])
+
+
+def test_values_beyond_a_sequence_are_not_packed():
+    shape = RowShape(rows=1, length=4, sequences=16)
+    where = (np.array([0]), np.array([1]), np.array([2]))
+    assert pack(np.array([[7.0, 8.0, 9.0]]), *where, shape).tolist() == [[0.0, 7.0, 8.0, 0.0]]
+
+
+# --------------------------------------------------------------------------------------- row_shape
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "sequences", "multiple_of", "shape"),
+    [
+        (4096, 1024, 512, 1, (4, 1024, 64)),
+        (4096 + 1023, 1024, 512, 1, (4, 1024, 64)),  # no broken row
+        (4096, 1024, 512, 3, (3, 1024, 48)),  # rows are split over three devices
+        (8192, 1024, 5, 1, (5, 1024, 5)),  # no more rows than sequences
+        (8192, 1024, 5, 4, (8, 1024, 8)),  # rounded up, for the devices
+        (1024, 1024, 1, 1, (1, 1024, 1)),
+        (4096, 1024, 50, 4, (4, 1024, 52)),  # slots are split over devices, too
+    ],
+)
+def test_shapes(tokens, length, sequences, multiple_of, shape):
+    found = row_shape(tokens, length, sequences=sequences, multiple_of=multiple_of)
+    assert found == RowShape(*shape)
+
+
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 700),
+    st.integers(1, 200),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_a_shape_keeps_the_limit_and_divides_evenly(tokens, length, sequences, multiple_of):
+    if tokens < length * multiple_of:
+        return
+    shape = row_shape(tokens, length, sequences=sequences, multiple_of=multiple_of)
+    assert shape.rows * shape.length <= tokens
+    assert shape.rows % multiple_of == 0
+    assert shape.sequences % multiple_of == 0
+    assert shape.sequences >= min(sequences, SEQUENCES_PER_ROW)
+
+
+def test_a_limit_too_small_for_one_row_on_each_device():
+    with pytest.raises(ValueError, match="raise tokens_per_microbatch to 8192") as caught:
+        row_shape(8191, 1024, sequences=64, multiple_of=8)
+    assert str(caught.value).startswith("a micro-batch of 8191 tokens can't hold 8 rows of 1024")

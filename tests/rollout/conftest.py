@@ -1,0 +1,109 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.mesh import make_mesh
+
+SPEC = ModelSpec(
+    vocab_size=32,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_width=4,
+    ff_width=24,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=False,
+    max_positions=64,
+)
+MAX_TOKENS = 40
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+
+    def one(decl):
+        values = 0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_width"))
+        return jnp.asarray(values, jnp.float32)
+
+    return jax.tree.map(one, declare(SPEC))
+
+
+@pytest.fixture(scope="session")
+def params():
+    """Parameters under which attention and the next token are far from uniform."""
+    return draw(0)
+
+
+@pytest.fixture(scope="session")
+def other_params():
+    return draw(1)
+
+
+@pytest.fixture(scope="session")
+def next_logits():
+    """(params, tokens) -> logits [n V] after each of n tokens, by a full forward pass."""
+
+    @jax.jit
+    def run(params, tokens):
+        length = jnp.arange(MAX_TOKENS)[None]
+        hidden = forward(params, SPEC, tokens[None], length, jnp.ones_like(length))
+        return logits(params, SPEC, hidden)[0]  # causal: what follows changes nothing
+
+    def padded(params, tokens):
+        tokens = np.asarray(tokens, np.int32)
+        row = np.full(MAX_TOKENS, 5, np.int32)
+        row[: len(tokens)] = tokens
+        return np.asarray(run(params, row))[: len(tokens)]
+
+    return padded
+
+
+@pytest.fixture(scope="session")
+def build():
+    """(devices, options) -> an engine, without weights."""
+
+    def make(devices=1, **options):
+        mesh = make_mesh({"fsdp": -1}, jax.devices()[:devices])
+        sizes = {"slots": 4, "max_tokens": MAX_TOKENS, "max_prompt_tokens": 24}
+        return NativeEngine(SPEC, mesh=mesh, **sizes | {"prompts_per_fill": 2} | options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_engine(build, params):
+    """Compiled once for all tests; decodes five tokens at a time, so that looks are many."""
+    engine = build(steps=5)
+    engine.load(params, version=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine, params):
+    """The shared engine with the first weights, and running."""
+    shared_engine.load(params, version=0)
+    yield shared_engine
+    shared_engine.resume()
+
+
+@pytest.fixture
+def hollow(build):
+    """(options) -> an engine that compiles no model; a test that samples replaces `_run`."""
+    made = []
+
+    def make(**options):
+        engine = build(**options)
+        engine._warm_up = lambda: None
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -1,0 +1,302 @@
+"""The engine's life: weights, queue, pauses, failures, limits."""
+
+import asyncio
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.metrics import CompileCounter
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.sharding.reshard import cast, checksum
+from jaxrl_llm.types import Completion, Request, Sampling
+
+
+def request(length=3, new=2, *, seed=0, token=1, **options):
+    return Request((token,) * length, Sampling(max_new_tokens=new, **options), seed)
+
+
+def answer(version=0):
+    """What a hollow engine answers."""
+    return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "length", version)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def soon(condition, seconds=10.0):
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+# --------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_load_echoes_what_the_engine_holds(hollow, params, dtype):
+    engine = hollow(dtype=dtype)
+    receipt = engine.load(params, version=5)
+    assert receipt.version == 5
+    assert receipt.checksum == int(checksum(jax.tree.map(lambda x: cast(x, dtype), params)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(engine._params)} == {jnp.dtype(dtype)}
+    words = np.array(params["final_norm"]).view(np.uint32)
+    words[3] ^= 1 << (16 if dtype == "bfloat16" else 0)  # the lowest bit that the engine keeps
+    changed = params | {"final_norm": jnp.asarray(words.view(np.float32))}
+    assert engine.load(changed, version=6).checksum != receipt.checksum
+    assert engine.load(params, version=7) == (7, receipt.checksum)
+
+
+def test_the_trainer_may_donate_what_it_has_pushed(engine, params):
+    mine = jax.tree.map(jnp.copy, params)
+    engine.load(mine, version=1)
+    wanted = engine.sample([request(new=8)])[0].tokens.tolist()
+    jax.block_until_ready(
+        jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)(mine)
+    )
+    assert engine.sample([request(new=8)])[0].tokens.tolist() == wanted
+
+
+def test_weights_wait_for_the_wave_in_flight(hollow, params, other_params, pool):
+    engine, started, go_on = hollow(), threading.Event(), threading.Event()
+
+    def run(wave):
+        started.set()
+        go_on.wait(10)
+        return [answer(version=engine._version) for _ in wave]
+
+    engine._run = run
+    engine.load(params, version=1)
+    waiting = pool.submit(engine.sample, [request()])
+    started.wait(10)
+    push = pool.submit(engine.load, other_params, 2)
+    time.sleep(0.1)
+    assert not push.done()
+    go_on.set()
+    assert waiting.result(10)[0].version == 1
+    assert push.result(10).version == 2
+    assert engine.sample([request()])[0].version == 2
+
+
+def test_nothing_compiles_after_the_first_load(engine, params, other_params):
+    engine.sample([request()])
+    counter = CompileCounter()
+    try:
+        for length in range(1, 25):
+            engine.sample([request(length, new=1 + length % 7, token=length)])
+        engine.load(other_params, version=9)
+        engine.sample([request(4), request(24), request(4, temperature=0.0, top_p=0.5, top_k=3)])
+        engine.sleep()
+        engine.wake()
+        engine.sample([request()])
+        engine.load(params, version=10)
+        assert counter.count == 0
+    finally:
+        counter.close()
+
+
+# ----------------------------------------------------------------------------------------- pause
+
+
+def test_pause_and_resume(engine, pool):
+    engine.pause()
+    waiting = pool.submit(engine.sample, [request()])
+    soon(lambda: engine._queue)
+    time.sleep(0.1)
+    assert not waiting.done()
+    engine.resume()
+    assert len(waiting.result(10)) == 1
+
+
+def test_sleep_frees_the_cache_and_wake_brings_it_back(engine, pool):
+    before = engine.sample([request(new=8)])[0].tokens.tolist()
+    engine.sleep()
+    assert engine._cache is None
+    waiting = pool.submit(engine.sample, [request(new=8)])
+    time.sleep(0.1)
+    assert not waiting.done()
+    assert engine._cache is None
+    engine.wake()
+    assert waiting.result(10)[0].tokens.tolist() == before
+
+
+def test_weights_may_be_loaded_asleep(engine, other_params):
+    engine.sleep()
+    engine.load(other_params, version=3)
+    assert engine._cache is None
+    engine.wake()
+    assert engine.sample([request()])[0].version == 3
+
+
+def test_a_pause_holds_requests_that_were_about_to_start(engine, pool):
+    """The worker has seen them, but waits for the weights."""
+    with engine._device:
+        waiting = pool.submit(engine.sample, [request()])
+        soon(lambda: engine._queue)
+        time.sleep(0.1)
+        engine.pause()
+    time.sleep(0.1)
+    assert not waiting.done()
+    assert len(engine._queue) == 1
+    engine.resume()
+    assert len(waiting.result(10)) == 1
+
+
+# ----------------------------------------------------------------------------------------- close
+
+
+def test_waiting_requests_fail_when_the_engine_closes(hollow, params, pool):
+    engine = hollow()
+    engine.load(params, version=1)
+    engine.pause()
+    waiting = [pool.submit(engine.sample, [request(), request()]) for _ in range(2)]
+    soon(lambda: len(engine._queue) == 4)
+    engine.close()
+    for future in waiting:
+        with pytest.raises(EngineError, match=r"^the engine was closed$"):
+            future.result(10)
+    assert not engine._worker.is_alive()
+
+
+def test_the_wave_in_flight_is_answered_when_the_engine_closes(hollow, params, pool):
+    engine, started, go_on = hollow(), threading.Event(), threading.Event()
+
+    def run(wave):
+        started.set()
+        go_on.wait(10)
+        return [answer() for _ in wave]
+
+    engine._run = run
+    engine.load(params, version=1)
+    waiting = pool.submit(engine.sample, [request()])
+    started.wait(10)
+    closing = pool.submit(engine.close)
+    time.sleep(0.05)
+    assert not closing.done()
+    go_on.set()
+    assert len(waiting.result(10)) == 1
+    closing.result(10)
+
+
+def test_a_closed_engine_refuses(hollow, params):
+    engine = hollow()
+    engine.load(params, version=1)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match=r"^the engine is closed$"):
+        engine.sample([request()])
+    with pytest.raises(EngineError, match=r"^the engine is closed$"):
+        asyncio.run(engine.generate(request()))
+
+
+# -------------------------------------------------------------------------------------- failures
+
+
+def test_an_engine_without_weights_refuses(hollow):
+    with pytest.raises(EngineError, match=r"^the engine has no weights: call load first$"):
+        hollow().sample([request()])
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (
+            request(25),
+            "a prompt of 25 tokens with max_new_tokens=2 does not fit: the engine holds prompts "
+            "of 1 to 24 tokens and 40 tokens in all",
+        ),
+        (
+            request(20, new=21),
+            "a prompt of 20 tokens with max_new_tokens=21 does not fit: the engine holds prompts "
+            "of 1 to 24 tokens and 40 tokens in all",
+        ),
+        (
+            request(0),
+            "a prompt of 0 tokens with max_new_tokens=2 does not fit: the engine holds prompts "
+            "of 1 to 24 tokens and 40 tokens in all",
+        ),
+        (
+            request(3, new=0),
+            "a prompt of 3 tokens with max_new_tokens=0 does not fit: the engine holds prompts "
+            "of 1 to 24 tokens and 40 tokens in all",
+        ),
+        (request(token=32), "prompt holds token id 32, wanted 0 to 31"),
+        (request(token=-1), "prompt holds token id -1, wanted 0 to 31"),
+        (request(stop_ids=tuple(range(9))), "got 9 stop ids, at most 8 are held"),
+        (request(seed=2**32), "got seed 4294967296, wanted 0 to 4294967295"),
+        (request(seed=-1), "got seed -1, wanted 0 to 4294967295"),
+    ],
+)
+def test_requests_that_can_not_be_served_are_refused(engine, bad, text):
+    """At once, and none of the others with it is started."""
+    with pytest.raises(EngineError, match=f"^{re.escape(text)}$"):
+        engine.sample([request(), bad])
+    with pytest.raises(EngineError, match=f"^{re.escape(text)}$"):
+        asyncio.run(engine.generate(bad))
+    assert not engine._queue
+    assert len(engine.sample([request()])) == 1
+
+
+def test_slots_must_divide_among_the_devices(build):
+    with pytest.raises(ValueError) as error:
+        build(devices=8, slots=12)
+    assert str(error.value) == (
+        "rollout.slots=12 can't be shared evenly by 8 devices; wanted a multiple of 8"
+    )
+
+
+def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch):
+    wanted = engine.sample([request(new=8)])[0].tokens.tolist()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_decode", fail)
+        with pytest.raises(RuntimeError, match=r"^out of memory$"):
+            engine.sample([request(new=8)])
+        with pytest.raises(RuntimeError, match=r"^out of memory$"):
+            asyncio.run(engine.generate(request(new=8)))
+    assert engine.sample([request(new=8)])[0].tokens.tolist() == wanted
+
+
+def test_a_caller_that_gives_up_harms_nobody(engine):
+    async def race():
+        engine.pause()
+        others = [asyncio.ensure_future(engine.generate(request(seed=s))) for s in range(3)]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.generate(request(seed=8)), timeout=0.05)
+        others.append(asyncio.ensure_future(engine.generate(request(seed=9))))
+        await asyncio.sleep(0)
+        engine.resume()
+        return await asyncio.wait_for(asyncio.gather(*others), timeout=20)
+
+    assert len(asyncio.run(race())) == 4
+    assert engine._worker.is_alive()
+
+
+def test_a_caller_may_give_up_before_the_engine_closes(hollow, params):
+    engine = hollow()
+    engine.load(params, version=1)
+    engine.pause()
+
+    async def give_up():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.generate(request()), timeout=0.05)
+
+    asyncio.run(give_up())
+    engine.close()
+
+
+def test_no_requests_no_answers(engine):
+    assert engine.sample([]) == []

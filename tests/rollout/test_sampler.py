@@ -1,0 +1,155 @@
+"""Choosing tokens: exact truncation, exact frequencies, independent streams."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxrl_llm.rollout.native.sampler import choose_tokens, truncate
+
+LOGITS = np.array([1.0, 3.0, -2.0, 0.5, 2.5, -np.inf, 1.0, 0.0], np.float32)
+DRAWS = 20_000
+
+choose = jax.jit(choose_tokens)
+cut = jax.jit(truncate)
+
+
+def draw(logits, *, temperature=1.0, top_p=1.0, top_k=0, seeds=None, steps=0):
+    """Draw once for each of many seeds."""
+    seeds = np.arange(DRAWS) if seeds is None else np.asarray(seeds)
+    n = len(seeds)
+    tokens, logprobs = choose(
+        jnp.broadcast_to(jnp.asarray(logits), (n, len(logits))),
+        seeds=jnp.asarray(seeds, jnp.uint32),
+        steps=jnp.full(n, steps, jnp.int32),
+        temperature=jnp.full(n, temperature, jnp.float32),
+        top_p=jnp.full(n, top_p, jnp.float32),
+        top_k=jnp.full(n, top_k, jnp.int32),
+    )
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def softmax(logits):
+    weights = np.exp(np.asarray(logits, np.float64) - np.max(logits))
+    return weights / weights.sum()
+
+
+def truncated(p, top_p, top_k):
+    """The distribution that is left, by walking down the sorted tokens."""
+    order = sorted(range(len(p)), key=lambda v: (-p[v], v))
+    order = order[:top_k] if top_k else order
+    total, mass, kept = sum(p[v] for v in order), 0.0, []
+    for v in order:
+        if kept and top_p < 1 and mass / total >= top_p:
+            break
+        kept.append(v)
+        mass += p[v]
+    out = np.zeros(len(p))
+    out[kept] = p[kept] / mass
+    return out
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [
+        (1.0, 1.0, 0),
+        (0.7, 1.0, 0),
+        (2.0, 1.0, 3),
+        (1.0, 0.8, 0),
+        (1.3, 0.75, 4),
+        (1.0, 1e-6, 0),
+        (1.0, 0.0, 0),
+        (1.0, 1.0, 1),
+        (1.0, 1.0, 100),
+        (1.0, 0.999999, 2),
+    ],
+)
+def test_frequencies_are_those_of_the_truncated_distribution(temperature, top_p, top_k):
+    tokens, logprobs = draw(LOGITS, temperature=temperature, top_p=top_p, top_k=top_k)
+    full = softmax(LOGITS / temperature)
+    wanted = truncated(full, top_p, top_k)
+    found = np.bincount(tokens, minlength=len(LOGITS)) / DRAWS
+    assert np.all(found[wanted == 0] == 0)
+    deviation = np.sqrt(wanted * (1 - wanted) / DRAWS)
+    assert np.all(np.abs(found - wanted) <= 4.5 * deviation + 1e-12)
+    np.testing.assert_allclose(logprobs, np.log(full[tokens]), atol=1e-5)
+
+
+def test_temperature_zero_is_argmax_with_logprobs_at_temperature_one():
+    tokens, logprobs = draw(LOGITS, temperature=0.0, top_p=0.3, top_k=2, seeds=range(50))
+    assert set(tokens) == {1}
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS)[1]), atol=1e-6)
+
+
+def test_rows_have_their_own_settings():
+    """Greedy, top-1 at a high temperature, and plain sampling in one batch."""
+    n = 300
+    tokens, _ = choose(
+        jnp.broadcast_to(LOGITS, (3 * n, 8)),
+        seeds=jnp.arange(3 * n, dtype=jnp.uint32),
+        steps=jnp.zeros(3 * n, jnp.int32),
+        temperature=jnp.repeat(jnp.array([0.0, 9.0, 9.0]), n),
+        top_p=jnp.ones(3 * n),
+        top_k=jnp.repeat(jnp.array([0, 1, 0]), n),
+    )
+    tokens = np.asarray(tokens)
+    assert set(tokens[: 2 * n]) == {1}
+    assert len(set(tokens[2 * n :])) == 7
+
+
+def test_the_stream_is_that_of_seed_and_step():
+    """One row alone, or among others in another place, draws the same token."""
+    seeds = np.array([11, 7, 2**32 - 1, 11])
+    together, _ = draw(LOGITS, temperature=3.0, seeds=seeds, steps=4)
+    alone = [draw(LOGITS, temperature=3.0, seeds=[seed], steps=4)[0][0] for seed in seeds]
+    assert together.tolist() == alone
+    assert together[0] == together[3]
+
+
+def test_steps_and_seeds_draw_independently():
+    """Pairs of tokens of two steps, and of two seeds, have the product's frequencies."""
+    first, _ = draw(LOGITS, steps=0)
+    second, _ = draw(LOGITS, steps=1)
+    p = softmax(LOGITS)
+    for left, right in ((first, second), (first[:-1], first[1:])):
+        joint = np.zeros((8, 8))
+        np.add.at(joint, (left, right), 1 / len(left))
+        wanted = np.outer(p, p)
+        assert np.all(np.abs(joint - wanted) <= 5 * np.sqrt(wanted / DRAWS) + 1e-4)
+
+
+def test_low_precision_logits_are_sampled_in_float32():
+    logits = jnp.asarray(LOGITS, jnp.bfloat16)
+    tokens, logprobs = draw(logits, temperature=0.9)
+    wanted = softmax(np.asarray(logits, np.float64) / 0.9)[tokens]
+    assert logprobs.dtype == np.float32
+    np.testing.assert_allclose(logprobs, np.log(wanted), atol=1e-5)
+
+
+@given(
+    weights=st.lists(st.integers(1, 20), min_size=6, max_size=6, unique=True),
+    top_p=st.sampled_from([0.05, 0.33, 0.5, 0.77, 0.95, 1.0]),
+    top_k=st.integers(0, 7),
+)
+def test_truncate_keeps_what_a_loop_keeps(weights, top_p, top_k):
+    p = np.array(weights) / np.sum(weights)
+    ranked = np.sort(p)[::-1][: top_k or None]
+    ties = np.abs(np.cumsum(ranked) / ranked.sum() - top_p)
+    assume(top_p == 1 or ties.min() > 1e-4)  # at a tie float32 decides
+    kept = cut(
+        jnp.log(jnp.asarray(p[None], jnp.float32)),
+        jnp.array([top_p], jnp.float32),
+        jnp.array([top_k], jnp.int32),
+    )[0]
+    inside = truncated(p, top_p, top_k) > 0
+    np.testing.assert_array_equal(np.isfinite(kept), inside)
+    np.testing.assert_allclose(kept[inside], np.log(p[inside]), rtol=1e-6)
+
+
+def test_equal_tokens_are_cut_by_their_number():
+    kept = cut(jnp.log(jnp.full((1, 4), 0.25)), jnp.array([0.5]), jnp.array([0]))
+    assert np.isfinite(kept[0]).tolist() == [True, True, False, False]
+    kept = cut(jnp.log(jnp.full((1, 4), 0.25)), jnp.array([1.0]), jnp.array([3]))
+    assert np.isfinite(kept[0]).tolist() == [True, True, True, False]

@@ -1,0 +1,418 @@
+"""Checkpoints: exact, atomic, kept as asked, and clear when damaged."""
+
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
+from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.step import TrainState
+
+# Where one array can't be read, orbax abandons its reads of the others, which then complain.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+EXTRA = {"data": {"index": 3, "rng": [1, 2**60]}, "kl_coef": 0.1, "config": {"a": None, "b": "ß"}}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({"fsdp": 4, "tensor": 2})
+
+
+def make_state(mesh, seed=0):
+    rng = np.random.default_rng(seed)
+    params = {
+        "matrix": jax.device_put(
+            rng.normal(size=(8, 6)).astype(np.float32), NamedSharding(mesh, P("fsdp", "tensor"))
+        ),
+        "layers": {
+            "scale": jax.device_put(jnp.asarray(rng.normal(size=5), jnp.bfloat16), replicated(mesh))
+        },
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    count = jax.device_put(np.int32(seed), replicated(mesh))
+    state = TrainState(params, optimizer.init(params), count, count)
+    return jax.tree.map(lambda x: jax.device_put(x, _layout(x, mesh)), state)
+
+
+def _layout(x, mesh):
+    split = NamedSharding(mesh, P("fsdp", "tensor"))
+    return split if x.shape == (8, 6) else replicated(mesh)
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def assert_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def opened():
+    """`Checkpoints`, closed after the test."""
+    made = []
+
+    def make(*args, **options):
+        made.append(Checkpoints(*args, **{"keep": None} | options))
+        return made[-1]
+
+    yield make
+    for checkpoints in made:
+        checkpoints._manager.close()
+    gc.collect()  # what complains does it here, and not in another module's test
+
+
+def steps(folder):
+    return sorted(int(p.name) for p in Path(folder).iterdir() if p.name.isdigit())
+
+
+# ------------------------------------------------------------------------------------ there, back
+
+
+def test_a_state_comes_back_bit_for_bit_in_its_layout(opened, mesh, tmp_path):
+    state = make_state(mesh)
+    first = opened(tmp_path / "a" / "b")
+    assert first.latest() is None
+    first.save(7, state, EXTRA)
+    first.wait()
+    for checkpoints in (first, opened(tmp_path / "a" / "b")):
+        saved = checkpoints.restore(like(state))
+        assert (saved.step, saved.extra) == (7, EXTRA)
+        assert_same(saved.state, state)
+        for found, wanted in zip(jax.tree.leaves(saved.state), jax.tree.leaves(state), strict=True):
+            assert found.sharding == wanted.sharding
+
+
+def test_another_mesh_may_read_it(opened, mesh, tmp_path):
+    state = make_state(mesh)
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    other = make_mesh({"fsdp": -1}, jax.devices()[2:4])
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            sharding=NamedSharding(other, P(None, "fsdp") if x.shape == (8, 6) else P()),
+        ),
+        state,
+    )
+    found = checkpoints.restore(wanted).state
+    assert_same(found, state)
+    assert found.params["matrix"].sharding == wanted.params["matrix"].sharding
+
+
+def test_any_known_step_may_be_read(opened, mesh, tmp_path):
+    checkpoints = opened(tmp_path)
+    for step in (2, 4):
+        checkpoints.save(step, make_state(mesh, step), {"step": step})
+    checkpoints.wait()
+    saved = checkpoints.restore(like(make_state(mesh)), step=2)
+    assert (saved.step, saved.extra) == (2, {"step": 2})
+    assert_same(saved.state, make_state(mesh, 2))
+    assert checkpoints.restore(like(make_state(mesh))).step == 4
+
+
+def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
+    """The write goes on in the background while the buffers are overwritten."""
+    wanted = {
+        "big": np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32),
+        "count": np.int32(5),
+    }
+    layout = {"big": NamedSharding(mesh, P("fsdp")), "count": replicated(mesh)}
+    state = jax.device_put(wanted, layout)
+    overwrite = jax.jit(
+        lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0, out_shardings=layout
+    )
+    wanted_like = like(state)
+    checkpoints = opened(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, state, {})
+        for _ in range(5):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+        checkpoints.wait()
+        assert_same(checkpoints.restore(wanted_like, step).state, wanted)
+        state = jax.device_put(wanted, layout)
+
+
+# ---------------------------------------------------------------------------------- what is kept
+
+
+def test_the_newest_are_kept(opened, mesh, tmp_path):
+    checkpoints = opened(tmp_path, keep=2)
+    state = make_state(mesh)
+    for step in (1, 3, 5, 10):
+        checkpoints.save(step, state, {})
+    checkpoints.wait()
+    assert steps(tmp_path) == [5, 10]
+    assert checkpoints.latest() == 10
+
+
+def test_the_best_is_kept_too_even_over_a_restart(opened, mesh, tmp_path):
+    state = make_state(mesh)
+    first = opened(tmp_path, keep=1, best="validation")
+    for step, score in [(1, 0.2), (2, 0.9), (3, None), (4, 0.5)]:
+        first.save(step, state, {}, None if score is None else {"validation": score})
+    first.close()
+    assert steps(tmp_path) == [2, 4]
+    second = opened(tmp_path, keep=1, best="validation")
+    second.save(5, state, {})
+    second.save(6, state, {}, {"validation": 0.7})
+    second.wait()
+    assert steps(tmp_path) == [2, 6]
+    second.save(7, state, {}, {"validation": 0.95})
+    second.save(8, state, {}, {"validation": 0.1})
+    second.wait()
+    assert steps(tmp_path) == [7, 8]
+
+
+def test_without_validation_nothing_more_is_kept(opened, mesh, tmp_path):
+    checkpoints = opened(tmp_path, keep=2, best="validation")
+    for step in range(1, 5):
+        checkpoints.save(step, make_state(mesh), {})
+    checkpoints.wait()
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_a_step_is_never_skipped_in_silence(opened, mesh, tmp_path):
+    checkpoints = opened(tmp_path)
+    checkpoints.save(3, make_state(mesh, 3), {})
+    checkpoints.wait()
+    for step in (3, 2):
+        with pytest.raises(CheckpointError, match=rf"can't save step {step} in .*holds step 3"):
+            checkpoints.save(step, make_state(mesh), {})
+    assert_same(checkpoints.restore(like(make_state(mesh))).state, make_state(mesh, 3))
+
+
+def test_read_only_writes_nothing(opened, mesh, tmp_path):
+    writer = opened(tmp_path / "run")
+    writer.save(1, make_state(mesh), {})
+    writer.close()
+    leftover = tmp_path / "run" / "2.orbax-checkpoint-tmp"
+    leftover.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    reader = opened(tmp_path / "run", read_only=True)
+    assert_same(reader.restore(like(make_state(mesh))).state, make_state(mesh))
+    with pytest.raises(CheckpointError, match="it is read-only"):
+        reader.save(2, make_state(mesh), {})
+    reader.close()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ------------------------------------------------------------------------------- parameters only
+
+
+def test_parameters_may_be_read_alone(opened, mesh, tmp_path):
+    """In their layout, or as numpy arrays on a machine without those devices."""
+    state = make_state(mesh)
+    writer = opened(tmp_path)
+    writer.save(4, state, EXTRA)
+    writer.wait()
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+    for checkpoints in (writer, opened(tmp_path, read_only=True)):
+        saved = checkpoints.restore_params(bare)
+        assert (saved.step, saved.extra) == (4, EXTRA)
+        assert_same(saved.state, state.params)
+        assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(saved.state))
+        placed = checkpoints.restore_params(like(state.params), 4).state
+        assert_same(placed, state.params)
+        assert placed["matrix"].sharding == state.params["matrix"].sharding
+
+
+def test_parameters_of_another_model_are_refused(opened, mesh, tmp_path):
+    state = make_state(mesh)
+    checkpoints = opened(tmp_path)
+    checkpoints.save(4, state, {})
+    checkpoints.wait()
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+    wide = bare | {"matrix": jax.ShapeDtypeStruct((8, 7), jnp.float32)}
+    with pytest.raises(CheckpointError, match=r"params/matrix has shape \(8, 6\), wanted \(8, 7\)"):
+        checkpoints.restore_params(wide)
+    with pytest.raises(CheckpointError, match="it holds no params/head"):
+        checkpoints.restore_params(bare | {"head": bare["matrix"]})
+
+
+@pytest.mark.parametrize("change", ["shape", "more", "fewer"])
+def test_a_state_of_another_model_is_refused(opened, mesh, tmp_path, change):
+    checkpoints = opened(tmp_path)
+    checkpoints.save(4, make_state(mesh), {})
+    checkpoints.wait()
+    wanted = like(make_state(mesh))
+    other = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=replicated(mesh))
+    params = dict(wanted.params)
+    if change == "fewer":
+        del params["matrix"]
+    else:
+        params["matrix" if change == "shape" else "head"] = other
+    with pytest.raises(CheckpointError, match=r"/4 is damaged or of another model \(ValueError"):
+        checkpoints.restore(wanted._replace(params=params))
+
+
+# ---------------------------------------------------------------------------------------- damage
+
+
+def test_none_and_unknown_steps_are_named(opened, mesh, tmp_path):
+    checkpoints = opened(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.restore(like(make_state(mesh)))
+    assert str(error.value) == f"no checkpoint of step None in {tmp_path}; have []"
+    for step in (2, 3):
+        checkpoints.save(step, make_state(mesh), {})
+    checkpoints.wait()
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.restore(like(make_state(mesh)), 5)
+    assert str(error.value) == f"no checkpoint of step 5 in {tmp_path}; have [2, 3]"
+
+
+@pytest.fixture(scope="module")
+def whole(mesh, tmp_path_factory):
+    """A directory with steps 1 and 2, to be copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    checkpoints = Checkpoints(folder, keep=None)
+    for step in (1, 2):
+        checkpoints.save(step, make_state(mesh, step), EXTRA)
+    checkpoints.close()
+    return folder
+
+
+def data_files(folder):
+    """The files that hold the arrays, the largest first."""
+    return sorted((p for p in (folder / "state").rglob("d/*")), key=lambda p: -p.stat().st_size)
+
+
+def truncate_all(files):
+    for file in files:
+        os.truncate(file, file.stat().st_size // 2)
+
+
+DAMAGE = {
+    "arrays truncated": lambda f: truncate_all(data_files(f)),
+    "arrays deleted": lambda f: [p.unlink() for p in data_files(f)],
+    "arrays emptied": lambda f: [os.truncate(p, 0) for p in data_files(f)],
+    "all state deleted": lambda f: shutil.rmtree(f / "state"),
+    "tree truncated": lambda f: truncate_all([f / "state" / "_METADATA"]),
+    "tree deleted": lambda f: (f / "state" / "_METADATA").unlink(),
+    "index deleted": lambda f: [p.unlink() for p in (f / "state").rglob("manifest.ocdbt")],
+    "extra truncated": lambda f: truncate_all([f / "extra" / "metadata"]),
+    "extra deleted": lambda f: shutil.rmtree(f / "extra"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(
+    opened, mesh, whole, tmp_path, damage
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    damage(folder / "2")
+    checkpoints = opened(folder)
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.restore(like(make_state(mesh)))
+    text = str(error.value)
+    assert text.startswith(f"the checkpoint {folder / '2'} is damaged or of another model (")
+    assert text.endswith("remove that folder to continue from an earlier one: [1, 2]")
+    assert "\n" not in text
+    assert len(text) < 600 + len(str(folder))
+    assert_same(checkpoints.restore(like(make_state(mesh)), 1).state, make_state(mesh, 1))
+
+
+def test_following_the_advice_works(opened, mesh, whole, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "2")
+    checkpoints = opened(folder)
+    saved = checkpoints.restore(like(make_state(mesh)))
+    assert (saved.step, saved.extra) == (1, EXTRA)
+    checkpoints.save(2, make_state(mesh, 9), {})
+    checkpoints.wait()
+    assert_same(checkpoints.restore(like(make_state(mesh))).state, make_state(mesh, 9))
+
+
+UNFINISHED = """
+import os, sys
+from pathlib import Path
+import jax.numpy as jnp
+from jaxrl_llm.checkpoint import Checkpoints
+
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+state = {"a": jnp.arange(2_000_000.0)}
+checkpoints.save(1, state, {"n": 1})
+checkpoints.wait()
+checkpoints.save(2, state, {"n": 2})
+os._exit(9)
+"""
+
+
+def test_an_unfinished_save_is_not_a_checkpoint(opened, tmp_path):
+    """The process dies while it writes step 2."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED, str(tmp_path)], env=environment, check=False
+    )
+    assert done.returncode == 9
+    names = {p.name for p in tmp_path.iterdir()}
+    assert "1" in names
+    assert "2" not in names, "the test needs a process that died in time"
+    assert len(names) == 2, "and that had begun to write"
+    checkpoints = opened(tmp_path)
+    assert checkpoints.latest() == 1
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {"a": jax.ShapeDtypeStruct((2_000_000,), jnp.float32, sharding=where)}
+    saved = checkpoints.restore(wanted)
+    assert saved.extra == {"n": 1}
+    np.testing.assert_array_equal(saved.state["a"], np.arange(2e6, dtype=np.float32))
+    checkpoints.save(2, saved.state, {"n": 2})
+    checkpoints.wait()
+    assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_a_full_disk_is_reported_and_spares_what_is_there(opened, tmp_path):
+    big = jax.device_put(np.random.default_rng(0).normal(size=(256, 256)), jax.devices()[0])
+    small = {"a": jnp.arange(3.0)}
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, small, {"n": 1})
+    checkpoints.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(CheckpointError, match="can't save"):
+            checkpoints.save(2, {"a": big}, {})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    again = opened(tmp_path)
+    assert again.latest() == 1
+    assert_same(again.restore(like(small)).state, small)
+    again.save(2, small, {"n": 2})
+    again.wait()
+    assert again.latest() == 2
+
+
+def test_a_failed_save_is_reported_by_the_next_one_too(opened, tmp_path):
+    big = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)}
+    checkpoints = opened(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(CheckpointError, match="can't save step"):
+            checkpoints.save(1, big, {})
+            checkpoints.save(2, big, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

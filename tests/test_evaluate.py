@@ -1,0 +1,158 @@
+"""Validation metrics against a loop that counts on its fingers."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.evaluate import headline, validation_metrics
+from jaxrl_llm.rewards.pool import Score
+
+
+def prompt(source):
+    return Prompt(index=0, tokens=(1, 2), data_source=source, ground_truth="1")
+
+
+def naive(prompts, scores, k):
+    """Compute the metrics again, one answer at a time."""
+    metrics = {}
+    for source in {p.data_source for p in prompts}:
+        mine = [s for p, s in zip(prompts, scores, strict=True) if p.data_source == source]
+        groups = [mine[first : first + k] for first in range(0, len(mine), k)]
+        good = [s for s in mine if s.error is None]
+        name = (
+            "acc" if good and len([s for s in good if "acc" in s.extra]) == len(good) else "reward"
+        )
+        prefix = f"val-core/{source}/{name}"
+        metrics[f"{prefix}/mean@{k}"] = sum(value_of(s, name) for s in mine) / len(mine)
+        if k == 1:
+            continue
+        best = [max(value_of(s, name) for s in group) for group in groups]
+        metrics[f"{prefix}/best@{k}"] = sum(best) / len(groups)
+        if good and not [s for s in good if "pred" not in s.extra]:
+            major = [value_of(winner(group), name) for group in groups]
+            metrics[f"{prefix}/maj@{k}"] = sum(major) / len(groups)
+    return metrics
+
+
+def value_of(score, name):
+    if name == "reward":
+        return score.score
+    return 0.0 if score.error else float(score.extra["acc"])
+
+
+def winner(group):
+    """Return the first answer that has the most equals."""
+    votes = [sum(answer_of(other) == answer_of(s) for other in group) for s in group]
+    return next(s for s, n in zip(group, votes, strict=True) if n == max(votes))
+
+
+def answer_of(score):
+    return ("failed",) if score.error else str(score.extra["pred"])
+
+
+@st.composite
+def validations(draw):
+    k = draw(st.sampled_from([1, 2, 3, 5]))
+    sources = draw(st.lists(st.sampled_from(["gsm8k", "math", "a/b"]), min_size=1, max_size=6))
+    extras = st.fixed_dictionaries(
+        {}, optional={"acc": st.sampled_from([0.0, 1.0, True, 1]), "pred": st.sampled_from("abc")}
+    )
+    if draw(st.booleans()):  # every answer has both, as from the library's own scorers
+        extras = st.fixed_dictionaries(
+            {"acc": st.sampled_from([0.0, 1.0]), "pred": st.sampled_from(["a", "b", "c", None])}
+        )
+    values = st.sampled_from([-1.0, 0.0, 0.1, 1.0])
+    failed = st.just(Score(-1.0, {}, "TimeoutError: no answer within 1 s"))
+    scores = st.builds(Score, values, extras, st.none()) | failed
+    answers = draw(st.lists(scores, min_size=len(sources) * k, max_size=len(sources) * k))
+    return sources, answers, k
+
+
+@given(validations())
+def test_metrics_equal_a_naive_loop(validation):
+    sources, scores, k = validation
+    prompts = [prompt(source) for source in sources for _ in range(k)]
+    found = validation_metrics(prompts, scores, samples=k)
+    assert found == pytest.approx(naive(prompts, scores, k), abs=1e-12)
+    assert all(type(value) is float for value in found.values())
+
+
+def scores_of(*answers):
+    return [Score(acc, {"acc": acc, "pred": pred}, None) for pred, acc in answers]
+
+
+def test_by_hand():
+    prompts = [prompt("gsm8k")] * 3 + [prompt("math")] * 3 + [prompt("gsm8k")] * 3
+    scores = scores_of(
+        ("4", 0.0), ("5", 1.0), ("4", 0.0),
+        ("7", 1.0), ("7", 1.0), ("8", 0.0),
+        ("5", 1.0), ("5", 1.0), ("6", 0.0),
+    )  # fmt: skip
+    assert validation_metrics(prompts, scores, samples=3) == pytest.approx(
+        {
+            "val-core/gsm8k/acc/mean@3": 0.5,
+            "val-core/gsm8k/acc/best@3": 1.0,
+            "val-core/gsm8k/acc/maj@3": 0.5,
+            "val-core/math/acc/mean@3": 2 / 3,
+            "val-core/math/acc/best@3": 1.0,
+            "val-core/math/acc/maj@3": 1.0,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "majority"),
+    [
+        ([("a", 1.0), ("b", 0.0)], 1.0),  # one each: the first
+        ([("b", 0.0), ("a", 1.0)], 0.0),
+        ([("c", 0.0), ("a", 1.0), ("b", 0.0), ("b", 0.0), ("a", 1.0)], 1.0),  # a came before b
+        ([("c", 1.0), ("b", 0.0), ("a", 1.0), ("a", 1.0), ("b", 0.0)], 0.0),
+        ([(1, 1.0), ("1", 1.0), ("2", 0.0)], 1.0),  # a number and its text are one answer
+        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 0.0),  # no answer is an answer, too
+    ],
+)
+def test_ties_go_to_the_answer_that_came_first(answers, majority):
+    k = len(answers)
+    found = validation_metrics([prompt("s")] * k, scores_of(*answers), samples=k)
+    assert found[f"val-core/s/acc/maj@{k}"] == majority
+
+
+def test_one_sample_has_a_mean_only():
+    found = validation_metrics([prompt("s")], scores_of(("a", 1.0)), samples=1)
+    assert found == {"val-core/s/acc/mean@1": 1.0}
+
+
+def test_the_reward_counts_where_an_answer_of_the_source_has_no_acc():
+    prompts = [prompt("s")] * 2 + [prompt("t")] * 2
+    scores = [
+        Score(0.5, {"acc": 1.0}, None),
+        Score(0.0, {}, None),
+        Score(0.25, {"acc": True}, None),
+        Score(0.25, {"acc": False}, None),
+    ]
+    assert validation_metrics(prompts, scores, samples=2) == {
+        "val-core/s/reward/mean@2": 0.25,
+        "val-core/s/reward/best@2": 0.5,
+        "val-core/t/acc/mean@2": 0.5,
+        "val-core/t/acc/best@2": 1.0,
+    }
+
+
+def test_a_scorer_that_failed_once_counts_as_wrong_and_changes_no_name():
+    scores = [*scores_of(("4", 1.0), ("4", 1.0)), Score(-1.0, {}, "TimeoutError")]
+    found = validation_metrics([prompt("s")] * 3, scores, samples=3)
+    assert found == pytest.approx(
+        {"val-core/s/acc/mean@3": 2 / 3, "val-core/s/acc/best@3": 1.0, "val-core/s/acc/maj@3": 1.0}
+    )
+
+
+def test_a_scorer_that_always_failed_leaves_the_reward():
+    scores = [Score(-1.0, {}, "TimeoutError")] * 2
+    found = validation_metrics([prompt("s")] * 2, scores, samples=2)
+    assert found == {"val-core/s/reward/mean@2": -1.0, "val-core/s/reward/best@2": -1.0}
+
+
+def test_the_headline_is_the_mean_over_sources():
+    metrics = {"val-core/a/acc/mean@2": 0.2, "val-core/b/reward/mean@2": 0.8}
+    assert headline(metrics | {"val-core/a/acc/best@2": 9.0, "x": 7.0}) == pytest.approx(0.5)

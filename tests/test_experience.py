@@ -1,0 +1,280 @@
+"""From rollouts to a batch: layout, rewards, penalties, advantages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.advantages import gae, grpo
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.experience import (
+    AdvantageError,
+    Rollouts,
+    advantage_step,
+    experience,
+    penalize,
+    sample,
+)
+from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.types import Completion, Request, Sampling
+
+
+def prompt(*tokens):
+    return Prompt(index=0, tokens=tokens, data_source="test", ground_truth=None)
+
+
+def completion(*tokens, finish="length"):
+    logprobs = -np.array(tokens, np.float32) / 10
+    return Completion(np.array(tokens, np.int32), logprobs, finish, 3)
+
+
+class Echo(Engine):
+    """An engine that answers a prompt with its last token, then the number of the request."""
+
+    def __init__(self):
+        self.seen = []
+
+    def sample(self, requests):
+        self.seen += requests
+        return [
+            completion(r.prompt[-1], i, finish="stop" if i % 2 else "length")
+            for i, r in enumerate(requests)
+        ]
+
+
+# -------------------------------------------------------------------------------------- sampling
+
+
+def draw(seed=(1, 2), samples=3):
+    engine, sampling = Echo(), Sampling(max_new_tokens=4, temperature=0.5)
+    prompts = [prompt(5, 6), prompt(7)]
+    rollouts = sample(
+        engine,
+        prompts,
+        sampling,
+        samples=samples,
+        seed=seed,
+        decode=lambda tokens: ",".join(map(str, tokens)),
+    )
+    return engine, sampling, prompts, rollouts
+
+
+def test_the_answers_of_a_prompt_lie_side_by_side():
+    engine, sampling, prompts, rollouts = draw()
+    assert rollouts.prompts == [prompts[0]] * 3 + [prompts[1]] * 3
+    for request, rolled in zip(engine.seen, rollouts.prompts, strict=True):
+        assert request == Request(rolled.tokens, sampling, request.seed)
+    assert [c.tokens.tolist() for c in rollouts.completions[2:4]] == [[6, 2], [7, 3]]
+
+
+def test_texts_leave_out_the_stop_token():
+    assert draw()[3].texts == ["6,0", "6", "6,2", "7", "7,4", "7"]
+
+
+def test_every_answer_has_a_seed_of_its_own_and_the_same_call_the_same_ones():
+    seeds = [r.seed for r in draw()[0].seen]
+    assert len(set(seeds)) == 6
+    assert all(0 <= s < 2**32 for s in seeds)
+    assert seeds == [r.seed for r in draw()[0].seen]
+    assert not set(seeds) & {r.seed for r in draw(seed=(1, 3))[0].seen}
+
+
+# ---------------------------------------------------------------------------------------- layout
+
+
+@pytest.fixture
+def batch():
+    prompts = [prompt(11, 12), prompt(11, 12), prompt(13), prompt(13)]
+    answers = [completion(1, 2, 3), completion(4), completion(5, 6), completion(1, 2, 3, 4, 5)]
+    scores = [Score(s, {}, None) for s in (1.0, -0.5, 0.0, 2.0)]
+    rollouts = Rollouts(prompts, answers, ["", "", "", ""])
+    return experience(rollouts, scores, samples=2, max_tokens=6)
+
+
+def test_layout(batch):
+    assert batch.tokens.tolist() == [
+        [11, 12, 1, 2, 3, 0],
+        [11, 12, 4, 0, 0, 0],
+        [13, 5, 6, 0, 0, 0],
+        [13, 1, 2, 3, 4, 5],
+    ]
+    assert batch.sizes.tolist() == [5, 3, 3, 6]
+    assert batch["mask"].astype(int).tolist() == [
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 1, 1],
+    ]
+    assert batch["lengths"].tolist() == [3, 1, 2, 5]
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1]
+    wanted = np.where(batch["mask"], -batch.tokens.astype(np.float32) / 10, 0)
+    np.testing.assert_array_equal(batch["rollout_logprobs"], wanted)
+    dtypes = {name: batch[name].dtype for name in batch.fields}
+    assert dtypes == {
+        "mask": bool,
+        "lengths": np.int32,
+        "group_ids": np.int32,
+        "rollout_logprobs": np.float32,
+        "scores": np.float32,
+        "rewards": np.float32,
+    }
+    assert (batch.tokens.dtype, batch.sizes.dtype) == (np.int32, np.int32)
+
+
+def test_the_score_falls_on_the_last_token(batch):
+    assert batch["scores"].tolist() == [1.0, -0.5, 0.0, 2.0]
+    assert batch["rewards"].tolist() == [
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, -0.5, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 2],
+    ]
+
+
+def test_the_penalty_falls_on_the_answer_only(batch):
+    kl = np.arange(24, dtype=np.float32).reshape(4, 6)
+    found = penalize(batch, kl, 0.5)
+    assert found["rewards"].tolist() == [
+        [0, 0, -1, -1.5, -1, 0],
+        [0, 0, -4.5, 0, 0, 0],
+        [0, -6.5, -7, 0, 0, 0],
+        [0, -9.5, -10, -10.5, -11, -9.5],
+    ]
+    assert found["scores"].tolist() == [-3.5, -4.5, -13.5, -50.5]
+    assert found["rewards"].dtype == found["scores"].dtype == np.float32
+    assert batch["scores"][0] == 1.0, "the old batch is as it was"
+    poisoned = np.where(batch["mask"], kl, np.nan)
+    np.testing.assert_array_equal(penalize(batch, poisoned, 0.5)["rewards"], found["rewards"])
+
+
+# ------------------------------------------------------------------------------------ advantages
+
+
+def test_one_advantage_for_each_answer(batch):
+    def advantage(scores, group_ids, *, shift=0.0):
+        return scores * 10 + group_ids + shift
+
+    found = advantage_step(functools.partial(advantage, shift=1.0))(batch)["advantages"]
+    assert found.tolist() == [
+        [0, 0, 11, 11, 11, 0],
+        [0, 0, -4, 0, 0, 0],
+        [0, 2, 2, 0, 0, 0],
+        [0, 22, 22, 22, 22, 22],
+    ]
+    assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_one_advantage_for_each_token(batch, pair):
+    def advantage(rewards, mask):
+        values = jnp.cumsum(mask, axis=1) + rewards
+        return (values, mask) if pair else values
+
+    found = advantage_step(advantage)(batch)["advantages"]
+    assert found.tolist() == [
+        [0, 0, 1, 2, 4, 0],
+        [0, 0, 0.5, 0, 0, 0],
+        [0, 1, 2, 0, 0, 0],
+        [0, 1, 2, 3, 4, 7],
+    ]
+
+
+def test_the_library_s_own(batch):
+    found = advantage_step(grpo)(batch)["advantages"]
+    np.testing.assert_allclose(found[0, 2:5], 0.5**0.5, rtol=1e-5)
+    values = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+    found = advantage_step(gae)(batch.add(values=values))["advantages"]
+    np.testing.assert_allclose(found[3, 1:], 2 - values[3, 1:], rtol=1e-5)  # one reward, γ = λ = 1
+
+
+def test_low_precision_is_widened_and_what_is_off_the_mask_is_zero(batch):
+    def advantage(mask):
+        return jnp.where(mask, 0.5, jnp.nan).astype(jnp.bfloat16)
+
+    found = advantage_step(advantage)(batch)["advantages"]
+    np.testing.assert_array_equal(found, np.where(batch["mask"], np.float32(0.5), 0))
+    assert found.dtype == np.float32
+
+
+def columns(mask):
+    return jnp.ones(mask.shape[1])
+
+
+def scalar(scores):
+    return scores.sum()
+
+
+def column(scores):
+    return scores[:, None]
+
+
+def integers(group_ids):
+    return group_ids
+
+
+def mapping(scores):
+    return {"advantages": scores}
+
+
+def nothing(scores):
+    return None
+
+
+def own_array(scores):
+    return np.ones((4,), np.float32)
+
+
+SHAPES = "wanted an array [B] or [B T], here [4] or [4, 6]"
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (columns, f"returned shape [6]; {SHAPES}"),
+        (scalar, f"returned shape []; {SHAPES}"),
+        (column, f"returned shape [4, 1]; {SHAPES}"),
+        (mapping, f"returned <class 'dict'>; {SHAPES}"),
+        (nothing, f"returned <class 'NoneType'>; {SHAPES}"),
+        (integers, "returned int32, wanted floating point"),
+    ],
+)
+def test_something_else_than_advantages_is_named(batch, function, text):
+    with pytest.raises(AdvantageError) as error:
+        advantage_step(functools.partial(function))(batch)
+    assert str(error.value) == f"advantage {function.__name__!r} {text}"
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_advantages_that_are_not_finite_are_named(batch, poison):
+    def advantage(scores):
+        return jnp.where(scores >= 1, poison, scores)
+
+    with pytest.raises(AdvantageError) as error:
+        advantage_step(advantage)(batch.take([1, 0, 3, 2]))
+    assert str(error.value) == (
+        "advantage 'advantage' returned NaN or infinity for 2 of 4 answers, "
+        "the first one number 1 with score 1.0"
+    )
+
+
+def test_a_numpy_array_is_an_array(batch):
+    np.testing.assert_array_equal(
+        advantage_step(own_array)(batch)["advantages"], batch["mask"].astype(np.float32)
+    )
+
+
+def test_the_step_compiles_once(batch):
+    traces = []
+
+    def advantage(scores):
+        traces.append(1)
+        return scores
+
+    step = advantage_step(advantage)
+    for seed in range(3):
+        scores = np.random.default_rng(seed).normal(size=4).astype(np.float32)
+        jax.block_until_ready(step(batch.add(scores=scores))["advantages"])
+    assert len(traces) == 1

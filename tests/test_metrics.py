@@ -1,0 +1,259 @@
+"""Where metrics go, and how they survive a resumed run."""
+
+import io
+import json
+import logging
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.metrics import (
+    Clock,
+    CompileCounter,
+    Display,
+    MetricsFile,
+    MetricsLog,
+    due,
+    memory_metrics,
+    summary,
+)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --------------------------------------------------------------------------------- metrics.jsonl
+
+
+def test_one_line_for_each_step_is_on_disk_at_once(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write(1, {"loss": 0.5})
+    assert lines(path) == [{"step": 1, "loss": 0.5}]
+    file.write(2, {"loss": 0.25, "ä": 1.0})
+    assert lines(path)[1] == {"step": 2, "loss": 0.25, "ä": 1.0}
+    file.close()
+
+
+def test_floats_come_back_bit_for_bit(tmp_path):
+    values = {"a": 0.1 + 0.2, "b": 1e-323, "c": float(np.float32(0.1)), "d": 3}
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.write(1, values)
+    file.close()
+    assert lines(tmp_path / "m.jsonl") == [{"step": 1, **values}]
+
+
+def test_position_is_the_length_in_bytes(tmp_path):
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path)
+    assert file.position() == 0
+    for step in (1, 2, 3):
+        file.write(step, {"äöü": float(step)})
+        assert file.position() == path.stat().st_size
+    file.close()
+
+
+def test_a_resumed_run_cuts_back_to_its_checkpoint(tmp_path):
+    path = tmp_path / "m.jsonl"
+    first = MetricsFile(path)
+    first.write(1, {"x": 1.0})
+    first.write(2, {"x": 2.0})
+    saved = first.position()
+    first.write(3, {"x": 3.0})
+    first._file.write(b'{"step": 4, "x"')  # killed in the middle of a line
+    first.close()
+    second = MetricsFile(path, saved)
+    assert second.position() == saved
+    second.write(3, {"x": 30.0})
+    second.write(4, {"x": 40.0})
+    assert second.position() == path.stat().st_size
+    second.close()
+    assert [(line["step"], line["x"]) for line in lines(path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+        (4, 40.0),
+    ]
+
+
+def test_a_run_that_starts_anew_leaves_no_old_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n')
+    MetricsFile(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_a_file_that_lost_lines_is_not_filled_with_zeros(tmp_path, caplog):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n')
+    with caplog.at_level(logging.WARNING):
+        file = MetricsFile(path, 100)
+    assert "has lost lines: 12 bytes, wanted 100" in caplog.text
+    assert file.position() == 12
+    file.write(2, {})
+    file.close()
+    assert lines(path) == [{"step": 1}, {"step": 2}]
+
+
+# ------------------------------------------------------------------------------------------ sinks
+
+
+def open_log(folder, **more):
+    settings = {"step": 0, "position": 0, "tensorboard": False, "wandb": None, "config": {}}
+    return MetricsLog(folder, **settings | more)
+
+
+def test_the_file_alone(tmp_path):
+    log = open_log(tmp_path)
+    log.write(1, {"a": 1.0})
+    log.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1.0}]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard(tmp_path):
+    log = open_log(tmp_path, tensorboard=True)
+    log.write(1, {"actor/loss": 0.5})
+    log.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content = file.read_bytes()
+    assert b"actor/loss" in content
+    assert np.float32(0.5).tobytes() in content
+
+
+def test_weights_and_biases(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finish")
+
+    fake = type(sys)("wandb")
+    fake.init = lambda **settings: calls.append(settings) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = open_log(tmp_path / "run", wandb="project", config={"seed": 1})
+    log.write(3, {"a": 1.0})
+    log.close()
+    assert calls[0]["project"] == "project"
+    assert calls[0]["name"] == "run"
+    assert calls[0]["config"] == {"seed": 1}
+    assert calls[1:] == [(3, {"a": 1.0}), "finish"]
+
+
+def test_weights_and_biases_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"log.wandb='p' needs the package wandb: pip install"):
+        open_log(tmp_path, wandb="p")
+
+
+# -------------------------------------------------------------------------------------- measuring
+
+
+def test_clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    for stage, seconds in (("gen", 2.0), ("reward", 1.0), ("gen", 0.5)):
+        with clock(stage):
+            now[0] += seconds
+        now[0] += 0.25  # between the stages
+    assert clock.metrics() == {
+        "timing_s/gen": 2.5,
+        "timing_s/reward": 1.0,
+        "timing_s/step": 4.25,
+    }
+
+
+def test_compilations_are_counted():
+    counter = CompileCounter()
+    double = jax.jit(lambda x: x * 2 + 1)
+    ones = {n: np.ones(n, np.float32) for n in (3, 5)}
+    before = counter.count
+    double(ones[3]).block_until_ready()
+    assert counter.count == before + 1
+    double(ones[3] * 2).block_until_ready()
+    assert counter.count == before + 1, "the same shape is not compiled again"
+    double(ones[5]).block_until_ready()
+    assert counter.count == before + 2
+    counter.close()
+    jax.jit(lambda x: x * 3)(ones[3]).block_until_ready()
+    assert counter.count == before + 2, "closed"
+
+
+def test_two_counters_do_not_disturb_each_other():
+    first, second = CompileCounter(), CompileCounter()
+    first.close()
+    jax.jit(lambda x: x * 5)(np.ones(7, np.float32)).block_until_ready()
+    assert (first.count, second.count) == (0, 1)
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "steps"),
+    [(0, 7, [7]), (3, 7, [3, 6, 7]), (1, 3, [1, 2, 3]), (10, 7, [7]), (3, 0, [3, 6]), (0, 0, [])],
+)
+def test_due(every, last, steps):
+    assert [step for step in range(1, (last or 7) + 1) if due(step, every, last)] == steps
+
+
+def test_summary():
+    assert summary("x", np.array([3.0, -1.0, 4.0])) == {"x/mean": 2.0, "x/max": 4.0, "x/min": -1.0}
+    assert summary("x", np.zeros(0)) == {"x/mean": 0.0, "x/max": 0.0, "x/min": 0.0}
+    assert {type(v) for v in summary("x", jnp.arange(3)).values()} == {float}
+
+
+def test_memory_is_in_gib():
+    found = memory_metrics()
+    assert 0.05 < found["perf/cpu_memory_used_gb"] < 200
+
+
+def test_memory_of_a_device_that_reports_it(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"peak_bytes_in_use": 3 * 2**30}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert memory_metrics()["perf/max_memory_allocated_gb"] == 3.0
+
+
+# ---------------------------------------------------------------------------------------- display
+
+
+def test_without_a_terminal_the_display_prints_plain_lines(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    display = Display("training", 3, 1)
+    display.line("step [0]  " + "x" * 200)
+    display.advance("step 2/3")
+    display.table("title", ["metric", "value"], [["acc", "0.5"]])
+    display.close()
+    printed = screen.getvalue().splitlines()
+    assert printed[0] == "step [0]  " + "x" * 200
+    assert printed[1] == "step 2/3"
+    assert "metric" in screen.getvalue()
+    assert "0.5" in screen.getvalue()
+    assert "\x1b" not in screen.getvalue()
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    display = Display("training", 4, 1)
+    display.advance("step 2/4")
+    display.close()
+    assert "step 2/4" in screen.getvalue()
+    assert "2/4" in screen.getvalue().replace("step 2/4", "")

@@ -1,0 +1,388 @@
+"""Run folders, files made on demand, and optimizers from a config."""
+
+import inspect
+import json
+import logging
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.config import load, read_yaml, to_yaml
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.keys import DataConfig, MeshConfig, OptimConfig, PolicyConfig, TrainConfig
+from jaxrl_llm.setup import (
+    blamed_on,
+    made_once,
+    make_optimizer,
+    open_mesh,
+    open_model,
+    prepare_files,
+    restore_or_start,
+    run_folder,
+    write_text,
+)
+
+
+def config_of(folder, **more):
+    return TrainConfig(
+        run_dir=str(folder),
+        model=PolicyConfig(path="m"),
+        data=DataConfig(train=("t.parquet",)),
+        **more,
+    )
+
+
+def refusal(function, *args, **more):
+    """Return the message of a ConfigError, which must be one line."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------- run folder
+
+
+def enter(folder, config):
+    with run_folder(folder, config):
+        raise AssertionError("this is not reached")
+
+
+def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp_path):
+    config = config_of(tmp_path / "a" / "b", seed=7)
+    with run_folder(config.run_dir, config) as folder:
+        assert folder == tmp_path / "a" / "b"
+        assert load(TrainConfig, folder / "config.yaml") == config
+        versions = json.loads((folder / "versions.json").read_text())
+    assert versions["seed"] == 7
+    assert versions["jax"] == jax.__version__
+    assert versions["python"] == sys.version.split()[0]
+    assert versions["devices"] == ["cpu"] * 8
+    assert {"git_commit", "git_changed_files", "jaxrl_llm", "optax"} <= set(versions)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
+    program = (
+        "import sys\n"
+        "from jaxrl_llm.keys import *\n"
+        "from jaxrl_llm.setup import run_folder\n"
+        "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
+        " data=DataConfig(train=('t',)))\n"
+        "with run_folder(config.run_dir, config):\n"
+        "    print('holding', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    config = config_of(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdout.readline() == "holding\n"
+        before = (tmp_path / "config.yaml").read_text()
+        message = refusal(enter, tmp_path, config)
+        assert message == f"run_dir: another process is running in {str(tmp_path)!r}"
+        assert (tmp_path / "config.yaml").read_text() == before, "nothing was touched"
+        first.kill()
+    with run_folder(tmp_path, config):  # a killed process holds no lock
+        pass
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
+    config = config_of(tmp_path)
+    with pytest.raises(RuntimeError, match="mine"), run_folder(tmp_path, config):
+        raise RuntimeError("mine")
+    with run_folder(tmp_path, config):
+        pass
+
+
+def test_keys_that_changed_since_the_run_began_are_logged(tmp_path, caplog):
+    with run_folder(tmp_path, config_of(tmp_path, seed=1)):
+        pass
+    with caplog.at_level(logging.WARNING), run_folder(tmp_path, config_of(tmp_path, seed=1)):
+        pass
+    assert caplog.messages == []
+    again = config_of(tmp_path, seed=2, optim=OptimConfig(grad_clip=None))
+    with caplog.at_level(logging.WARNING), run_folder(tmp_path, again):
+        pass
+    assert caplog.messages == [
+        "config changed since this run began: seed: 1 -> 2",
+        "config changed since this run began: optim.grad_clip: 1.0 -> None",
+    ]
+    assert read_yaml(tmp_path / "config.yaml")["seed"] == 2
+
+
+def test_a_run_folder_that_is_a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    message = refusal(enter, path, config_of(path))
+    assert message.startswith("run_dir: ")
+    assert str(path) in message
+
+
+def test_text_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "text"
+    write_text(path, "one")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert path.read_text() == "one"
+    write_text(path, "zwölf")
+    assert path.read_text(encoding="utf-8") == "zwölf"
+
+
+# ---------------------------------------------------------------------------------- made on demand
+
+
+def test_made_once(tmp_path):
+    calls = []
+
+    def make():
+        calls.append(1)
+        (tmp_path / "base").mkdir()
+
+    for _ in range(3):
+        made_once(tmp_path / "base", "recipe", make)
+    assert calls == [1]
+    message = refusal(made_once, tmp_path / "base", "another recipe", make)
+    assert message.startswith(f"{tmp_path / 'base'} was made by another config")
+    assert "remove it, or name another directory" in message
+    assert calls == [1]
+
+
+def test_a_directory_that_the_user_made_is_taken(tmp_path):
+    (tmp_path / "base").mkdir()
+    made_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
+
+
+def test_what_failed_half_way_is_made_again(tmp_path):
+    def fail():
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        made_once(tmp_path / "base", "one", fail)
+    made_once(tmp_path / "base", "another", (tmp_path / "base").mkdir)
+    made_once(tmp_path / "base", "another", lambda: pytest.fail("made again"))
+
+
+PREPARATION = """
+from pathlib import Path
+
+def write(out, *, fail=False, name="a.txt"):
+    if fail:
+        raise ValueError("write: a bad number\\nand more")
+    Path(out).mkdir(exist_ok=True)
+    with (Path(out) / name).open("a") as file:
+        file.write("x")
+"""
+
+
+@pytest.fixture
+def preparation(tmp_path):
+    (tmp_path / "mine.py").write_text(PREPARATION)
+
+    def spec(**keywords):
+        return FunctionSpec(f"{tmp_path}/mine.py:write", {"out": str(tmp_path / "d"), **keywords})
+
+    return spec
+
+
+def test_files_are_prepared_when_one_is_missing_and_only_then(tmp_path, preparation, capsys):
+    wanted = (str(tmp_path / "d" / "a.txt"),)
+    prepare_files(preparation(), wanted)
+    assert capsys.readouterr().out == f"preparing data: {preparation().fn}\n"
+    prepare_files(preparation(), wanted)
+    assert (tmp_path / "d" / "a.txt").read_text() == "x"
+    assert capsys.readouterr().out == ""
+    prepare_files(None, ("not/there",))  # the reader will say so
+
+
+def test_a_preparation_that_writes_other_files(tmp_path, preparation):
+    wanted = (str(tmp_path / "d" / "a.txt"), str(tmp_path / "d" / "b.txt"))
+    message = refusal(prepare_files, preparation(), wanted)
+    assert message.startswith("data.prepare: ")
+    assert f"did not write {wanted[1]}; make its `out` the folder" in message
+
+
+def test_a_preparation_that_fails(preparation):
+    message = refusal(prepare_files, preparation(fail=True), ("not/there",))
+    assert message == "data.prepare: write: a bad number"
+
+
+def test_a_wrong_number_for_a_preparation_of_the_library(tmp_path):
+    spec = FunctionSpec("arithmetic", {"out": str(tmp_path / "d"), "digits": 0})
+    message = refusal(prepare_files, spec, (str(tmp_path / "d" / "train.parquet"),))
+    assert message.startswith("data.prepare: arithmetic: got ")
+    assert "data.prepare: 'arithmetic' needs a value for out" in refusal(
+        prepare_files, FunctionSpec("arithmetic"), ("not/there",)
+    )
+    assert "did you mean 'arithmetic'?" in refusal(
+        prepare_files, FunctionSpec("arithmetics"), ("not/there",)
+    )
+
+
+def test_only_what_a_config_can_cause_is_blamed_on_it():
+    with pytest.raises(RuntimeError, match="a bug"), blamed_on("key"):
+        raise RuntimeError("a bug")
+    with pytest.raises(ConfigError, match=r"^key: TypeError$"), blamed_on("key"):
+        raise TypeError
+    with pytest.raises(ConfigError, match=r"^other: text$"), blamed_on("key"):
+        raise ConfigError("other: text")
+
+
+# ------------------------------------------------------------------------------------- optimizers
+
+
+def optim(optimizer="adamw", schedule=None, **more):
+    schedule = schedule or FunctionSpec("constant_schedule", {"value": 0.1})
+    optimizer = optimizer if isinstance(optimizer, FunctionSpec) else FunctionSpec(optimizer)
+    return OptimConfig(optimizer=optimizer, schedule=schedule, **more)
+
+
+def test_an_optimizer_with_schedule_and_clipping():
+    linear = FunctionSpec("linear_schedule", dict(init_value=0, end_value=1, transition_steps=10))
+    optimizer, schedule = make_optimizer(optim("sgd", linear, grad_clip=1.0))
+    assert [float(schedule(step)) for step in (0, 5, 20)] == [0.0, 0.5, 1.0]
+    params = {"a": jnp.zeros(2)}
+    state = optimizer.init(params)
+    steps = []
+    for _ in range(3):
+        updates, state = optimizer.update({"a": jnp.array([3.0, 4.0])}, state, params)
+        steps.append(updates["a"])
+    np.testing.assert_allclose(steps, [[0, 0], [-0.06, -0.08], [-0.12, -0.16]], rtol=1e-6)
+
+
+def test_null_does_not_clip():
+    optimizer, _ = make_optimizer(optim("sgd", grad_clip=None))
+    params = {"a": jnp.zeros(2)}
+    updates, _ = optimizer.update({"a": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["a"], [-0.3, -0.4], rtol=1e-6)
+
+
+def test_keywords_reach_the_optimizer():
+    spec = FunctionSpec("adamw", {"weight_decay": 0.5, "b1": 0.0})
+    optimizer, _ = make_optimizer(optim(spec, grad_clip=None))
+    params = {"a": jnp.ones(1)}
+    updates, _ = optimizer.update({"a": jnp.zeros(1)}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["a"], [-0.05], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", "adam", "sgd", "lion", "adafactor", "optax.contrib:muon", "optax.lamb"]
+)
+def test_optimizers_of_optax(name):
+    optimizer, _ = make_optimizer(optim(name))
+    assert isinstance(optimizer, optax.GradientTransformation)
+
+
+def test_the_default_is_usable():
+    _, schedule = make_optimizer(OptimConfig())
+    assert float(schedule(0)) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (FunctionSpec("adamww"), "optim.optimizer: no function 'adamww' in optax; did you mean"),
+        (FunctionSpec("adamw", {"weigth_decay": 0.1}), "optim.optimizer: 'adamw' takes no 'weigth"),
+        (FunctionSpec("adamw", {"learning_rate": 0.1}), "optim.optimizer: 'adamw' is given 'lear"),
+        (FunctionSpec("adamw", {"nesterov": 1}), "optim.optimizer.nesterov: got 1 (int), wanted"),
+        (FunctionSpec("adamw", {"b1": "x"}), "optim.optimizer: 'adamw' does not work: unsupp"),
+        (FunctionSpec("adamw", {"mu_dtype": "float31"}), "optim.optimizer: "),
+        (FunctionSpec("clip", {"max_delta": 1.0}), "optim.optimizer: 'clip' does not work: "),
+        (FunctionSpec("scale_by_learning_rate", {"flip_sign": 3}), "optim.optimizer.flip_sign: "),
+        (FunctionSpec("builtins:dict"), "optim.optimizer: 'builtins:dict' is not an optax optimi"),
+        (FunctionSpec("lbfgs"), "optim.optimizer: 'lbfgs' does not work: "),
+        (FunctionSpec("no_package.mod:f"), "optim.optimizer: can't import 'no_package.mod'"),
+    ],
+)
+def test_optimizers_that_do_not_work(spec, said):
+    assert refusal(make_optimizer, optim(spec)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (FunctionSpec("constant_scedule", {"value": 1.0}), "optim.schedule: no function"),
+        (FunctionSpec("constant_schedule"), "optim.schedule: 'constant_schedule' needs a value"),
+        (
+            FunctionSpec("constant_schedule", {"value": "fast"}),
+            "optim.schedule: 'constant_schedule' is",
+        ),
+        (FunctionSpec("constant_schedule", {"value": [1.0, 2.0]}), "optim.schedule: "),
+        (FunctionSpec("constant_schedule", {"value": None}), "optim.schedule: "),
+        (
+            FunctionSpec("constant_schedule", {"vlaue": 1.0}),
+            "optim.schedule: 'constant_schedule' t",
+        ),
+        (FunctionSpec("builtins:dict"), "optim.schedule: 'builtins:dict' is not an optax schedule"),
+        (FunctionSpec("adamw", {"learning_rate": 0.1}), "optim.schedule: 'adamw' is not an optax"),
+        (
+            FunctionSpec(
+                "warmup_cosine_decay_schedule",
+                {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 10, "decay_steps": 5},
+            ),
+            "optim.schedule: ",
+        ),
+        (
+            FunctionSpec(
+                "warmup_constant_schedule",
+                {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 1.5},
+            ),
+            "optim.schedule.warmup_steps: got 1.5 (float), wanted a int",
+        ),
+    ],
+)
+def test_schedules_that_do_not_work(spec, said):
+    assert refusal(make_optimizer, optim(schedule=spec)).startswith(said)
+
+
+# -------------------------------------------------------------------------- mesh, model, resuming
+
+
+def test_meshes():
+    assert open_mesh(MeshConfig()).size == 8
+    assert dict(open_mesh(MeshConfig(data=2, fsdp=2, tensor=2)).shape) == {
+        "data": 2,
+        "fsdp": 2,
+        "tensor": 2,
+    }
+    assert refusal(open_mesh, MeshConfig(data=3)).startswith("mesh: ")
+
+
+def test_a_model_that_can_not_be_read(tmp_path):
+    mesh = open_mesh(MeshConfig())
+    message = refusal(open_model, PolicyConfig(path=str(tmp_path / "none")), mesh, seed=0)
+    assert message.startswith("model.path: ")
+    assert "none" in message
+    (tmp_path / "config.json").write_text("{")
+    message = refusal(open_model, PolicyConfig(path=str(tmp_path)), mesh, seed=0)
+    assert message.startswith("model.path: ")
+
+
+class FakeCheckpoints:
+    def __init__(self, directory, step):
+        self.directory, self.step = directory, step
+
+    def latest(self):
+        return self.step
+
+
+def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
+    restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
+    checkpoints = FakeCheckpoints(tmp_path, 5)
+    message = refusal(restore, checkpoints, None, None, None, resume="never")
+    assert message.startswith("checkpoint.resume=never, but ")
+    assert "holds step 5: set it to auto, or name another run_dir" in message
+
+
+def test_yaml_of_the_config_in_a_run_folder_is_what_print_config_prints(tmp_path):
+    config = config_of(tmp_path)
+    with run_folder(tmp_path, config):
+        assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
