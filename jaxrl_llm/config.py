@@ -131,7 +131,9 @@ def build(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> Confi
     for name, value in tree.items():
         if name not in fields:
             raise ConfigError(f"unknown key {prefix + str(name)!r}; {closest(str(name), fields)}")
-        values[name] = _convert(hints[name], value, prefix + name)
+        values[name] = _convert(
+            hints[name], _with_default(hints[name], fields[name], value), prefix + name
+        )
     for name, field in fields.items():
         if name in values or field.default is not dataclasses.MISSING:
             continue
@@ -140,6 +142,15 @@ def build(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> Confi
         if dataclasses.is_dataclass(hints[name]) and hints[name] is not FunctionSpec:
             values[name] = _convert(hints[name], None, prefix + name)
     return cls(**values)
+
+
+def _with_default(hint: Any, field: dataclasses.Field, value: Any) -> Any:
+    """Let keywords without a name, as in `loss.clip_high=0.3`, go to the default's function."""
+    make = field.default_factory
+    named = not isinstance(value, Mapping) or "fn" in value
+    if named or hint is not FunctionSpec or make is dataclasses.MISSING:
+        return value
+    return {**as_tree(make()), **value}
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:

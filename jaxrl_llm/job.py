@@ -1,15 +1,14 @@
 """From a config to everything that the loop calls."""
 
 import contextlib
+import dataclasses
 import functools
-import json
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm import keys
 from jaxrl_llm.checkpoint import Checkpoints
@@ -30,10 +29,13 @@ from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, run
 from jaxrl_llm.metrics import Display, MetricsLog
+from jaxrl_llm.report import dump_rollouts, print_before_and_after
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.setup import (
     Model,
+    blamed_on,
+    digest,
     forward_settings,
     made_once,
     make_optimizer,
@@ -47,11 +49,9 @@ from jaxrl_llm.setup import (
 )
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.step import Objective, logprob_pass, make_learner
+from jaxrl_llm.step import Learner, Objective, logprob_pass, make_learner
 from jaxrl_llm.supervised import run_sft
 from jaxrl_llm.types import Sampling
-
-log = logging.getLogger(__name__)
 
 
 def run_job(config: TrainConfig) -> Progress:
@@ -109,9 +109,11 @@ def warm_start(config: TrainConfig) -> None:
     if config.model.warm_start is None:
         return
     path = Path(config.model.path)
-    overrides = [f"export_to={path}", f"run_dir={path}.sft"]
-    sft = load(SftConfig, config.model.warm_start, overrides)
-    made_once(path, to_yaml(sft), lambda: run_sft(sft))
+    sft = load(SftConfig, config.model.warm_start, [f"export_to={path}", f"run_dir={path}.sft"])
+    recipe = to_yaml(sft)
+    # another recipe must not continue this one's checkpoints
+    sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(recipe)[:8]}")
+    made_once(path, recipe, lambda: run_sft(sft))
 
 
 def build(
@@ -121,8 +123,11 @@ def build(
     mesh = open_mesh(config.mesh)
     model = open_model(config.model, mesh, seed=config.seed)
     tokenizer = load_tokenizer(config.model.path)
-    shape = _row_shape(config, batch_shards(mesh))
+    stops = stop_ids(tokenizer, config.model.path)
+    check_model(config, model, stops)
+    train, validation = read_prompts(config, tokenizer)
     settings = forward_settings(config.model, model.spec, config.rollout.temperature)
+    shape = microbatch_shape(config, mesh)
     learner = make_learner(
         functions.objective,
         settings,
@@ -132,29 +137,64 @@ def build(
         mesh=mesh,
         params_like=model.like,
     )
-    pool = stack.enter_context(
-        RewardPool(
-            config.reward.scorer,
-            workers=config.reward.workers,
-            timeout_s=config.reward.timeout_s,
-            on_error=config.reward.on_error,
-        )
-    )
-    engine = _make_engine(config, model, mesh)
+    engine = make_engine(config, model, mesh)
     stack.callback(engine.close)
-    checkpoints = Checkpoints(
-        folder / "checkpoints", keep=config.checkpoint.keep, best="validation"
+    draw = functools.partial(
+        sample, engine, decode=functools.partial(tokenizer.decode, skip_special_tokens=False)
     )
-    stack.callback(checkpoints.close)
-    train, validation = _read_prompts(config, tokenizer)
+    score = make_scorer(config, stack)
+    run_so_far = open_run(config, folder, model, learner, train, stack)
+    job = Job(
+        config=config,
+        engine=engine,
+        sample=training_sampler(config, draw, stops),
+        score=score,
+        logprobs=logprob_pass(settings, shape, mesh),
+        advantage=advantage_step(functions.advantage),
+        kl=functions.kl,
+        kl_reward=config.algorithm.kl_reward is not None,
+        next_kl_coef=lambda *seen: float(functions.controller(*seen)),
+        reference=make_reference(config, model) if functions.needs_reference else None,
+        learner=learner,
+        learning_rate=functions.schedule,
+        validate=make_validator(config, draw, stops, score, validation),
+        dump=functools.partial(dump_rollouts, folder / "rollouts"),
+        **run_so_far.files,
+    )
+    return job, run_so_far.start, run_so_far.prompt_batches
+
+
+class RunSoFar(NamedTuple):
+    """Where a run stands, and the open files that it goes on writing."""
+
+    start: Progress
+    prompt_batches: Any
+    files: dict[str, Any]
+
+
+def open_run(
+    config: TrainConfig,
+    folder: Path,
+    model: Model,
+    learner: Learner,
+    train: Sequence[Prompt],
+    stack: contextlib.ExitStack,
+) -> RunSoFar:
+    """Open a run's checkpoints, data and metrics at the place where it stands."""
+    prompts_per_step = config.batch.prompts_per_step
     prompt_batches = batches(
         train,
-        batch_size=config.batch.prompts_per_step,
+        batch_size=prompts_per_step,
         seed=config.seed,
         shuffle=config.data.shuffle,
         epochs=None if config.steps else config.epochs,
         drop_remainder=True,
     )
+    total = config.steps or len(train) * config.epochs // prompts_per_step
+    checkpoints = Checkpoints(
+        folder / "checkpoints", keep=config.checkpoint.keep, best="validation"
+    )
+    stack.callback(checkpoints.close)
     began = origin(model, train)
     step, state, extra = restore_or_start(
         checkpoints,
@@ -164,65 +204,46 @@ def build(
         resume=config.checkpoint.resume,
         origin=began,
     )
-    start = Progress(step, state, extra.get("kl_coef", config.algorithm.kl_coef))
-    total = config.steps or len(train) * config.epochs // config.batch.prompts_per_step
-    metrics = MetricsLog(
+    log = MetricsLog(
         folder,
-        step=start.step,
+        step=step,
         position=extra.get("metrics_bytes", 0),
         tensorboard=config.log.tensorboard,
         wandb=config.log.wandb,
         config=as_tree(config),
     )
-    stack.callback(metrics.close)
-    display = Display("training", total, start.step)
+    stack.callback(log.close)
+    display = Display("training", total, step)
     stack.callback(display.close)
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-    score = functools.partial(_score, pool)
-    stops = stop_ids(tokenizer, config.model.path)
-    _check_lengths(config, model, stops)
-    job = Job(
-        config=config,
-        total_steps=total,
-        origin=began,
-        engine=engine,
-        sample=functools.partial(_sample, config, engine, stops, decode),
-        score=score,
-        logprobs=logprob_pass(settings, shape, mesh),
-        advantage=advantage_step(functions.advantage),
-        kl=functions.kl,
-        kl_reward=config.algorithm.kl_reward is not None,
-        next_kl_coef=lambda *seen: float(functions.controller(*seen)),
-        reference=_reference(config, model) if functions.needs_reference else None,
-        learner=learner,
-        learning_rate=functions.schedule,
-        validate=functools.partial(_validate, config, engine, stops, decode, score, validation)
-        if validation
-        else None,
-        dump=functools.partial(_dump, folder / "rollouts"),
-        checkpoints=checkpoints,
-        log=metrics,
-        display=display,
+    return RunSoFar(
+        Progress(step, state, extra.get("kl_coef", config.algorithm.kl_coef)),
+        prompt_batches,
+        {
+            "total_steps": total,
+            "origin": began,
+            "checkpoints": checkpoints,
+            "log": log,
+            "display": display,
+        },
     )
-    return job, start, prompt_batches
 
 
-def _row_shape(config: TrainConfig, shards: int) -> RowShape:
+def microbatch_shape(config: TrainConfig, mesh: Mesh) -> RowShape:
+    """Return the shape of the micro-batches of a run's updates and log-prob passes."""
     groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
-    try:
+    with blamed_on("batch.tokens_per_microbatch"):
         return row_shape(
             config.batch.tokens_per_microbatch,
             config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             sequences=groups * config.rollout.samples_per_prompt,
-            multiple_of=shards,
+            multiple_of=batch_shards(mesh),
         )
-    except ValueError as error:
-        raise ConfigError(f"batch.tokens_per_microbatch: {error}") from error
 
 
-def _make_engine(config: TrainConfig, model: Model, mesh: Any) -> NativeEngine:
+def make_engine(config: TrainConfig, model: Model, mesh: Mesh) -> NativeEngine:
+    """Build the engine for the longest prompt and answer of a run."""
     rollout = config.rollout
-    try:
+    with blamed_on("rollout"):
         return NativeEngine(
             model.spec,
             mesh=mesh,
@@ -234,11 +255,75 @@ def _make_engine(config: TrainConfig, model: Model, mesh: Any) -> NativeEngine:
             ),
             dtype=config.model.dtype,
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
-def _check_lengths(config: TrainConfig, model: Model, stops: Sequence[int]) -> None:
+def make_scorer(
+    config: TrainConfig, stack: contextlib.ExitStack
+) -> Callable[[Rollouts], list[Score]]:
+    """Start the scoring processes; return a function from answers to their scores."""
+    reward = config.reward
+    pool = stack.enter_context(
+        RewardPool(
+            reward.scorer,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        )
+    )
+
+    def score(rollouts: Rollouts) -> list[Score]:
+        pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
+        return pool.score(
+            [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
+        )
+
+    return score
+
+
+def training_sampler(
+    config: TrainConfig, draw: Callable[..., Rollouts], stops: tuple[int, ...]
+) -> Callable[[list[Prompt], int], Rollouts]:
+    """Return the function that samples a step's answers."""
+    rollout = config.rollout
+    sampling = Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_ids=stops,
+    )
+    return lambda prompts, step: draw(
+        prompts, sampling, samples=rollout.samples_per_prompt, seed=(config.seed, step, 0)
+    )
+
+
+def make_validator(
+    config: TrainConfig,
+    draw: Callable[..., Rollouts],
+    stops: tuple[int, ...],
+    score: Callable[[Rollouts], list[Score]],
+    prompts: list[Prompt],
+) -> Callable[[int], dict[str, float]] | None:
+    """Return the function that validates at a step, or None without validation prompts."""
+    if not prompts:
+        return None
+    how = config.validation
+    sampling = Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=how.temperature,
+        top_p=how.top_p,
+        stop_ids=stops,
+    )
+
+    def validate(step: int) -> dict[str, float]:
+        rollouts = draw(prompts, sampling, samples=how.samples, seed=(config.seed, step, 1))
+        return validation_metrics(rollouts.prompts, score(rollouts), samples=how.samples)
+
+    return validate
+
+
+def check_model(config: TrainConfig, model: Model, stops: Sequence[int]) -> None:
+    """Refuse a model that can't hold the longest sequence, or never ends one."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > model.spec.max_positions:
         raise ConfigError(
@@ -249,11 +334,12 @@ def _check_lengths(config: TrainConfig, model: Model, stops: Sequence[int]) -> N
         raise ConfigError("model.path: neither the tokenizer nor generation_config.json has an eos")
 
 
-def _read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
+def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
+    """Read and tokenise the prompts to train and to validate on."""
     data = config.data
 
     def read(paths: Sequence[str], key: str) -> list[Prompt]:
-        try:
+        with blamed_on(key):
             rows = load_rows(data.dataset, paths, check=check_prompt_row)
             return tokenize_prompts(
                 rows,
@@ -262,8 +348,6 @@ def _read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], li
                 filter_overlong=data.filter_overlong,
                 template_kwargs=data.template,
             )[0]
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{key}: {error}") from error
 
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
@@ -276,106 +360,7 @@ def _read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], li
     return train, validation[: config.validation.rows]
 
 
-def _reference(config: TrainConfig, model: Model) -> Any:
+def make_reference(config: TrainConfig, model: Model) -> Any:
+    """Copy the weights that a run begins with, in the compute dtype."""
     layout = jax.tree.map(lambda like: like.sharding, model.like)
     return reshard(model.params, layout, dtype=config.model.dtype)
-
-
-def _sample(
-    config: TrainConfig,
-    engine: NativeEngine,
-    stops: tuple[int, ...],
-    decode: Callable[..., str],
-    prompts: list[Prompt],
-    step: int,
-) -> Rollouts:
-    rollout = config.rollout
-    sampling = Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_ids=stops,
-    )
-    return sample(
-        engine,
-        prompts,
-        sampling,
-        samples=rollout.samples_per_prompt,
-        seed=(config.seed, step, 0),
-        decode=decode,
-    )
-
-
-def _validate(
-    config: TrainConfig,
-    engine: NativeEngine,
-    stops: tuple[int, ...],
-    decode: Callable[..., str],
-    score: Callable[[Rollouts], list[Score]],
-    prompts: list[Prompt],
-    step: int,
-) -> dict[str, float]:
-    how = config.validation
-    sampling = Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=how.temperature,
-        top_p=how.top_p,
-        stop_ids=stops,
-    )
-    rollouts = sample(
-        engine, prompts, sampling, samples=how.samples, seed=(config.seed, step, 1), decode=decode
-    )
-    return validation_metrics(rollouts.prompts, score(rollouts), samples=how.samples)
-
-
-def _score(pool: RewardPool, rollouts: Rollouts) -> list[Score]:
-    return pool.score(
-        [
-            RewardItem(p.data_source, text, p.ground_truth, p.extra_info)
-            for p, text in zip(rollouts.prompts, rollouts.texts, strict=True)
-        ]
-    )
-
-
-def _dump(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
-    """Write a step's answers to parquet."""
-    import pyarrow
-    import pyarrow.parquet
-
-    folder.mkdir(exist_ok=True)
-    rows = [
-        {
-            "step": step,
-            "prompt": json.dumps(prompt.messages),
-            "answer": text,
-            "tokens": completion.tokens.tolist(),
-            "finish": completion.finish,
-            "data_source": prompt.data_source,
-            "ground_truth": json.dumps(prompt.ground_truth),
-            "score": score.score,
-            "extra": json.dumps(score.extra),
-            "error": score.error,
-        }
-        for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
-    ]
-    path = folder / f"step_{step:06d}.parquet"
-    temporary = path.with_suffix(".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
-    temporary.replace(path)
-
-
-def print_before_and_after(folder: Path, display: Display) -> None:
-    """Print a table of the first and the last validation, and of the score in training."""
-    with (folder / "metrics.jsonl").open() as file:
-        lines = [json.loads(line) for line in file]
-    names = dict.fromkeys(n for line in lines for n in line if "@" in n or n == "critic/score/mean")
-    rows = []
-    for name in names:
-        found = [(line["step"], line[name]) for line in lines if name in line]
-        (first, before), (last, after) = found[0], found[-1]
-        best = float(np.max([value for _, value in found]))
-        rows.append(
-            [name, f"{before:.3f} (step {first})", f"{after:.3f} (step {last})", f"{best:.3f}"]
-        )
-    display.table("before and after", ["metric", "before", "after", "best"], rows)

@@ -1,6 +1,7 @@
 """Where metrics go: a JSONL file, TensorBoard, Weights & Biases, and the screen."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -125,7 +126,12 @@ class MetricsLog:
                     f"log.wandb={wandb!r} needs the package wandb: pip install 'jaxrl_llm[wandb]'"
                 ) from error
             self._wandb = client.init(
-                project=wandb, name=run_dir.name, dir=run_dir, config=dict(config), resume="allow"
+                project=wandb,
+                id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16],
+                name=run_dir.name,
+                dir=run_dir,
+                config=dict(config),
+                resume="allow",  # the folder's own run, when it is continued
             )
         if tensorboard:
             from tensorboardX import SummaryWriter

@@ -270,6 +270,11 @@ def restore_or_start(
     return saved
 
 
+def digest(text: str) -> str:
+    """Return a text's SHA-256 in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def made_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
     """Make a directory if it does not exist; refuse one that was made by another recipe.
 
@@ -278,17 +283,16 @@ def made_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
         recipe: everything that decides the result.
         make: writes the directory, whole or not at all.
     """
-    digest = hashlib.sha256(recipe.encode()).hexdigest()
     stamp = directory.with_name(directory.name + ".made_by")
     if directory.exists():
-        if stamp.exists() and stamp.read_text() != digest:
+        if stamp.exists() and stamp.read_text() != digest(recipe):
             raise ConfigError(
                 f"{directory} was made by another config than the one given now: "
                 "remove it, or name another directory"
             )
         return
     make()
-    write_text(stamp, digest)
+    write_text(stamp, digest(recipe))
 
 
 def quiet_libraries() -> None:

@@ -25,6 +25,7 @@ from jaxrl_llm.config import (
     to_yaml,
 )
 from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.keys import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +297,6 @@ def test_missing_key():
         ("group.limit", math.nan, "a number"),
         ("group.loss", 3, "a function's name or {fn: NAME, keyword: …}"),
         ("group.loss", None, "a function's name"),
-        ("group.loss", {"clip_high": 0.3}, "a function's name"),
         ("group.loss", {"fn": 3}, "a function's name"),
         ("group.loss", ["gspo"], "a function's name"),
         ("group.other", 3, "a function's name"),
@@ -430,3 +430,12 @@ def test_description():
         ("group.loss", "{fn: ppo_clip, clip_low: 0.1}", "a function"),
         ("group.other", "null", "a function or nothing"),
     ]
+
+
+def test_keywords_without_a_name_go_to_the_default_function():
+    tree = {"run_dir": "x", "model": {"path": "m"}, "data": {"train": "t"}}
+    apply_override(tree, "algorithm.loss.clip_high=0.3")
+    assert build(TrainConfig, tree).algorithm.loss == FunctionSpec("ppo_clip", {"clip_high": 0.3})
+    apply_override(tree, "algorithm.kl_loss.coef=1")  # no default: a name is needed
+    with pytest.raises(ConfigError, match="algorithm.kl_loss: got"):
+        build(TrainConfig, tree)

@@ -63,11 +63,22 @@ def test_moves_to_a_mesh_with_the_devices_in_another_order(tree):
     assert_arrived(reshard(tree, layout), tree, layout)
 
 
-@pytest.mark.parametrize("same_layout", [True, False])
-def test_the_source_may_be_donated(tree, mesh, same_layout):
-    layout = {k: v.sharding for k, v in tree.items()} if same_layout else replicated(mesh)
+def buffers(tree):
+    return {
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    }
+
+
+@pytest.mark.parametrize("move", ["nowhere", "within the mesh", "from one device to all"])
+def test_the_source_may_be_donated(tree, mesh, move):
+    layout = {k: v.sharding for k, v in tree.items()} if move == "nowhere" else replicated(mesh)
     wanted = jax.device_get(tree)
+    if move == "from one device to all":
+        tree = jax.device_put(wanted, jax.devices()[0])
     found = reshard(tree, layout)
+    assert not buffers(found) & buffers(tree)
     donate = jax.jit(lambda t: jax.tree.map(lambda x: -x - 1, t), donate_argnums=0)
     jax.block_until_ready(donate(tree))
     assert tree["matrix"].is_deleted()

@@ -1,0 +1,51 @@
+"""What a run leaves for people to read: answers in parquet files, and a table at the end."""
+
+import json
+from pathlib import Path
+
+from jaxrl_llm.experience import Rollouts
+from jaxrl_llm.metrics import Display
+from jaxrl_llm.rewards.pool import Score
+
+
+def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
+    """Write a step's answers to `folder/step_NNNNNN.parquet`, one row for each."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(exist_ok=True)
+    rows = [
+        {
+            "step": step,
+            "prompt": json.dumps(prompt.messages, ensure_ascii=False),
+            "answer": text,
+            "tokens": completion.tokens.tolist(),
+            "finish": completion.finish,
+            "data_source": prompt.data_source,
+            "ground_truth": json.dumps(prompt.ground_truth, ensure_ascii=False),
+            "score": score.score,
+            "extra": json.dumps(score.extra, ensure_ascii=False),
+            "error": score.error,
+        }
+        for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
+    ]
+    path = folder / f"step_{step:06d}.parquet"
+    temporary = path.with_suffix(".tmp")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+    temporary.replace(path)
+
+
+def print_before_and_after(folder: Path, display: Display) -> None:
+    """Print a table of the first, the last and the best validation and training score."""
+    with (folder / "metrics.jsonl").open() as file:
+        lines = [json.loads(line) for line in file]
+    names = dict.fromkeys(n for line in lines for n in line if "@" in n or n == "critic/score/mean")
+    rows = []
+    for name in names:
+        found = [(line["step"], line[name]) for line in lines if name in line]
+        (first, before), (last, after) = found[0], found[-1]
+        best = max(value for _, value in found)
+        rows.append(
+            [name, f"{before:.3f} (step {first})", f"{after:.3f} (step {last})", f"{best:.3f}"]
+        )
+    display.table("before and after", ["metric", "before", "after", "best"], rows)

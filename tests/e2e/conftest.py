@@ -1,0 +1,274 @@
+"""A tiny model, data set and config, and two ways to run the programs: here, and as processes.
+
+Runs in this process share a compilation cache and take one of its eight devices, so that most of
+them last two or three seconds. Runs as processes see one CPU device, as a laptop's would.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxrl_llm import sft, train
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.models.hf import read_spec
+from jaxrl_llm.models.spec import initialize
+from jaxrl_llm.sharding.mesh import make_mesh
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+USER_FUNCTIONS = Path(__file__).with_name("user_functions.py")
+
+SHRUNK = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+PREPARE = {
+    "fn": "arithmetic",
+    "operators": "+",
+    "digits": 1,
+    "train_rows": 64,
+    "validation_rows": 16,
+    "sft_rows": 64,
+}
+UNCOMPARED = ("timing_s/", "perf/")
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run left: its exit status, what it printed, and its folder."""
+
+    status: int
+    out: str
+    err: str
+    run_dir: Path
+
+    @property
+    def metrics(self):
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def learned(self):
+        """The metrics that must be the same in every repetition."""
+        return [
+            {name: value for name, value in line.items() if not name.startswith(UNCOMPARED)}
+            for line in self.metrics
+        ]
+
+    def ok(self):
+        assert self.status == 0, self.err
+        return self
+
+
+class Workshop:
+    """A folder with everything that a run needs, and the runs."""
+
+    def __init__(self, root):
+        self.root = root
+        self.count = 0
+        self.base, self.data = root / "base", root / "data"
+        self.cache = {
+            "jax_compilation_cache_dir": str(root / "compiled"),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        shutil.copy(USER_FUNCTIONS, root / "mine.py")
+        shutil.copytree(QUICKSTART, root / "random")
+        shape = json.loads((root / "random/config.json").read_text())
+        (root / "random/config.json").write_text(json.dumps(shape | SHRUNK))
+        prepare = PREPARE | {"out": str(self.data)}
+        self.write(
+            "sft.yaml",
+            {
+                "run_dir": str(root / "base.sft"),
+                "export_to": str(self.base),
+                "steps": 40,
+                "model": {"path": str(root / "random"), "random_init": True},
+                "data": {
+                    "train": str(self.data / "sft.parquet"),
+                    "prepare": prepare,
+                    "max_tokens": 16,
+                },
+                "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-2}},
+                "batch": {"examples_per_step": 16, "tokens_per_microbatch": 256},
+                "checkpoint": {"every": 4},
+                "log": {"tensorboard": False},
+            },
+        )
+        self.write(
+            "train.yaml",
+            {
+                "run_dir": str(root / "run"),
+                "steps": 2,
+                "model": {"path": str(self.base)},
+                "data": {
+                    "train": str(self.data / "train.parquet"),
+                    "validation": str(self.data / "validation.parquet"),
+                    "prepare": prepare,
+                    "max_prompt_tokens": 12,
+                },
+                "rollout": {"samples_per_prompt": 4, "max_new_tokens": 4, "slots": 32},
+                "reward": {"scorer": f"{root}/mine.py:digit_sum", "workers": 1},
+                "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-3}},
+                "batch": {
+                    "prompts_per_step": 8,
+                    "prompts_per_minibatch": 4,
+                    "tokens_per_microbatch": 128,
+                },
+                "log": {"tensorboard": False},
+            },
+        )
+
+    def write(self, name, tree):
+        (self.root / name).write_text(yaml.safe_dump(tree))
+
+    def folder(self):
+        self.count += 1
+        return self.root / f"run{self.count}"
+
+    def mine(self, name):
+        return f"{self.root}/mine.py:{name}"
+
+    def __call__(self, *overrides, program=train, config="train.yaml", run_dir=None, devices=1):
+        """Run a program in this process."""
+        run_dir = run_dir or self.folder()
+        words = ["--config", str(self.root / config), f"run_dir={run_dir}", *overrides]
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            self.caching(),
+        ):
+            some = jax.devices()[:devices]
+            patch.setattr("jaxrl_llm.setup.make_mesh", lambda sizes: make_mesh(sizes, some))
+            status = program.main(words)
+        return Result(status, out.getvalue(), err.getvalue(), run_dir)
+
+    @contextlib.contextmanager
+    def caching(self):
+        before = {name: getattr(jax.config, name) for name in self.cache}
+        for name, value in self.cache.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+    def start(
+        self, *overrides, run_dir, program="train", config="train.yaml", cached=True, prefix=()
+    ):
+        """Start a program as a process; `finish` waits for it."""
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
+        env = kept | {"JAX_PLATFORMS": "cpu"}
+        if cached:
+            env |= {name.upper(): str(value) for name, value in self.cache.items()}
+        words = ["-m", f"jaxrl_llm.{program}", "--config", str(self.root / config)]
+        return subprocess.Popen(
+            [*prefix, sys.executable, *words, f"run_dir={run_dir}", *overrides],
+            cwd=self.root,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def finish(self, process, run_dir):
+        out, err = process.communicate(timeout=300)
+        return Result(process.returncode, out, err, run_dir)
+
+    def params(self, run_dir, step=None):
+        """Return a checkpoint's parameters by name."""
+        spec = read_spec(self.base)
+        like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=None, read_only=True)
+        tree = checkpoints.restore_params(like, step).state
+        checkpoints.close()
+        return {
+            jax.tree_util.keystr(path): np.asarray(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory):
+    """The folder, with the data prepared and the base model trained."""
+    made = Workshop(tmp_path_factory.mktemp("workshop"))
+    made(program=sft, config="sft.yaml", run_dir=made.root / "base.sft").ok()
+    return made
+
+
+@pytest.fixture(scope="session")
+def run(workshop):
+    """Runs `train` in this process, with overrides."""
+    return workshop
+
+
+@pytest.fixture(scope="session")
+def finished(run):
+    """A run that nothing disturbed: dumps, validation and checkpoints in between."""
+    return run(
+        "steps=4",
+        "rollout.dump_every=2",
+        "validation.every=2",
+        "checkpoint.every=2",
+        "log.tensorboard=true",
+    ).ok()
+
+
+@pytest.fixture
+def copy_of(workshop):
+    """Copies a run's folder, to damage it or to go on with it."""
+
+    def copy(result):
+        target = workshop.folder()
+        shutil.copytree(result.run_dir, target)
+        return target
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Asserts that two mappings from names to arrays are equal, bit for bit."""
+
+    def check(found, wanted):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def until():
+    """Waits until a condition holds while a process runs; False if the process ended first."""
+
+    def wait(condition, process):
+        while process.poll() is None:
+            if condition():
+                return True
+            time.sleep(0.001)
+        return False
+
+    return wait

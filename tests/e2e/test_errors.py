@@ -1,0 +1,226 @@
+"""Every bad input ends with one line that says what is wrong, and a status; or is counted."""
+
+import fcntl
+import json
+import re
+import shutil
+import subprocess
+
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm import export, sft
+from jaxrl_llm.data.rows import read_rows
+
+
+def refused(result, status, pattern):
+    """Assert that a run ended with this status and this one line, and no traceback."""
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert (result.status, len(errors)) == (status, 1), result.err
+    assert re.search(pattern, errors[0]), errors[0]
+    assert result.err.rstrip().endswith(errors[0]), "something was printed after the error"
+    assert "Traceback" not in result.err
+
+
+# --------------------------------------------------------------------- found before anything runs
+
+
+@pytest.mark.parametrize(
+    ("override", "pattern"),
+    [
+        ("seeed=1", r"unknown key 'seeed'; did you mean 'seed'\?"),
+        ("algorithm.loss=ppo_clipp", r"algorithm\.loss: no function 'ppo_clipp' .*'ppo_clip'\?"),
+        ("algorithm.loss.clip_hihg=0.3", r"'ppo_clip' takes no 'clip_hihg'; .*'clip_high'\?"),
+        ("reward.scorer=mine.py:nothing", r"no file '.*/mine\.py'"),
+        ("data.train=no.parquet", r"data\.train: .*no\.parquet"),
+        ("model.path=nowhere", r"model\.path: .*nowhere"),
+        ("mesh.fsdp=3", r"mesh.* does not cover 1 devices"),
+        ("data.max_prompt_tokens=3", r"data\.train: .*row 0: \d+ tokens, .* max_prompt_tokens=3"),
+        ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
+        ("rollout.slots=30", r"rollout\.slots=30 is not a multiple of .*samples_per_prompt=4"),
+        ("log.wandb=project", r"log\.wandb='project' needs the package wandb: pip install"),
+    ],
+)
+def test_configs_that_cannot_be_run(run, override, pattern):
+    # A micro-batch holds the longest sequence of all the cases.
+    refused(run("batch.tokens_per_microbatch=512", override), 2, pattern)
+
+
+def test_a_missing_config_file(run):
+    refused(run(config="no.yaml"), 2, r"can't read '.*no\.yaml': No such file")
+
+
+def test_an_advantage_that_asks_for_what_nobody_produces(run, workshop):
+    result = run(f"algorithm.advantage={workshop.mine('advantage_of_nobody')}")
+    refused(result, 2, "advantage_of_nobody asks for 'temperature_of_the_sea', which nothing")
+
+
+def test_a_malformed_row_is_named_with_its_file(run, workshop, tmp_path):
+    rows = read_rows(workshop.data / "train.parquet")
+    rows[17]["reward_model"] = {"style": "rule"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    result = run(f"data.train={path}")
+    refused(result, 2, r"data\.train: .*rows\.jsonl, row 17: .*reward_model\.ground_truth")
+    path.write_text("\n".join([*map(json.dumps, rows[:3]), "{not json"]))
+    refused(run(f"data.train={path}"), 2, r"rows\.jsonl, line 4: not JSON")
+
+
+def test_a_filter_that_leaves_nothing(run):
+    result = run("data.max_prompt_tokens=3", "data.filter_overlong=true")
+    refused(result, 2, "none of 64 rows is left under max_prompt_tokens=3")
+
+
+def test_a_truncated_model(run, workshop, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(workshop.base, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(run(f"model.path={broken}"), 2, r"model\.path: .*model\.safetensors")
+
+
+def test_an_export_that_exists(run):
+    result = run(program=sft, config="sft.yaml")
+    refused(result, 2, "export_to: .*base' exists; remove it or name another one")
+
+
+# ------------------------------------------------------------------------------- user functions
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "pattern"),
+    [
+        ("loss", "loss_of_answers", r"'loss_of_answers' returned float32\[\d+\].* \[B T\]"),
+        ("advantage", "advantage_nan", r"'advantage_nan' returned NaN or infinity for \d+ of 32"),
+        ("advantage", "advantage_of_prompts", r"returned shape \[8\]; wanted .* \[32\] or"),
+    ],
+)
+def test_a_function_that_returns_something_else(run, workshop, key, name, pattern):
+    result = run(f"algorithm.{key}={workshop.mine(name)}", "validation.before=false")
+    refused(result, 1, pattern)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("reward_raises", r"exception: LookupError.*no such answer"),
+        ("reward_hangs", r"timeout: no answer within 0\.3 s"),
+        ("reward_nan", r"invalid: .*nan"),
+    ],
+)
+def test_a_reward_that_fails_stops_the_run_if_asked_to(run, workshop, name, pattern):
+    result = run(
+        f"reward.scorer={workshop.mine(name)}", "reward.on_error=null", "reward.timeout_s=0.3"
+    )
+    refused(result, 1, rf"failed on row \d+ .*data_source 'arithmetic', reply .*{pattern}")
+
+
+def test_a_reward_that_fails_is_counted_and_the_run_goes_on(run, workshop):
+    result = run(
+        f"reward.scorer={workshop.mine('reward_often_fails')}",
+        "reward.on_error=0.0",
+        "reward.timeout_s=0.3",
+        "data.shuffle=false",
+        "data.validation=[]",
+        "rollout.dump_every=1",
+    ).ok()
+    assert [line["reward/errors"] for line in result.metrics] == [12.0, 0.0]
+    table = pyarrow.parquet.read_table(result.run_dir / "rollouts/step_000001.parquet")
+    rows = table.to_pylist()
+    kinds = [str(row["error"]).partition(":")[0] for row in rows]
+    assert kinds == ["exception"] * 4 + ["timeout"] * 4 + ["invalid"] * 4 + ["None"] * 20
+    assert all(row["score"] == 0.0 for row in rows[:12])
+
+
+# ------------------------------------------------------------------------------------ numerics
+
+
+def test_an_engine_that_disagrees_is_found_at_step_1(run):
+    result = run("rollout.logprob_tolerance=1e-12")
+    refused(result, 1, r"log-probs differ .* at step 1, above rollout\.logprob_tolerance=1e-12")
+    assert [line["step"] for line in result.metrics] == [0]
+
+
+def test_updates_without_a_finite_gradient_are_skipped(run, workshop):
+    loss = f"algorithm.loss={workshop.mine('loss_nan_for_group_0')}"
+    result = run(loss, "optim.max_skipped=0").ok()  # one of two updates in each step
+    assert [line["actor/skipped"] for line in result.metrics[1:]] == [1.0, 1.0]
+
+
+def test_a_gradient_that_is_never_finite_stops_the_run(run, workshop):
+    loss = f"algorithm.loss={workshop.mine('loss_nan')}"
+    result = run(loss, "optim.max_skipped=3", "steps=9")
+    refused(result, 1, r"4 updates in a row .* not finite \(optim\.max_skipped=3\)")
+    assert [line["step"] for line in result.metrics] == [0, 1]
+
+
+# ---------------------------------------------------------------------- folders and checkpoints
+
+
+def test_resume_never_refuses_a_used_folder(run, finished, copy_of):
+    result = run("checkpoint.resume=never", run_dir=copy_of(finished))
+    refused(result, 2, r"checkpoint\.resume=never, but .* holds step 4")
+
+
+def test_a_second_process_in_the_same_folder(run, finished, copy_of):
+    folder = copy_of(finished)
+    with (folder / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused(run(run_dir=folder), 2, r"run_dir: another process is running in ")
+
+
+def test_a_truncated_checkpoint_and_its_remedy(run, finished, copy_of):
+    folder = copy_of(finished)
+    newest = folder / "checkpoints/4"
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    words = ["steps=4", "validation.every=2", "checkpoint.every=2"]
+    refused(run(*words, run_dir=folder), 1, rf"{newest} is damaged .* remove that folder")
+    shutil.rmtree(newest)
+    assert run(*words, run_dir=folder).ok().learned == finished.learned
+
+
+def test_a_limit_on_file_sizes_while_a_checkpoint_is_saved(workshop):
+    if not shutil.which("prlimit"):
+        pytest.skip("needs prlimit (util-linux)")
+    run_dir = workshop.folder()
+    words = ["steps=2", "checkpoint.every=1", "validation.before=false"]
+    limited = workshop.start(*words, run_dir=run_dir, prefix=("prlimit", "--fsize=30000"))
+    refused(workshop.finish(limited, run_dir), 1, rf"can't save .*{run_dir}/checkpoints")
+    again = workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir).ok()
+    assert [line["step"] for line in again.metrics] == [1, 2]
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_saved(workshop, tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]
+    if (
+        not shutil.which("mount")
+        or subprocess.run(mount, check=False, capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount a small file system")
+    run_dir = tmp_path / "run"
+    try:
+        words = ["steps=2", "checkpoint.every=1", "validation.before=false"]
+        result = workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir)
+        refused(result, 1, r"can't save .*/checkpoints.*[Nn]o space left")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# --------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["{tmp}/none", "{tmp}/out"], r"none' is not a run"),
+        (["{run}", "{run}"], r"exists"),
+        (["{run}", "{tmp}/out", "--step", "3"], r"no checkpoint of step 3 .*have \[2, 4\]"),
+    ],
+)
+def test_exports_that_cannot_be_made(finished, tmp_path, capsys, words, pattern):
+    words = [word.format(tmp=tmp_path, run=finished.run_dir) for word in words]
+    assert export.main(words) == 2
+    printed = capsys.readouterr().err
+    assert re.search(pattern, printed), printed
+    assert printed.startswith("error: ") and printed.count("\n") == 1

@@ -1,0 +1,142 @@
+"""The same config and seed give the same run, however often it is killed on the way."""
+
+import random
+import re
+import time
+
+import numpy as np
+import pytest
+
+LONG = (
+    "steps=6",
+    "validation.every=3",
+    "checkpoint.every=2",
+    "rollout.dump_every=2",
+    "algorithm.kl_reward=k1",
+    "algorithm.kl_controller={fn: adaptive, target: 0.01, horizon: 100}",
+)
+
+
+def test_two_runs_of_one_seed_are_the_same_bit_for_bit(workshop, same):
+    """As two processes, each of which compiles everything for itself."""
+    folders = [workshop.folder(), workshop.folder()]
+    processes = [workshop.start("steps=3", run_dir=f, cached=False) for f in folders]
+    first, second = (workshop.finish(*pair).ok() for pair in zip(processes, folders, strict=True))
+    assert [line["step"] for line in first.metrics] == [0, 1, 2, 3]
+    assert first.learned == second.learned
+    assert all(line["actor/grad_norm"] > 0 for line in first.metrics[1:])
+    same(workshop.params(first.run_dir), workshop.params(second.run_dir))
+
+
+def test_another_seed_gives_another_run(run, finished):
+    other = run("steps=1", "seed=1").ok()
+    assert other.metrics[1]["critic/score/mean"] != finished.metrics[1]["critic/score/mean"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(workshop):
+    """The run that the killed ones must repeat, its base model made on the way; and its seconds."""
+    run_dir = workshop.folder()
+    begin = time.monotonic()
+    words = warm(workshop, run_dir)
+    result = workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
+    return result, time.monotonic() - begin
+
+
+def warm(workshop, run_dir):
+    return f"model.path={run_dir}.base", f"model.warm_start={workshop.root}/sft.yaml"
+
+
+def saving(folder, run="."):
+    """Tell whether a checkpoint is being written."""
+    return any("tmp" in path.name for path in folder.glob(f"{run}/checkpoints/*"))
+
+
+def lines(folder, count, run="."):
+    """Tell whether a run has written so many lines of metrics."""
+    return any(p.read_bytes().count(b"\n") >= count for p in folder.glob(f"{run}/metrics.jsonl"))
+
+
+def kill_and_continue(workshop, undisturbed, moments, same, until):
+    """Kill a run at one moment after the other, then let it end; compare."""
+    wanted, _ = undisturbed
+    run_dir = workshop.folder()
+    words = warm(workshop, run_dir)
+    base_run = f"{run_dir.name}.base.sft*"
+    killed = 0
+    for moment in moments:
+        process = workshop.start(*LONG, *words, run_dir=run_dir)
+        begin = time.monotonic()
+        reached = {
+            "sft": lambda: lines(workshop.root, 6, base_run),
+            "sft save": lambda: saving(workshop.root, base_run),
+            "save": lambda: saving(run_dir),
+            "steps": lambda: lines(run_dir, 4),
+        }.get(moment, lambda begin=begin, moment=moment: time.monotonic() - begin > moment)
+        killed += until(reached, process)
+        process.kill()
+        process.communicate()
+    assert killed >= len(moments) - 1, "a run ended before it could be killed"
+    result = workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
+    assert [line["step"] for line in result.metrics] == list(range(7))
+    assert result.learned == wanted.learned
+    same(workshop.params(run_dir), workshop.params(wanted.run_dir))
+    base = [p.with_name(f"{p.name}.base") / "model.safetensors" for p in (run_dir, wanted.run_dir)]
+    assert base[0].read_bytes() == base[1].read_bytes()
+    dumps = [sorted(p.name for p in (d / "rollouts").iterdir()) for d in (run_dir, wanted.run_dir)]
+    assert dumps[0] == dumps[1]
+    assert not saving(run_dir)
+    assert re.search(r"continuing after step \d", result.err)
+
+
+def test_killed_in_the_warm_start_in_a_save_and_at_a_step(workshop, undisturbed, same, until):
+    moments = ["sft", "sft save", "save", "steps"]
+    kill_and_continue(workshop, undisturbed, moments, same, until)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_killed_at_random_moments(workshop, undisturbed, same, until, seed):
+    dice = random.Random(seed)
+    _, seconds = undisturbed
+    moments = [dice.uniform(0.3, 1.0) * seconds for _ in range(5)] + ["save"] * 2
+    dice.shuffle(moments)
+    kill_and_continue(workshop, undisturbed, moments, same, until)
+
+
+# ---------------------------------------------------------- what must not make a difference
+
+EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
+
+
+@pytest.fixture(scope="session")
+def plain(workshop):
+    return workshop(*EXACTLY).ok()
+
+
+def close(workshop, found, wanted):
+    before = workshop.params(wanted.run_dir)
+    for name, value in workshop.params(found.run_dir).items():
+        np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
+    for a, b in zip(found.metrics, wanted.metrics, strict=True):
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+            assert a.get(name) == pytest.approx(b.get(name), rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_the_micro_batch_makes_no_difference(workshop, plain, tokens):
+    other = workshop(*EXACTLY, f"batch.tokens_per_microbatch={tokens}").ok()
+    close(workshop, other, plain)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "{data: 2, fsdp: 2, tensor: 2}",
+        pytest.param("{fsdp: 8}", marks=pytest.mark.slow),
+        pytest.param("{data: 8, fsdp: 1}", marks=pytest.mark.slow),
+    ],
+)
+def test_the_mesh_makes_no_difference(workshop, plain, mesh):
+    other = workshop(*EXACTLY, f"mesh={mesh}", devices=8).ok()
+    close(workshop, other, plain)

@@ -1,0 +1,112 @@
+"""What users write: `my_file.py:name` in a config. Copied beside the configs of the tests."""
+
+import math
+import time
+
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.losses import TokenLoss
+
+# ------------------------------------------------------------------------------------ that work
+
+
+def digit_sum(data_source, solution_str, ground_truth, extra_info=None):
+    """Score every answer differently, so that no group is without spread."""
+    return sum(int(c) for c in solution_str if c in "0123456789") / 10
+
+
+def reward_with_more(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
+    return {
+        "score": digit_sum(data_source, solution_str, ground_truth) + bonus,
+        "acc": float(solution_str == ground_truth),
+        "seen": f"{data_source}/{extra_info['index']}",
+    }
+
+
+def loss(logprobs, advantages, *, weight):
+    return TokenLoss(
+        -weight * logprobs * advantages, {"my_weight": jnp.full_like(logprobs, weight)}
+    )
+
+
+def advantage(scores, mask, *, shift):
+    return jnp.where(mask, scores[:, None] - shift, 0.0)
+
+
+def reduce(mask, *, total):
+    return total * mask / jnp.maximum(mask.sum(), 1)
+
+
+def kl(logprobs, ref_logprobs):
+    return 0.5 * (logprobs - ref_logprobs) ** 2 + 1.0
+
+
+def rows(paths, *, source):
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}],
+            "data_source": source,
+            "reward_model": {"ground_truth": str(i % 10 + i // 10)},
+            "extra_info": {"index": i, "paths": list(paths)},
+        }
+        for i in range(24)
+    ]
+
+
+class Rows:
+    """A dataset as a class: a sequence of rows."""
+
+    def __init__(self, paths, *, source="class"):
+        self.rows = rows(paths, source=source)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+# ------------------------------------------------------------------------------ that do not work
+
+
+def loss_of_answers(logprobs, advantages):
+    return (logprobs * advantages).sum(1)
+
+
+def loss_nan(logprobs):
+    return logprobs * jnp.nan
+
+
+def loss_nan_for_group_0(logprobs, advantages, group_ids):
+    bad = (group_ids == 0)[:, None]
+    return jnp.where(bad, jnp.inf, 1.0) * -logprobs * advantages
+
+
+def advantage_of_nobody(scores, temperature_of_the_sea):
+    return scores
+
+
+def advantage_nan(scores):
+    return jnp.where(scores >= scores.max(), jnp.nan, scores)
+
+
+def advantage_of_prompts(scores):
+    return scores.reshape(-1, 4).mean(1)
+
+
+def reward_raises(data_source, solution_str, ground_truth, extra_info=None):
+    raise LookupError("no such answer")
+
+
+def reward_hangs(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(3600)
+
+
+def reward_nan(data_source, solution_str, ground_truth, extra_info=None):
+    return math.nan
+
+
+def reward_often_fails(data_source, solution_str, ground_truth, extra_info=None):
+    failing = {0: reward_raises, 1: reward_hangs, 2: reward_nan}
+    score = failing.get(extra_info["index"], digit_sum)
+    return score(data_source, solution_str, ground_truth, extra_info)
