@@ -11,7 +11,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxrl_llm.functions import RunError
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each of its steps
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports each step; errors it raises
 
 
 class CheckpointError(RunError):

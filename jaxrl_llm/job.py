@@ -140,7 +140,7 @@ def build(
     engine = make_engine(config, model, mesh)
     stack.callback(engine.close)
     draw = functools.partial(
-        sample, engine, decode=functools.partial(tokenizer.decode, skip_special_tokens=False)
+        sample, engine, decode=functools.partial(tokenizer.decode, skip_special_tokens=True)
     )
     score = make_scorer(config, stack)
     run_so_far = open_run(config, folder, model, learner, train, stack)

@@ -299,5 +299,5 @@ def quiet_libraries() -> None:
     """Keep libraries' chatter off the screen; warnings and errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax raises its errors, too
     logging.getLogger("jaxrl_llm").setLevel(logging.INFO)

@@ -132,7 +132,15 @@ def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Toke
 def microbatches(
     batch: Batch, names: set[str], shape: RowShape, mesh: Mesh
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """Cut a batch into micro-batches on the devices, each with the indices of its sequences."""
+    """Cut a batch into micro-batches on the devices, each with the indices of its sequences.
+
+    Raises:
+        ValueError: a batch wider than a row.
+    """
+    if batch.tokens.shape[1] > shape.length:
+        raise ValueError(
+            f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
+        )
     sharding = over_batch(mesh)
     for members in plan(batch.sizes, shape):
         indices = np.array([i for row in members for i in row])

@@ -327,3 +327,11 @@ def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
     text = compiled.compile().as_text()
     assert "f32[1,8,16]" in text, "one row for each device"
     assert "f32[8,8,16]" not in text, "the residual stream of all rows"
+
+
+def test_a_batch_wider_than_a_row_is_refused():
+    shape = row_shape(64, 16, sequences=4)
+    mesh = make_mesh({}, jax.devices()[:1])
+    batch = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
+    with pytest.raises(ValueError, match="a batch of 17 columns, wanted at most a row's 16"):
+        list(microbatches(batch, set(), shape, mesh))
