@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
-from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.metrics import CompileCounter
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.sharding.mesh import make_mesh
