@@ -1,7 +1,9 @@
 """The same config and seed give the same run, however often it is killed on the way."""
 
+import contextlib
 import random
 import re
+import shutil
 import time
 
 import numpy as np
@@ -35,21 +37,23 @@ def test_another_seed_gives_another_run(run, finished):
 
 @pytest.fixture(scope="session")
 def undisturbed(workshop):
-    """The run that the killed ones must repeat, its base model made on the way; and its seconds."""
+    """The run that the killed ones must repeat, its base model made on the way."""
     run_dir = workshop.folder()
-    begin = time.monotonic()
     words = warm(workshop, run_dir)
-    result = workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
-    return result, time.monotonic() - begin
+    return workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
 
 
 def warm(workshop, run_dir):
     return f"model.path={run_dir}.base", f"model.warm_start={workshop.root}/sft.yaml"
 
 
-def saving(folder, run="."):
-    """Tell whether a checkpoint is being written."""
-    return any("tmp" in path.name for path in folder.glob(f"{run}/checkpoints/*"))
+def saving(folder, run=".", since=0.0):
+    """Tell whether a checkpoint is being written that was begun after `since`."""
+    for path in folder.glob(f"{run}/checkpoints/*tmp*"):
+        with contextlib.suppress(FileNotFoundError):  # it has just become whole
+            if path.stat().st_mtime > since:
+                return True
+    return False
 
 
 def lines(folder, count, run="."):
@@ -57,28 +61,28 @@ def lines(folder, count, run="."):
     return any(p.read_bytes().count(b"\n") >= count for p in folder.glob(f"{run}/metrics.jsonl"))
 
 
-def kill_and_continue(workshop, undisturbed, moments, dice, same, until):
+def kill_and_continue(workshop, wanted, moments, dice, same, until):
     """Kill a run at one moment after the other, then let it end; compare."""
-    wanted, _ = undisturbed
     run_dir = workshop.folder()
     words = warm(workshop, run_dir)
     base_run = f"{run_dir.name}.base.sft*"
     killed = 0
-    for moment in moments:
+    for kind, number in moments:
         process = workshop.start(*LONG, *words, run_dir=run_dir)
-        begin = time.monotonic()
+        begin = time.time()
         reached = {
-            "sft": lambda: lines(workshop.root, 6, base_run),
-            "sft save": lambda: saving(workshop.root, base_run),
-            "save": lambda: saving(run_dir),
-            "steps": lambda: lines(run_dir, 4),
-        }.get(moment, lambda begin=begin, moment=moment: time.monotonic() - begin > moment)
+            "seconds": lambda begin=begin, number=number: time.time() > begin + number,
+            "sft steps": lambda number=number: lines(workshop.root, number, base_run),
+            "sft save": lambda begin=begin: saving(workshop.root, base_run, begin),
+            "steps": lambda number=number: lines(run_dir, number),
+            "save": lambda begin=begin: saving(run_dir, since=begin),
+        }[kind]
         killed += until(reached, process)
-        if moment in ("sft", "steps"):
+        if kind.endswith("steps"):
             time.sleep(dice.uniform(0, 0.1))
         process.kill()
         process.communicate()
-    assert killed >= len(moments) - 1, "a run ended before it could be killed"
+    assert killed == len(moments), "a run ended before it could be killed"
     result = workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
     assert [line["step"] for line in result.metrics] == list(range(7))
     assert result.learned == wanted.learned
@@ -92,7 +96,7 @@ def kill_and_continue(workshop, undisturbed, moments, dice, same, until):
 
 
 def test_killed_in_the_warm_start_in_a_save_and_at_a_step(workshop, undisturbed, same, until):
-    moments = ["sft", "sft save", "save", "steps"]
+    moments = [("sft steps", 6), ("sft save", 1), ("save", 1), ("steps", 4)]
     kill_and_continue(workshop, undisturbed, moments, random.Random(0), same, until)
 
 
@@ -100,9 +104,10 @@ def test_killed_in_the_warm_start_in_a_save_and_at_a_step(workshop, undisturbed,
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_killed_at_random_moments(workshop, undisturbed, same, until, seed):
     dice = random.Random(seed)
-    _, seconds = undisturbed
-    moments = [dice.uniform(0.3, 1.0) * seconds for _ in range(5)] + ["save"] * 2
-    dice.shuffle(moments)
+    moments = [("seconds", dice.uniform(0, 4))]
+    moments += [("sft steps", n) for n in sorted(dice.sample(range(1, 40), 3))]
+    moments += [("seconds", dice.uniform(0, 4)), ("save", 1)]
+    moments += [("steps", n) for n in sorted(dice.sample(range(4, 7), 2))]
     kill_and_continue(workshop, undisturbed, moments, dice, same, until)
 
 
@@ -142,3 +147,18 @@ def test_the_micro_batch_makes_no_difference(workshop, plain, tokens):
 def test_the_mesh_makes_no_difference(workshop, plain, mesh):
     other = workshop(*EXACTLY, f"mesh={mesh}", devices=8).ok()
     close(workshop, other, plain)
+
+
+@pytest.mark.parametrize("left", ["nothing", "metadata", "no mark"])
+def test_killed_while_an_old_checkpoint_was_removed(workshop, finished, copy_of, left):
+    """What is left of the older one stands in nobody's way."""
+    folder = copy_of(finished)
+    old = folder / "checkpoints/2"
+    keep = {"nothing": (), "metadata": ("_CHECKPOINT_METADATA",)}.get(left)
+    for path in list(old.iterdir()):
+        if path.name == "commit_success.txt" if keep is None else path.name not in keep:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    words = ["steps=6", "rollout.dump_every=2", "validation.every=2", "checkpoint.every=2"]
+    result = workshop(*words, run_dir=folder).ok()
+    assert [line["step"] for line in result.metrics] == list(range(7))
+    assert {"4", "6"} <= {path.name for path in (folder / "checkpoints").iterdir()}

@@ -15,7 +15,7 @@ def digit_sum(data_source, solution_str, ground_truth, extra_info=None):
     return sum(int(c) for c in solution_str if c in "0123456789") / 10
 
 
-def reward_with_more(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
+def reward_with_more(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
     return {
         "score": digit_sum(data_source, solution_str, ground_truth) + bonus,
         "acc": float(solution_str == ground_truth),
@@ -106,7 +106,7 @@ def reward_nan(data_source, solution_str, ground_truth, extra_info=None):
     return math.nan
 
 
-def reward_often_fails(data_source, solution_str, ground_truth, extra_info=None):
+def reward_often_fails(data_source, solution_str, ground_truth, extra_info):
     failing = {0: reward_raises, 1: reward_hangs, 2: reward_nan}
     score = failing.get(extra_info["index"], digit_sum)
     return score(data_source, solution_str, ground_truth, extra_info)
