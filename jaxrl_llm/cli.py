@@ -53,7 +53,9 @@ def config_main(
             raise
         return _report(error, 1)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command continues from the newest checkpoint\n")
+        sys.stderr.write(
+            "interrupted: the same command continues from the newest checkpoint, if there is one\n"
+        )
         return 130
     return 0
 

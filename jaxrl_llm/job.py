@@ -22,15 +22,17 @@ from jaxrl_llm.data.dataset import (
     tokenize_prompts,
 )
 from jaxrl_llm.data.packing import RowShape, row_shape
-from jaxrl_llm.dataflow import asks_for, check_fields
+from jaxrl_llm.dataflow import asks_for, check_fields, describe
 from jaxrl_llm.evaluate import validation_metrics
 from jaxrl_llm.experience import Rollouts, advantage_step, sample
 from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, run
 from jaxrl_llm.metrics import Display, MetricsLog
+from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
+from jaxrl_llm.rewards.scorers import SOURCES
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.setup import (
     Model,
@@ -48,7 +50,7 @@ from jaxrl_llm.setup import (
     run_folder,
 )
 from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.sharding.reshard import cast_tree, checksum, reshard
 from jaxrl_llm.step import Learner, Objective, logprob_pass, make_learner
 from jaxrl_llm.supervised import run_sft
 from jaxrl_llm.types import Sampling
@@ -89,11 +91,13 @@ class Functions:
         self.advantage = checked(wanted.advantage, keys.ADVANTAGES, "advantage", estimate)
         self.loss = checked(wanted.loss, keys.LOSSES, "loss", frozenset())
         self.reduce = find(wanted.reduce, keys.REDUCTIONS, "reduce")
+        takes(self.reduce, ("mask",), "algorithm.reduce")
         kl_spec, kl_key = (
             (wanted.kl_loss, "kl_loss") if wanted.kl_loss else (wanted.kl_reward, "kl_reward")
         )
         self.kl = checked(kl_spec, keys.KLS, kl_key, frozenset()) if kl_spec else None
         self.controller = find(wanted.kl_controller, keys.KLS, "kl_controller")
+        takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
         self.optimizer, self.schedule = make_optimizer(config.optim)
         self.objective = Objective(
             loss=self.loss,
@@ -104,12 +108,25 @@ class Functions:
         self.needs_reference = self.kl is not None or "ref_logprobs" in needs
 
 
+def takes(function: Callable[..., Any], wanted: tuple[str, ...], key: str) -> None:
+    """Raise ConfigError unless a function has as many positional parameters as it is given."""
+    found = asks_for(function)
+    if len(found) != len(wanted):
+        raise ConfigError(
+            f"{key}: {describe(function)} takes ({', '.join(found)}), wanted ({', '.join(wanted)})"
+        )
+
+
 def warm_start(config: TrainConfig) -> None:
     """Make the base model by supervised training where there is none yet."""
     if config.model.warm_start is None:
         return
     path = Path(config.model.path)
-    sft = load(SftConfig, config.model.warm_start, [f"export_to={path}", f"run_dir={path}.sft"])
+    try:
+        sft = load(SftConfig, config.model.warm_start)
+    except ConfigError as error:
+        raise ConfigError(f"model.warm_start: {error}") from error
+    sft = dataclasses.replace(sft, export_to=str(path), run_dir=f"{path}.sft")
     recipe = to_yaml(sft)
     # another recipe must not continue this one's checkpoints
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(recipe)[:8]}")
@@ -122,9 +139,10 @@ def build(
     """Build everything that the loop calls, and find out where it starts."""
     mesh = open_mesh(config.mesh)
     model = open_model(config.model, mesh, seed=config.seed)
-    tokenizer = load_tokenizer(config.model.path)
-    stops = stop_ids(tokenizer, config.model.path)
-    check_model(config, model, stops)
+    with blamed_on("model.path"):
+        tokenizer = load_tokenizer(config.model.path)
+        stops = stop_ids(tokenizer, config.model.path)
+    check_model(config, model)
     train, validation = read_prompts(config, tokenizer)
     settings = forward_settings(config.model, model.spec, config.rollout.temperature)
     shape = microbatch_shape(config, mesh)
@@ -147,6 +165,7 @@ def build(
     job = Job(
         config=config,
         engine=engine,
+        checksum=as_held(model, config.model.dtype),
         sample=training_sampler(config, draw, stops),
         score=score,
         logprobs=logprob_pass(settings, shape, mesh),
@@ -322,16 +341,14 @@ def make_validator(
     return validate
 
 
-def check_model(config: TrainConfig, model: Model, stops: Sequence[int]) -> None:
-    """Refuse a model that can't hold the longest sequence, or never ends one."""
+def check_model(config: TrainConfig, model: Model) -> None:
+    """Refuse a model that can't hold the longest sequence."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > model.spec.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model has "
             f"{model.spec.max_positions} positions (max_position_embeddings)"
         )
-    if not stops:
-        raise ConfigError("model.path: neither the tokenizer nor generation_config.json has an eos")
 
 
 def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
@@ -351,6 +368,7 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
 
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
+    check_sources(config, [*train, *validation])
     wanted = config.batch.prompts_per_step
     if not config.steps and len(train) * config.epochs < wanted:
         raise ConfigError(
@@ -360,7 +378,24 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
     return train, validation[: config.validation.rows]
 
 
+def check_sources(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse data sources for which `by_source` knows no scorer, before anything is sampled."""
+    if config.reward.scorer.fn == "by_source":
+        unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
+        if unknown:
+            raise ConfigError(
+                f"reward.scorer: by_source knows no scorer for data_source {unknown[0]!r}, only "
+                f"for {', '.join(SOURCES)}; name a scorer, or a function of your own"
+            )
+
+
+def as_held(model: Model, dtype: str) -> Callable[[Any], Any]:
+    """Return the checksum of parameters after the engine's cast."""
+    dtypes = compute_dtypes(model.spec, dtype)
+    return jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
+
+
 def make_reference(config: TrainConfig, model: Model) -> Any:
     """Copy the weights that a run begins with, in the compute dtype."""
     layout = jax.tree.map(lambda like: like.sharding, model.like)
-    return reshard(model.params, layout, dtype=config.model.dtype)
+    return reshard(model.params, layout, dtype=compute_dtypes(model.spec, config.model.dtype))

@@ -114,7 +114,9 @@ class OptimConfig:
         "optax schedule: learning rate by update",
     )
     grad_clip: float | None = key(1.0, "largest global gradient norm; null does not clip")
-    max_skipped: int = key(3, "stop after so many updates in a row with a non-finite gradient")
+    max_skipped: int = key(
+        3, "stop when more updates in a row had a non-finite gradient and were skipped"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,11 @@ class TrainConfig:
             f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
         _require(
+            self.validation.samples == 1 or self.validation.temperature > 0,
+            f"validation.samples={self.validation.samples} at validation.temperature=0 draws the "
+            "same answer each time: raise the temperature, or take one sample",
+        )
+        _require(
             rollout.temperature > 0,
             f"rollout.temperature={rollout.temperature}, wanted a number above 0, to explore",
         )
@@ -296,6 +303,7 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
     """Refuse contradictions in the groups that training and SFT share."""
     _at_least(config, 1, "steps epochs model.logprob_chunk checkpoint.keep")
     _at_least(config, 0, "seed checkpoint.every optim.max_skipped")
+    _require(config.seed < 2**32, f"seed={config.seed}, wanted a number below 2**32")
     _require(len(config.data.train) > 0, "data.train names no file")
     _require(
         config.model.dtype in ("float32", "bfloat16"),

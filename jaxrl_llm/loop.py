@@ -1,6 +1,6 @@
 """The single controller: the whole synchronous loop."""
 
-import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.dataflow import call
 from jaxrl_llm.evaluate import headline
 from jaxrl_llm.experience import Rollouts, experience, penalize
 from jaxrl_llm.keys import TrainConfig
@@ -27,7 +28,6 @@ from jaxrl_llm.metrics import (
 )
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.sharding.reshard import cast, checksum
 from jaxrl_llm.step import Learner, TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
@@ -39,6 +39,7 @@ class Job:
     Attributes:
         total_steps: steps in all.
         origin: digests of the weights and data that the run began with.
+        checksum: of parameters, as the engine should hold them.
         sample: (prompts, step) -> rollouts.
         score: rollouts -> one score for each answer.
         logprobs: (params, batch) -> `logprobs` and `entropy` [B T].
@@ -57,6 +58,7 @@ class Job:
     total_steps: int
     origin: dict[str, Any]
     engine: Engine
+    checksum: Callable[[Any], Any]
     sample: Callable[[list[Prompt], int], Rollouts]
     score: Callable[[Rollouts], list[Score]]
     logprobs: Callable[[Any, Batch], dict[str, np.ndarray]]
@@ -146,17 +148,12 @@ def lay_out(rollouts: Rollouts, scores: list[Score], config: TrainConfig) -> Bat
 def push(job: Job, state: TrainState, step: int) -> None:
     """Give the engine the current weights, and compare its echo with what was sent."""
     receipt = job.engine.load(state.params, version=step)
-    sent = int(_checksum(state.params, job.config.model.dtype))
+    sent = int(job.checksum(state.params))
     if receipt.version != step or receipt.checksum != sent:
         raise EngineError(
             f"the engine echoed version {receipt.version} with checksum {receipt.checksum:08x}, "
             f"wanted version {step} with {sent:08x}: it does not hold the weights that were sent"
         )
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _checksum(params: Any, dtype: str) -> jax.Array:
-    return checksum(jax.tree.map(lambda x: cast(x, dtype), params))
 
 
 def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, float]:
@@ -184,7 +181,8 @@ def kl_to_reference(kl: Callable[..., Any] | None, batch: Batch) -> np.ndarray:
     """Return the KL of every token to the reference, or zeros without one."""
     if kl is None:
         return np.zeros(batch.tokens.shape, np.float32)
-    values = kl(jnp.asarray(batch["old_logprobs"]), jnp.asarray(batch["ref_logprobs"]))
+    fields = {name: jnp.asarray(values) for name, values in batch.fields.items()}
+    values = call(kl, {**fields, "logprobs": fields["old_logprobs"]})
     return np.where(batch["mask"], np.asarray(values, np.float32), 0)
 
 
@@ -205,8 +203,9 @@ def update(
             state, metrics = job.learner.update(state, minibatch, coefs)
             found.append(metrics)
     found = jax.device_get(found)
-    check_skipped(int(found[-1]["skipped"]), config.optim.max_skipped)
-    means = {f"actor/{k}": float(np.mean([m[k] for m in found])) for k in found[0]}
+    check_skipped(max(int(m["skipped"]) for m in found), config.optim.max_skipped)
+    applied = [m for m in found if not m["skipped"]] or found
+    means = {f"actor/{k}": float(np.mean([m[k] for m in applied])) for k in found[0]}
     means["actor/skipped"] = float(sum(m["skipped"] > 0 for m in found))
     return state, means | {"actor/lr": float(job.learning_rate(first))}
 
@@ -235,7 +234,18 @@ def batch_metrics(batch: Batch, rollouts: Rollouts, scores: list[Score]) -> dict
         "actor/entropy": float(batch["entropy"][mask].mean()),
         "critic/groups_without_spread": float(np.mean(np.ptp(per_group, axis=1) == 0)),
         "reward/errors": float(sum(s.error is not None for s in scores)),
+        **extra_metrics(scores),
     }
+
+
+def extra_metrics(scores: list[Score]) -> dict[str, float]:
+    """Return the means of what else the scorer reports as numbers, over answers that have it."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.extra.items():
+            if isinstance(value, int | float):
+                found[name].append(float(value))
+    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in found.items()}
 
 
 def kl_metrics(batch: Batch, kl: np.ndarray, kl_coef: float) -> dict[str, float]:

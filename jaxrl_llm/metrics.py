@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import resource
 import sys
@@ -80,7 +81,8 @@ class MetricsFile:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
-        line = json.dumps({"step": step, **metrics})
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **known})
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
@@ -136,7 +138,9 @@ class MetricsLog:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+            self._writer = SummaryWriter(
+                str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0
+            )
         self.file = MetricsFile(run_dir / "metrics.jsonl", position)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -34,7 +34,30 @@ from jaxrl_llm.step import Forward, Learner, TrainState
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
+PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
+
+
+CHANGEABLE = (
+    "run_dir",
+    "steps",
+    "epochs",
+    "log",
+    "checkpoint",
+    "validation",
+    "mesh",
+    "export_to",
+    "batch.tokens_per_microbatch",
+    "data.prepare",
+    "data.validation",
+    "model.remat",
+    "model.logprob_chunk",
+    "model.warm_start",
+    "reward.workers",
+    "reward.timeout_s",
+    "rollout.dump_every",
+    "rollout.slots",
+)
+"""Keys that may change when a run is continued: they move what is written, or only rounding."""
 
 
 class Model(NamedTuple):
@@ -84,11 +107,27 @@ def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
             raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
         resolved = folder / "config.yaml"
         if resolved.exists():
-            for line in changes(read_yaml(resolved), as_tree(config)):
-                log.warning("config changed since this run began: %s", line)
+            check_changes(folder, changes(read_yaml(resolved), as_tree(config)))
         write_text(resolved, to_yaml(config))
         write_text(folder / "versions.json", json.dumps(versions(config.seed), indent=1) + "\n")
         yield folder
+
+
+def check_changes(folder: Path, changed: Sequence[str]) -> None:
+    """Log what changed in a run's config; refuse what would mix two runs into one.
+
+    Before the first checkpoint there is nothing to mix, and a run starts anew.
+    """
+    for line in changed:
+        name = line.partition(":")[0]
+        if not any(name == free or name.startswith(f"{free}.") for free in CHANGEABLE) and any(
+            (folder / "checkpoints").glob("[0-9]*")
+        ):
+            raise ConfigError(
+                f"{line}: the run in {str(folder)!r} was begun otherwise and can't be continued "
+                "with it; put it back, or name another run_dir"
+            )
+        log.warning("config changed since this run began: %s", line)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -127,7 +166,16 @@ def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
     Raises:
         ConfigError: it failed, or left a file unwritten.
     """
-    if spec is None or all(Path(path).exists() for path in wanted):
+    if spec is None:
+        return
+    stamp = Path(wanted[0]).parent / ".prepared_by"
+    recipe = digest(json.dumps(spec.as_config(), sort_keys=True, default=str))
+    if all(Path(path).exists() for path in wanted):
+        if stamp.exists() and stamp.read_text() != recipe:
+            raise ConfigError(
+                f"data.prepare: the files in {str(stamp.parent)!r} were prepared with other "
+                "keywords; remove that folder, or name another one"
+            )
         return
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
     with blamed_on("data.prepare"):
@@ -138,6 +186,7 @@ def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
             f"data.prepare: {spec.fn!r} did not write {', '.join(missing)}; "
             "make its `out` the folder of these files"
         )
+    write_text(stamp, recipe)
 
 
 def open_mesh(config: MeshConfig) -> Mesh:

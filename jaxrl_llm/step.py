@@ -317,19 +317,17 @@ def apply_gradients(
 ) -> tuple[TrainState, Fields]:
     """Apply an update, or skip it where the gradient is not finite."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-    finite = jnp.isfinite(norm)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
 
-    def choose(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    def move(state: TrainState) -> TrainState:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.updates + 1, jnp.zeros_like(state.skipped))
 
-    state = TrainState(
-        choose(params, state.params),
-        choose(opt_state, state.opt_state),
-        state.updates + finite,
-        jnp.where(finite, 0, state.skipped + 1),
-    )
+    def skip(state: TrainState) -> TrainState:
+        return state._replace(skipped=state.skipped + 1)
+
+    # a branch updates in place; choosing between whole trees would hold both
+    state = jax.lax.cond(jnp.isfinite(norm), move, skip, state)
     return state, {"grad_norm": norm, "skipped": state.skipped}
 
 

@@ -129,14 +129,14 @@ def _train(
     stack.callback(display.close)
     for step in range(start + 1, total + 1):
         clock = Clock()
-        batch = to_batch(next(stream), config.data.max_tokens)
+        batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
         state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
         found = jax.device_get(found)
         check_skipped(int(found["skipped"]), config.optim.max_skipped)
         metrics = {
             "train/loss": float(found["loss"]),
             "train/grad_norm": float(found["grad_norm"]),
-            "train/lr": float(schedule(step - 1)),
+            "train/lr": float(schedule(updates)),
             **clock.metrics(),
         }
         log.write(step, metrics)

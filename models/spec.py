@@ -218,6 +218,25 @@ def _declare_layers(array: Callable[..., ArrayDecl], *, qk_norm: bool) -> Declar
     return layers
 
 
+def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
+    """Return the dtype in which `forward` uses each array: matrices are cast, norm scales are not.
+
+    A copy of the parameters in these dtypes gives the same results as the float32 masters.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> compute_dtypes(spec, "bfloat16")["final_norm"]
+    dtype('float32')
+    """
+
+    def used(declaration: ArrayDecl) -> Any:
+        is_vector = len(declaration.shape) - len(declaration.stacked) == 1
+        return jnp.dtype(jnp.float32 if is_vector else dtype)
+
+    return jax.tree.map(used, declare(spec))
+
+
 def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> Params:
     """Draw fresh parameters: N(0, 0.02²) for matrices and ones for norms, as Hugging Face does.
 

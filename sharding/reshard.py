@@ -9,25 +9,48 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, UInt32
 
 
-def reshard(tree: Any, target: Any, *, dtype: DTypeLike | None = None) -> Any:
+def reshard(tree: Any, target: Any, *, dtype: Any = None) -> Any:
     """Return a copy of `tree` in the target layout.
 
     Args:
         tree: arrays.
         target: a sharding for each of them, or one for all; on the devices of `tree` or on others.
-        dtype: cast floating-point arrays to this on the way.
+        dtype: cast to this on the way: a dtype for all floating-point arrays, or a tree of them.
 
     Returns:
         New arrays that share no buffer with `tree`, so that the source may be donated.
     """
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(cast_like(tree, dtype)))
     if _devices(tree) == _devices(target):
-        return jax.jit(_copy, static_argnums=1, out_shardings=target)(tree, dtype)
+        return jax.jit(_copy, static_argnums=1, out_shardings=target)(tree, dtypes)
     # One program runs on one list of devices, so these copies leave the source's layout as it is.
-    return jax.device_put(jax.jit(_copy, static_argnums=1)(tree, dtype), target)
+    return jax.device_put(jax.jit(_copy, static_argnums=1)(tree, dtypes), target)
 
 
-def _copy(tree: Any, dtype: DTypeLike | None) -> Any:
-    return jax.tree.map(lambda x: jnp.copy(cast(x, dtype)), tree)
+def _copy(tree: Any, dtypes: tuple[Any, ...]) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    copies = [jnp.copy(x.astype(dtype)) for x, dtype in zip(leaves, dtypes, strict=True)]
+    return jax.tree.unflatten(structure, copies)
+
+
+def cast_like(tree: Any, dtype: Any) -> Any:
+    """Return the shapes and dtypes that `tree` has after a cast.
+
+    >>> cast_like({"w": jnp.ones(2), "n": jnp.ones(3)}, {"w": jnp.bfloat16, "n": None})["w"].dtype
+    dtype(bfloat16)
+    """
+    return jax.eval_shape(lambda tree: cast_tree(tree, dtype), tree)
+
+
+def cast_tree(tree: Any, dtype: Any) -> Any:
+    """Cast floating-point arrays to one dtype, or to a tree of dtypes; None leaves them.
+
+    >>> cast_tree({"w": jnp.ones(2), "n": jnp.ones(3)}, jnp.bfloat16)["n"].dtype
+    dtype(bfloat16)
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = structure.flatten_up_to(dtype) if isinstance(dtype, dict) else [dtype] * len(leaves)
+    return jax.tree.unflatten(structure, map(cast, leaves, wanted))
 
 
 def _devices(tree: Any) -> set[tuple[Any, ...]]:

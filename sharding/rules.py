@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
+from jaxrl_llm.sharding.mesh import AXES
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
 DEFAULT_RULES: Rules = {
-    # parameters
-    "layers": "stage",
+    "layers": None,
     "vocab": "tensor",
     "embed": "fsdp",
     "norm": None,
@@ -24,11 +23,6 @@ DEFAULT_RULES: Rules = {
     "kv_heads": "tensor",
     "head_width": None,
     "ff": "tensor",
-    "experts": "expert",
-    # activations
-    "rows": ("data", "fsdp"),
-    "length": "context",
-    "width": None,
 }
 
 
@@ -156,10 +150,10 @@ def _mesh_axes(axis: str, rules: Rules) -> tuple[str, ...]:
         raise ValueError(f"no rule for the logical axis {axis!r}; rules exist for {sorted(rules)}")
     rule = rules[axis]
     names = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
-    unknown = [name for name in names if name not in MESH_AXES]
+    unknown = [name for name in names if name not in AXES]
     if unknown:
         raise ValueError(
-            f"the rule for {axis!r} names the mesh axes {unknown}; the mesh axes are {MESH_AXES}"
+            f"the rule for {axis!r} names the mesh axes {unknown}; the mesh axes are {AXES}"
         )
     return names
 

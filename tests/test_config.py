@@ -437,5 +437,5 @@ def test_keywords_without_a_name_go_to_the_default_function():
     apply_override(tree, "algorithm.loss.clip_high=0.3")
     assert build(TrainConfig, tree).algorithm.loss == FunctionSpec("ppo_clip", {"clip_high": 0.3})
     apply_override(tree, "algorithm.kl_loss.coef=1")  # no default: a name is needed
-    with pytest.raises(ConfigError, match="algorithm.kl_loss: got"):
+    with pytest.raises(ConfigError, match=r"algorithm.kl_loss: got"):
         build(TrainConfig, tree)

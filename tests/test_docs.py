@@ -256,7 +256,7 @@ def documented():
     for row in rows("docs/metrics.md"):
         name = row[0].strip("`")
         pattern = re.sub(r"\{([^}]*)\}", lambda m: f"({m[1].replace(',', '|')})", name)
-        pattern = pattern.replace("<source>", ".+").replace("<k>", "[0-9]+")
+        pattern = pattern.replace("<source>", ".+").replace("<k>", "[0-9]+").replace("<key>", ".+")
         patterns[name] = re.compile(pattern)
     return patterns
 

@@ -119,6 +119,33 @@ def test_keys_that_changed_since_the_run_began_are_logged(tmp_path, caplog):
     assert read_yaml(tmp_path / "config.yaml")["seed"] == 2
 
 
+def test_a_run_with_a_checkpoint_refuses_keys_that_would_mix_two_runs(tmp_path, caplog):
+    with run_folder(tmp_path, config_of(tmp_path, seed=1)):
+        (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    with (
+        caplog.at_level(logging.WARNING),
+        run_folder(tmp_path, config_of(tmp_path, seed=1, steps=9)),
+    ):
+        assert caplog.messages == ["config changed since this run began: steps: None -> 9"]
+    message = refusal(run_folder(tmp_path, config_of(tmp_path, seed=2)).__enter__)
+    assert message.startswith("seed: 1 -> 2: the run in ")
+    assert "name another run_dir" in message
+    assert read_yaml(tmp_path / "config.yaml")["seed"] == 1  # what ran, not what was refused
+
+
+def test_files_prepared_with_other_keywords_are_refused(tmp_path):
+    def spec(rows):
+        out = str(tmp_path / "data")
+        return FunctionSpec("arithmetic", {"out": out, "train_rows": rows, "validation_rows": 2})
+
+    wanted = (str(tmp_path / "data" / "train.parquet"),)
+    prepare_files(spec(8), wanted)
+    prepare_files(spec(8), wanted)
+    message = refusal(prepare_files, spec(9), wanted)
+    assert message.startswith("data.prepare: the files in ")
+    assert "were prepared with other keywords; remove that folder" in message
+
+
 def test_a_run_folder_that_is_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("")

@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`."""
+"""What needs a CUDA device: `JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/gpu`."""
 
 import dataclasses
 

@@ -29,18 +29,17 @@ def abstract_mesh(**axes):
             (3, 16, 2, 6),
             (None, "fsdp", "tensor", None),
         ),
-        (("rows", "length"), (8, 16), (("data", "fsdp"), None)),
         (("layers", "norm"), (3, 16), (None, None)),
     ],
 )
 def test_partitions_by_hand(axes, shape, wanted):
-    mesh = abstract_mesh(data=2, fsdp=2, tensor=2, stage=1)
+    mesh = abstract_mesh(data=2, fsdp=2, tensor=2)
     assert partition_spec(axes, DEFAULT_RULES, mesh, shape) == (jax.P(*wanted), ())
 
 
 def test_a_mesh_axis_of_one_device_is_left_out_of_a_product():
     mesh = abstract_mesh(data=1, fsdp=4)
-    found, missed = partition_spec(("rows",), DEFAULT_RULES, mesh, (8,))
+    found, missed = partition_spec(("vocab",), {"vocab": ("data", "fsdp")}, mesh, (8,))
     assert found == jax.P("fsdp")
     assert not missed
 
@@ -50,9 +49,9 @@ def test_indivisible_dimension_stays_whole_and_is_reported():
     found, missed = partition_spec(("embed", "kv_heads"), DEFAULT_RULES, mesh, (16, 2))
     assert found == jax.P("fsdp", None)
     assert missed == (Fallback("kv_heads", 2, ("tensor",), 4),)
-    found, missed = partition_spec(("rows",), DEFAULT_RULES, mesh, (2,))
+    found, missed = partition_spec(("vocab",), {"vocab": ("data", "fsdp")}, mesh, (2,))
     assert found == jax.P(None)
-    assert missed == (Fallback("rows", 2, ("data", "fsdp"), 4),)
+    assert missed == (Fallback("vocab", 2, ("data", "fsdp"), 4),)
 
 
 def test_fallbacks_name_the_arrays(spec):

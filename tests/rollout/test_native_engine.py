@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.metrics import CompileCounter
+from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.sharding.reshard import cast, checksum
+from jaxrl_llm.sharding.reshard import cast_tree, checksum
 from jaxrl_llm.types import Completion, Request, Sampling
 
 
@@ -48,7 +49,11 @@ def test_load_echoes_what_the_engine_holds(hollow, params, dtype):
     engine = hollow(dtype=dtype)
     receipt = engine.load(params, version=5)
     assert receipt.version == 5
-    assert receipt.checksum == int(checksum(jax.tree.map(lambda x: cast(x, dtype), params)))
+    held = cast_tree(params, compute_dtypes(engine.spec, dtype))
+    assert receipt.checksum == int(checksum(held))
+    norms = {leaf.dtype for leaf in (held["final_norm"], held["layers"]["query_norm"])}
+    assert norms == {jnp.dtype("float32")}  # as in the trainer's forward pass
+    assert held["embed"].dtype == dtype
     assert {leaf.dtype for leaf in jax.tree.leaves(engine._params)} == {jnp.dtype(dtype)}
     words = np.array(params["final_norm"]).view(np.uint32)
     words[3] ^= 1 << (16 if dtype == "bfloat16" else 0)  # the lowest bit that the engine keeps

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from jaxrl_llm.models.cache import Cache, decode_step, prefill, take
+from jaxrl_llm.models.cache import Cache, decode_step, prefill
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import logits
 from jaxrl_llm.rollout.native.sampler import choose_tokens
@@ -60,14 +60,18 @@ def fill(
     """
     width = prompts.shape[1]
     _, prefix = prefill(params, spec, prompts, lengths, cache_length=width, dtype=cache.keys.dtype)
-    chosen = take(prefix, jnp.maximum(source, 0))
-    replace = (source >= 0)[None, :, None, None, None]
-    return Cache(
-        *(
-            old.at[:, :, :width].set(jnp.where(replace, new, old[:, :, :width]))
-            for old, new in zip(cache, chosen, strict=True)
+    replace = (source >= 0)[:, None, None, None]
+
+    def copy_layer(layer: Array, cache: Cache) -> Cache:  # one layer of all slots at a time
+        chosen = (new[layer][jnp.maximum(source, 0)] for new in prefix)
+        return Cache(
+            *(
+                old.at[layer, :, :width].set(jnp.where(replace, new, old[layer, :, :width]))
+                for old, new in zip(cache, chosen, strict=True)
+            )
         )
-    )
+
+    return jax.lax.fori_loop(0, spec.layers, copy_layer, cache)
 
 
 def decode(

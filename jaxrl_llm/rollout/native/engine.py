@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.cache import Cache, init_cache
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.native.decode import Slots, decode, fill
 from jaxrl_llm.sharding.mesh import replicated
@@ -68,6 +68,7 @@ class NativeEngine:
                 f"wanted a multiple of {mesh.size}"
             )
         self.spec, self.mesh, self.slots, self.dtype = spec, mesh, slots, jnp.dtype(dtype)
+        self._dtypes = compute_dtypes(spec, self.dtype)
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
         self.prompts_per_fill = prompts_per_fill
         self._everywhere = replicated(mesh)
@@ -109,7 +110,7 @@ class NativeEngine:
         with self._device:
             first = self._params is None
             self._params = None  # free the old copy before the new one is made
-            self._params = reshard(params, self._everywhere, dtype=self.dtype)
+            self._params = reshard(params, self._everywhere, dtype=self._dtypes)
             self._version = version
             receipt = Receipt(version, int(jax.jit(checksum)(self._params)))
             if first:

@@ -1,0 +1,149 @@
+"""Imports point one way, and the core needs few packages, as docs/architecture.md says."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("algorithms", "models", "sharding", "configs")
+MAY_IMPORT = {
+    "sharding": {"sharding"},
+    "models": {"models", "sharding"},
+    "algorithms": {"algorithms"},
+    "jaxrl_llm": {"jaxrl_llm", *LINKED},
+}
+FEW = {"jax", "flax", "optax", "numpy", "jaxtyping", "chex", "safetensors"}
+FEW |= {"jaxlib", "ml_dtypes"}  # installed with jax
+FEWER = {"jax", "numpy", "chex", "jaxtyping"}
+CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
+CORE += ("jaxrl_llm/step.py", "jaxrl_llm/types.py")
+HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
+HEAVY |= {"wandb", "tensorboardX", "math_verify"}
+OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
+
+
+class Import(NamedTuple):
+    name: str
+    lazy: bool  # inside a function
+
+
+def read_imports(path, source):
+    """List what a file imports, `from a import b` as `a.b`, relative names made absolute."""
+    found = []
+
+    def visit(node, lazy):
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = Path(path).parts
+            parts = ("jaxrl_llm", *parts) if parts[0] in LINKED else parts
+            above = ".".join(parts[: -node.level]) if node.level else ""
+            module = ".".join(part for part in (above, node.module) if part)
+            found.extend(Import(f"{module}.{alias.name}", lazy) for alias in node.names)
+        lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.iter_child_nodes(node):
+            visit(child, lazy)
+
+    visit(ast.parse(source), lazy=False)
+    return found
+
+
+def complaints(path, source):
+    """List what is wrong with the imports of a file, given its path from the root."""
+    home, found = path.partition("/")[0], []
+    for name, lazy in read_imports(path, source):
+        top, *below = name.split(".")
+        if top in LINKED:
+            found.append(f"{path} imports {name} bare")
+        elif top == "jaxrl_llm":
+            folder = below[0] if below and below[0] in LINKED else "jaxrl_llm"
+            if home in MAY_IMPORT and folder not in MAY_IMPORT[home]:
+                found.append(f"{path} imports {name}: a wrong arrow")
+        elif home not in MAY_IMPORT or top in sys.stdlib_module_names:
+            continue
+        elif home == "algorithms" and top not in FEWER:
+            found.append(f"{path} imports {name}: algorithms use {sorted(FEWER)}")
+        elif not lazy and (top in HEAVY or (path.startswith(CORE) and top not in FEW)):
+            found.append(f"{path} imports {name} outside a function")
+    return found
+
+
+def files():
+    """List the paths of all our files, each once: the links in jaxrl_llm/ are left out."""
+    folders = (*MAY_IMPORT, "configs", "tests", "benchmarks")
+    paths = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    linked = {("jaxrl_llm", name) for name in LINKED}
+    return sorted(path.as_posix() for path in paths if path.parts[:2] not in linked)
+
+
+def test_all_files_are_walked():
+    assert {
+        "algorithms/losses.py",
+        "models/hf.py",
+        "sharding/rules.py",
+        "jaxrl_llm/loop.py",
+        "jaxrl_llm/rollout/native/engine.py",
+    } <= set(files())
+    assert not any(path.startswith("jaxrl_llm/models") for path in files())
+
+
+def test_imports_point_one_way_and_the_core_needs_few_packages():
+    found = [text for path in files() for text in complaints(path, (ROOT / path).read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "wrong"),
+    [
+        ("sharding/mesh.py", "from jaxrl_llm.sharding import rules", ""),
+        ("sharding/mesh.py", "def f():\n    from jaxrl_llm.models.spec import x", "a wrong arrow"),
+        ("models/hf.py", "from jaxrl_llm.sharding.mesh import AXES", ""),
+        ("models/hf.py", "from jaxrl_llm import algorithms", "a wrong arrow"),
+        ("models/hf.py", "from jaxrl_llm import types", "a wrong arrow"),
+        ("models/hf.py", "from . import spec", ""),
+        ("models/hf.py", "from ..algorithms.losses import gspo", "a wrong arrow"),
+        ("algorithms/kl.py", "import jaxrl_llm.types", "a wrong arrow"),
+        ("algorithms/kl.py", "import jaxrl_llm", "a wrong arrow"),
+        ("algorithms/kl.py", "def f():\n    import optax", "algorithms use"),
+        ("jaxrl_llm/loop.py", "from jaxrl_llm.algorithms import kl", ""),
+        ("jaxrl_llm/loop.py", "def f():\n    import models.hf", "bare"),
+        ("jaxrl_llm/data/rows.py", "from sharding import mesh", "bare"),
+        ("tests/test_x.py", "import configs", "bare"),
+        ("tests/test_x.py", "import torch", ""),
+        ("jaxrl_llm/loop.py", "import rich", ""),
+        ("jaxrl_llm/step.py", "import rich", "outside a function"),
+        ("jaxrl_llm/step.py", "async def f():\n    import rich", ""),
+        ("jaxrl_llm/rollout/native/engine.py", "class A:\n    import yaml", "outside a function"),
+        ("jaxrl_llm/loop.py", "try:\n    import torch.nn\nexcept Exception: ...", "outside a"),
+        ("jaxrl_llm/loop.py", "def f():\n    import torch", ""),
+        ("models/hf.py", "import json, safetensors.numpy, ml_dtypes", ""),
+    ],
+)
+def test_a_wrong_import_is_found(path, source, wrong):
+    found = complaints(path, source)
+    assert len(found) == bool(wrong)
+    assert wrong in "".join(found)
+
+
+def test_the_core_imports_where_nothing_else_is_installed():
+    source = f"""if True:
+        import sys
+
+        class Blocked:
+            def find_spec(name, *_):
+                if name.partition(".")[0] in {HEAVY | OTHERS}:
+                    raise ImportError(name + " is blocked")
+
+        sys.meta_path.insert(0, Blocked)
+        import jaxrl_llm.algorithms.losses, jaxrl_llm.models.transformer, jaxrl_llm.models.hf
+        import jaxrl_llm.sharding.reshard, jaxrl_llm.rollout.native.engine, jaxrl_llm.step
+        import torch
+    """
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = done.stderr.rstrip().rpartition("\n")[2]
+    assert last == "ImportError: torch is blocked", done.stderr
