@@ -33,6 +33,7 @@ from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
 from jaxrl_llm.rewards.scorers import SOURCES
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.setup import (
     Model,
@@ -157,9 +158,7 @@ def build(
     )
     engine = make_engine(config, model, mesh)
     stack.callback(engine.close)
-    draw = functools.partial(
-        sample, engine, decode=functools.partial(tokenizer.decode, skip_special_tokens=True)
-    )
+    draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     score = make_scorer(config, stack)
     run_so_far = open_run(config, folder, model, learner, train, stack)
     job = Job(
@@ -297,6 +296,19 @@ def make_scorer(
         )
 
     return score
+
+
+def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., Rollouts]:
+    """Return `sample` on an engine that holds its cache only while it samples."""
+
+    def draw(prompts: list[Prompt], sampling: Sampling, **how: Any) -> Rollouts:
+        engine.wake()
+        try:
+            return sample(engine, prompts, sampling, decode=decode, **how)
+        finally:
+            engine.sleep()
+
+    return draw
 
 
 def training_sampler(

@@ -1,0 +1,116 @@
+"""What `job` builds from a config, and what it refuses before anything runs."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl_llm.config import build
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.job import Functions, check_sources, make_sampler, warm_start
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.loop import extra_metrics
+from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.types import Completion, Receipt, Sampling
+
+
+def config_of(**tree):
+    return build(
+        TrainConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, **tree}
+    )
+
+
+class Engine:
+    """An engine that writes down what it is asked."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
+
+    async def generate(self, request):
+        raise AssertionError("not used")
+
+    def sample(self, requests):
+        self.calls.append("sample")
+        if self.error:
+            raise self.error
+        return [Completion([5], [0.0], "length", 0) for _ in requests]
+
+    def load(self, params, version):
+        return Receipt(version, 0)
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self):
+        self.calls.append("wake")
+
+    def close(self):
+        self.calls.append("close")
+
+
+PROMPT = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
+
+
+def test_the_engine_holds_its_cache_only_while_it_samples():
+    engine = Engine()
+    draw = make_sampler(engine, lambda ids: "x")
+    draw([PROMPT], Sampling(max_new_tokens=1), samples=2, seed=(0,))
+    assert engine.calls == ["wake", "sample", "sleep"]
+    engine = Engine(RuntimeError("gone"))
+    with pytest.raises(RuntimeError, match="gone"):
+        make_sampler(engine, str)([PROMPT], Sampling(max_new_tokens=1), samples=1, seed=(0,))
+    assert engine.calls == ["wake", "sample", "sleep"]
+
+
+def test_a_data_source_without_a_scorer_is_refused_before_sampling():
+    check_sources(config_of(), [PROMPT])
+    stranger = dataclasses.replace(PROMPT, data_source="mystery")
+    with pytest.raises(ConfigError, match="knows no scorer for data_source 'mystery', only for"):
+        check_sources(config_of(), [PROMPT, stranger])
+    check_sources(config_of(reward={"scorer": "arithmetic"}), [stranger])
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "message"),
+    [
+        ("reduce", "k3", r"algorithm.reduce: k3 takes \(logprobs, ref_logprobs\), wanted \(mask\)"),
+        ("kl_controller", "k3", "algorithm.kl_controller: k3 takes"),
+    ],
+)
+def test_a_function_of_another_kind_is_refused(key, function, message):
+    named = FunctionSpec(f"jaxrl_llm.algorithms.kl:{function}").fn
+    with pytest.raises(ConfigError, match=message):
+        Functions(config_of(algorithm={key: named}))
+
+
+def test_a_missing_warm_start_config_names_its_key():
+    config = config_of(model={"path": "m", "warm_start": "not_there.yaml"})
+    with pytest.raises(ConfigError, match=r"model.warm_start: can't read 'not_there.yaml'"):
+        warm_start(config)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"validation": {"samples": 4}}, "validation.samples=4 at validation.temperature=0"),
+        ({"seed": 2**32}, "seed=4294967296, wanted a number below"),
+    ],
+)
+def test_contradictions(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(**tree)
+
+
+def test_numbers_that_a_scorer_reports_are_averaged_over_the_answers_that_have_them():
+    scores = [
+        Score(1.0, {"acc": 1.0, "pred": "4", "format": True}, None),
+        Score(0.0, {"acc": 0.0, "pred": None}, None),
+        Score(0.0, {}, "exception"),
+    ]
+    assert extra_metrics(scores) == {"reward/acc/mean": 0.5, "reward/format/mean": 1.0}
