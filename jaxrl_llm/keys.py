@@ -68,7 +68,7 @@ class RolloutConfig:
     top_k: int = key(0, "sample from the k likeliest tokens; 0 means all")
     slots: int = key(256, "sequences that the engine decodes at once")
     logprob_tolerance: float = key(
-        0.02, "step 1 stops when the engine's and the trainer's log-probs differ more on average"
+        0.05, "step 1 stops when the engine's and the trainer's log-probs differ more on average"
     )
     dump_every: int = key(0, "write the rollouts of every n-th step to parquet; 0 never")
 
