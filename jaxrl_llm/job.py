@@ -5,18 +5,16 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import keys
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import as_tree, load, to_yaml
+from jaxrl_llm.config import load, to_yaml
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import (
     Prompt,
-    batches,
     check_prompt_row,
     load_rows,
     tokenize_prompts,
@@ -28,7 +26,6 @@ from jaxrl_llm.experience import Rollouts, advantage_step, sample
 from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, run
-from jaxrl_llm.metrics import Display, MetricsLog
 from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
@@ -44,15 +41,14 @@ from jaxrl_llm.setup import (
     make_optimizer,
     open_mesh,
     open_model,
-    origin,
+    open_run,
     prepare_files,
     quiet_libraries,
-    restore_or_start,
     run_folder,
 )
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import cast_tree, checksum, reshard
-from jaxrl_llm.step import Learner, Objective, logprob_pass, make_learner
+from jaxrl_llm.step import Objective, logprob_pass, make_learner
 from jaxrl_llm.supervised import run_sft
 from jaxrl_llm.types import Sampling
 
@@ -160,7 +156,7 @@ def build(
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     score = make_scorer(config, stack)
-    run_so_far = open_run(config, folder, model, learner, train, stack)
+    opened = open_run(config, folder, model, learner, train, stack, best="validation")
     job = Job(
         config=config,
         engine=engine,
@@ -177,73 +173,14 @@ def build(
         learning_rate=functions.schedule,
         validate=make_validator(config, draw, stops, score, validation),
         dump=functools.partial(dump_rollouts, folder / "rollouts"),
-        **run_so_far.files,
+        total_steps=opened.total_steps,
+        origin=opened.origin,
+        checkpoints=opened.checkpoints,
+        log=opened.log,
+        display=opened.display,
     )
-    return job, run_so_far.start, run_so_far.prompt_batches
-
-
-class RunSoFar(NamedTuple):
-    """Where a run stands, and the open files that it goes on writing."""
-
-    start: Progress
-    prompt_batches: Any
-    files: dict[str, Any]
-
-
-def open_run(
-    config: TrainConfig,
-    folder: Path,
-    model: Model,
-    learner: Learner,
-    train: Sequence[Prompt],
-    stack: contextlib.ExitStack,
-) -> RunSoFar:
-    """Open a run's checkpoints, data and metrics at the place where it stands."""
-    prompts_per_step = config.batch.prompts_per_step
-    prompt_batches = batches(
-        train,
-        batch_size=prompts_per_step,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        epochs=None if config.steps else config.epochs,
-        drop_remainder=True,
-    )
-    total = config.steps or len(train) * config.epochs // prompts_per_step
-    checkpoints = Checkpoints(
-        folder / "checkpoints", keep=config.checkpoint.keep, best="validation"
-    )
-    stack.callback(checkpoints.close)
-    began = origin(model, train)
-    step, state, extra = restore_or_start(
-        checkpoints,
-        learner,
-        model,
-        prompt_batches,
-        resume=config.checkpoint.resume,
-        origin=began,
-    )
-    log = MetricsLog(
-        folder,
-        step=step,
-        position=extra.get("metrics_bytes", 0),
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-        config=as_tree(config),
-    )
-    stack.callback(log.close)
-    display = Display("training", total, step)
-    stack.callback(display.close)
-    return RunSoFar(
-        Progress(step, state, extra.get("kl_coef", config.algorithm.kl_coef)),
-        prompt_batches,
-        {
-            "total_steps": total,
-            "origin": began,
-            "checkpoints": checkpoints,
-            "log": log,
-            "display": display,
-        },
-    )
+    kl_coef = opened.extra.get("kl_coef", config.algorithm.kl_coef)
+    return job, Progress(opened.step, opened.state, kl_coef), opened.stream
 
 
 def microbatch_shape(config: TrainConfig, mesh: Mesh) -> RowShape:

@@ -23,8 +23,10 @@ from jax.sharding import Mesh
 from jaxrl_llm import keys
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
-from jaxrl_llm.keys import MeshConfig, ModelConfig, OptimConfig
+from jaxrl_llm.keys import MeshConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
+from jaxrl_llm.metrics import Display, MetricsLog
 from jaxrl_llm.models.hf import load_params, read_spec
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -317,6 +319,82 @@ def restore_or_start(
     stream.set_state(saved.extra["data"])
     log.info("continuing after step %d", saved.step)
     return saved
+
+
+class OpenRun(NamedTuple):
+    """Where a run stands, and what it goes on reading and writing.
+
+    Attributes:
+        step: steps done.
+        total_steps: steps in all.
+        state: what an update changes.
+        extra: what else the newest checkpoint holds; empty at a fresh start.
+        stream: the data, at the run's position.
+        origin: digests of the weights and data that the run began with.
+    """
+
+    step: int
+    total_steps: int
+    state: TrainState
+    extra: dict[str, Any]
+    stream: Any
+    origin: dict[str, Any]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    display: Display
+
+
+def open_run(
+    config: TrainConfig | SftConfig,
+    folder: Path,
+    model: Model,
+    learner: Learner,
+    items: Sequence[Any],
+    stack: contextlib.ExitStack,
+    *,
+    best: str | None = None,
+) -> OpenRun:
+    """Open a run's data, checkpoints and metrics at the place where it stands.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        model: the weights to start from.
+        learner: knows a state's layout.
+        items: the tokenised data, in the files' order.
+        stack: closes what is opened.
+        best: metric by which the best checkpoint is kept besides the newest.
+    """
+    is_rl = isinstance(config, TrainConfig)
+    size = config.batch.prompts_per_step if is_rl else config.batch.examples_per_step
+    with blamed_on("data.train"):
+        stream = batches(
+            items,
+            batch_size=size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            epochs=None if config.steps else config.epochs,
+            drop_remainder=True,
+        )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
+    stack.callback(checkpoints.close)
+    began = origin(model, items)
+    step, state, extra = restore_or_start(
+        checkpoints, learner, model, stream, resume=config.checkpoint.resume, origin=began
+    )
+    log = MetricsLog(
+        folder,
+        step=step,
+        position=extra.get("metrics_bytes", 0),
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        config=as_tree(config),
+    )
+    stack.callback(log.close)
+    total = config.steps or len(items) * config.epochs // size
+    display = Display("training" if is_rl else "supervised training", total, step)
+    stack.callback(display.close)
+    return OpenRun(step, total, state, extra, stream, began, checkpoints, log, display)
 
 
 def digest(text: str) -> str:

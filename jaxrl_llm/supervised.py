@@ -10,12 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import (
     Example,
-    batches,
     check_example_row,
     load_rows,
     tokenize_examples,
@@ -23,7 +20,7 @@ from jaxrl_llm.data.dataset import (
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig
-from jaxrl_llm.metrics import Clock, Display, MetricsLog, due
+from jaxrl_llm.metrics import Clock, due
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.setup import (
     Model,
@@ -31,10 +28,9 @@ from jaxrl_llm.setup import (
     make_optimizer,
     open_mesh,
     open_model,
-    origin,
+    open_run,
     prepare_files,
     quiet_libraries,
-    restore_or_start,
     run_folder,
 )
 from jaxrl_llm.sharding.mesh import batch_shards
@@ -94,40 +90,9 @@ def _train(
     schedule: Any,
     stack: contextlib.ExitStack,
 ) -> TrainState:
-    examples = _read_examples(config)
-    size = config.batch.examples_per_step
-    total = config.steps or len(examples) * config.epochs // size
-    stream = batches(
-        examples,
-        batch_size=size,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        epochs=None if config.steps else config.epochs,
-        drop_remainder=True,
-    )
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
-    stack.callback(checkpoints.close)
-    began = origin(model, examples)
-    start, state, extra = restore_or_start(
-        checkpoints,
-        learner,
-        model,
-        stream,
-        resume=config.checkpoint.resume,
-        origin=began,
-    )
-    log = MetricsLog(
-        folder,
-        step=start,
-        position=extra.get("metrics_bytes", 0),
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-        config=as_tree(config),
-    )
-    stack.callback(log.close)
-    display = Display("supervised training", total, start)
-    stack.callback(display.close)
-    for step in range(start + 1, total + 1):
+    opened = open_run(config, folder, model, learner, _read_examples(config), stack)
+    state, stream, log, total = opened.state, opened.stream, opened.log, opened.total_steps
+    for step in range(opened.step + 1, total + 1):
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
         state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
@@ -141,14 +106,14 @@ def _train(
         }
         log.write(step, metrics)
         if due(step, max(1, total // 10), total):
-            display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
+            opened.display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
         if due(step, config.checkpoint.every, total):
             extra = {
                 "data": stream.get_state(),
                 "metrics_bytes": log.file.position(),
-                "origin": began,
+                "origin": opened.origin,
             }
-            checkpoints.save(step, state, extra)
+            opened.checkpoints.save(step, state, extra)
     return state
 
 
