@@ -1,4 +1,4 @@
-"""Hugging Face directories: read a spec, load parameters, save a model that `transformers` loads.
+"""Hugging Face directories: load parameters, save a model that `transformers` loads.
 
 Names, shapes and merged dimensions all come from `models.spec.declare`, so one conversion serves
 every array in both directions.
@@ -19,19 +19,10 @@ import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
 
+from jaxrl_llm.models.hf_config import config_to_save, read_json
 from jaxrl_llm.models.spec import ArrayDecl, Declarations, ModelSpec, Params, declare
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 FLOAT_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-SUPPORTED_VALUES = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "rope_scaling": None,
-    "quantization_config": None,
-}
-SUPPORTED_ROPE = {"rope_type": "default", "partial_rotary_factor": 1.0}
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -44,100 +35,6 @@ COMPANION_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-SPEC_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_width",
-    "intermediate_size": "ff_width",
-    "rms_norm_eps": "norm_eps",
-    "max_position_embeddings": "max_positions",
-}
-
-
-def read_spec(directory: str | Path) -> ModelSpec:
-    """Read the spec of a model from the `config.json` of its directory.
-
-    Args:
-        directory: Holds `config.json`, in the form of transformers 4 (`rope_theta`) or 5
-            (`rope_parameters`).
-
-    Returns:
-        The spec.
-
-    Raises:
-        ValueError: The architecture, or the value of a key, is not supported; or a key is missing.
-        FileNotFoundError: There is no `config.json`.
-
-    >>> import tempfile
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     _ = (Path(directory) / "config.json").write_text(json.dumps(make_config(spec)))
-    ...     read_spec(directory) == spec
-    True
-    """
-    path = Path(directory) / "config.json"
-    config = _read_json(path)
-    architectures = config.get("architectures")
-    if architectures != [ARCHITECTURE]:
-        raise ValueError(
-            f"{path}: architectures {architectures!r}; supported is [{ARCHITECTURE!r}]"
-        )
-    for key, supported in SUPPORTED_VALUES.items():
-        if config.get(key, supported) != supported:
-            raise ValueError(f"{path}: {key}={config[key]!r}; supported is {supported!r}")
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other_layers:
-        raise ValueError(
-            f"{path}: layer_types has {sorted(other_layers)}; supported is 'full_attention'"
-        )
-    missing = sorted(SPEC_KEYS.keys() - config.keys())
-    if missing:
-        raise ValueError(f"{path}: the keys {missing} are missing")
-    return ModelSpec(
-        **{ours: config[theirs] for theirs, ours in SPEC_KEYS.items()},
-        rope_theta=_read_rope_theta(path, config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        init_std=config.get("initializer_range", 0.02),
-    )
-
-
-def make_config(spec: ModelSpec) -> dict[str, Any]:
-    """Make the `config.json` of a model that has no Hugging Face ancestor.
-
-    Args:
-        spec: The model; `qk_norm` must be True, as no supported architecture lacks it.
-
-    Returns:
-        The config as a dict, readable by transformers 4 and 5.
-
-    Raises:
-        ValueError: `qk_norm` is False.
-
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
-    >>> make_config(spec)["hidden_size"]
-    4
-    """
-    if not spec.qk_norm:
-        raise ValueError(f"{ARCHITECTURE} norms queries and keys, got a spec with qk_norm=False")
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        **{theirs: getattr(spec, ours) for theirs, ours in SPEC_KEYS.items()},
-        "rope_theta": spec.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "tie_word_embeddings": spec.tied_embeddings,
-        "initializer_range": spec.init_std,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-    }
 
 
 def hf_arrays(declaration: ArrayDecl, array: Any) -> Iterator[tuple[str, Any]]:
@@ -217,7 +114,8 @@ def load_params(
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
     with ExitStack() as stack:
         files = _open_arrays(Path(directory), stack)
-        _check_arrays(Path(directory), files, declarations, tied=spec.tied_embeddings)
+        may_carry_head = spec.tied_embeddings and not spec.value_head
+        _check_arrays(Path(directory), files, declarations, may_carry_head=may_carry_head)
 
         def load(decl: ArrayDecl, place: Any) -> jax.Array:
             array = np.empty(decl.shape, dtype)
@@ -246,8 +144,9 @@ def save_params(
         params: Parameters nested as `declare(spec)`.
         spec: The model.
         source: The directory the model came from; its config, tokenizer files, chat template and
-            generation config are taken over. None for a model that has no ancestor: the config
-            comes from `make_config`, and there is no tokenizer.
+            generation config are taken over. A model with a value head may come from a language
+            model. None for a model that has no ancestor: the config comes from `make_config`, and
+            there is no tokenizer.
         dtype: Of the saved arrays: float32, bfloat16 or float16.
         max_shard_bytes: Size above which the arrays are split over several files; one array larger
             than that gets its own file.
@@ -264,7 +163,7 @@ def save_params(
         raise ValueError(f"dtype {np.dtype(dtype).name}; wanted one of {[*FLOAT_TYPES.values()]}")
     declarations = declare(spec)
     _check_params(params, declarations)
-    config = _config_to_save(spec, source, np.dtype(dtype))
+    config = config_to_save(spec, source, np.dtype(dtype))
     partial = directory.with_name(f".{directory.name}.partial")
     if partial.exists():  # of a run that was killed here
         shutil.rmtree(partial)
@@ -281,27 +180,6 @@ def save_params(
         raise
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
-def _read_rope_theta(path: Path, config: dict[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    for key, value in rope.items():
-        if key != "rope_theta" and SUPPORTED_ROPE.get(key) != value:
-            raise ValueError(
-                f"{path}: rope_parameters has {key}={value!r}; "
-                f"supported are rope_theta and {SUPPORTED_ROPE}"
-            )
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ValueError(f"{path}: neither rope_theta nor rope_parameters.rope_theta is given")
-    return float(theta)
-
-
 def _hf_indices(declaration: ArrayDecl) -> Iterator[tuple[str, tuple[int, ...]]]:
     for index in np.ndindex(*declaration.shape[: len(declaration.stacked)]):
         counts = dict(zip(declaration.stacked, index, strict=True))
@@ -312,7 +190,7 @@ def _open_arrays(directory: Path, stack: ExitStack) -> dict[str, Any]:
     """Map the name of each array to the open file that holds it."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
-        paths = sorted({directory / name for name in _read_json(index)["weight_map"].values()})
+        paths = sorted({directory / name for name in read_json(index)["weight_map"].values()})
     elif single.exists():
         paths = [single]
     else:
@@ -331,10 +209,10 @@ def _open_arrays(directory: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _check_arrays(
-    directory: Path, files: dict[str, Any], declarations: Declarations, *, tied: bool
+    directory: Path, files: dict[str, Any], declarations: Declarations, *, may_carry_head: bool
 ) -> None:
     wanted = {name: decl for decl in jax.tree.leaves(declarations) for name, _ in _hf_indices(decl)}
-    tolerated = {"lm_head.weight"} if tied else set()
+    tolerated = {"lm_head.weight"} if may_carry_head else set()
     problems = [f"missing: {name}" for name in sorted(wanted.keys() - files.keys())]
     problems += [f"surplus: {name}" for name in sorted(files.keys() - wanted.keys() - tolerated)]
     for name in sorted(wanted.keys() & files.keys()):
@@ -366,21 +244,6 @@ def _check_params(params: Params, declarations: Declarations) -> None:
     ]
     if problems:
         raise ValueError("params do not fit the spec:\n  " + "\n  ".join(problems))
-
-
-def _config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) -> dict[str, Any]:
-    if source is None:
-        return make_config(spec) | {"dtype": dtype.name, "torch_dtype": dtype.name}
-    if read_spec(source) != spec:
-        raise ValueError(
-            f"the model's spec is not that of its source {source}: "
-            f"got {spec}, the source has {read_spec(source)}"
-        )
-    config = _read_json(Path(source) / "config.json")
-    key = (
-        "torch_dtype" if "torch_dtype" in config else "dtype"
-    )  # transformers 4 knows only the first
-    return config | {key: dtype.name}
 
 
 def _write_arrays(

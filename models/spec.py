@@ -23,6 +23,7 @@ PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]
 
 NORMAL: Initializer = jax.nn.initializers.normal(stddev=0.02)
 ONES: Initializer = jax.nn.initializers.ones
+ZEROS: Initializer = jax.nn.initializers.zeros
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class ModelSpec:
         qk_norm: Whether queries and keys are RMS-normed per head before the rotation.
         max_positions: Longest sequence the model was made for, in tokens.
         init_std: Standard deviation of random weights.
+        value_head: Whether the model ends in one number per token, for a critic, and not in logits;
+            `tied_embeddings` does not matter then.
 
     Raises:
         ValueError: A size is not positive, `kv_heads` does not divide `heads`, or `head_width` is
@@ -68,6 +71,7 @@ class ModelSpec:
     qk_norm: bool = True
     max_positions: int
     init_std: float = 0.02
+    value_head: bool = False
 
     def __post_init__(self) -> None:
         sizes = {k: v for k, v in vars(self).items() if not isinstance(v, bool)}
@@ -147,7 +151,7 @@ def declare(spec: ModelSpec) -> Declarations:
 
     Returns:
         A nested dict of `ArrayDecl`: `embed`, `layers` (each stacked on axis 0), `final_norm`, and
-        `head` unless the embeddings are tied.
+        then `score` and `score_bias` of a value head, or `head` unless the embeddings are tied.
 
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
@@ -164,6 +168,7 @@ def declare(spec: ModelSpec) -> Declarations:
         "kv_heads": spec.kv_heads,
         "head_width": spec.head_width,
         "ff": spec.ff_width,
+        "label": 1,
     }
 
     normal = jax.nn.initializers.normal(stddev=spec.init_std)
@@ -183,7 +188,10 @@ def declare(spec: ModelSpec) -> Declarations:
         "layers": _declare_layers(array, qk_norm=spec.qk_norm),
         "final_norm": array("model.norm.weight", "norm", "norm", ONES),
     }
-    if not spec.tied_embeddings:
+    if spec.value_head:
+        declarations["score"] = array("score.weight", "embed label", "label embed")
+        declarations["score_bias"] = array("score.bias", "label", "label", ZEROS)
+    elif not spec.tied_embeddings:
         declarations["head"] = array("lm_head.weight", "embed vocab", "vocab embed")
     return declarations
 
@@ -219,7 +227,9 @@ def _declare_layers(array: Callable[..., ArrayDecl], *, qk_norm: bool) -> Declar
 
 
 def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
-    """Return the dtype in which `forward` uses each array: matrices are cast, norm scales are not.
+    """Return the dtype in which the model uses each array.
+
+    Matrices are cast; norm scales and the value head are not.
 
     A copy of the parameters in these dtypes gives the same results as the float32 masters.
 
@@ -232,13 +242,16 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
 
     def used(declaration: ArrayDecl) -> Any:
         is_vector = len(declaration.shape) - len(declaration.stacked) == 1
-        return jnp.dtype(jnp.float32 if is_vector else dtype)
+        is_value_head = "label" in declaration.axes
+        return jnp.dtype(jnp.float32 if is_vector or is_value_head else dtype)
 
     return jax.tree.map(used, declare(spec))
 
 
 def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> Params:
-    """Draw fresh parameters: N(0, 0.02²) for matrices and ones for norms, as Hugging Face does.
+    """Draw fresh parameters as Hugging Face does.
+
+    They are N(0, `init_std`²) for matrices, ones for norms and zeros for the bias of a value head.
 
     The key of each array comes from its path, so an array's values do not depend on which other
     arrays the model has. Under `jax.jit` with `out_shardings` each device draws only its part.

@@ -175,12 +175,17 @@ def forward(
 def head_matrix(params: Params, spec: ModelSpec) -> Float[Array, "D V"]:
     """Return the output projection: the transposed embedding when tied, else its own array.
 
+    Raises:
+        ValueError: The model ends in a value head.
+
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
     >>> head_matrix({"embed": jnp.ones((8, 4))}, spec).shape
     (4, 8)
     """
+    if spec.value_head:
+        raise ValueError("a model with a value head has no logits; wanted a language model")
     return params["embed"].T if spec.tied_embeddings else params["head"]
 
 

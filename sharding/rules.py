@@ -23,6 +23,7 @@ DEFAULT_RULES: Rules = {
     "kv_heads": "tensor",
     "head_width": None,
     "ff": "tensor",
+    "label": None,
 }
 
 

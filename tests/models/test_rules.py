@@ -1,5 +1,6 @@
 """The rules table: hand-checked partitions, and fallbacks that are reported."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -30,6 +31,7 @@ def abstract_mesh(**axes):
             (None, "fsdp", "tensor", None),
         ),
         (("layers", "norm"), (3, 16), (None, None)),
+        (("embed", "label"), (16, 1), ("fsdp", None)),
     ],
 )
 def test_partitions_by_hand(axes, shape, wanted):
@@ -68,6 +70,9 @@ def test_shardings_place_arrays(spec, params):
     gate = placed["layers"]["gate"]
     assert gate.addressable_shards[0].data.shape == (3, 8, 10)
     np.testing.assert_array_equal(gate, params["layers"]["gate"])
+    critic = declare(dataclasses.replace(spec, value_head=True))
+    assert shardings(critic, mesh)["score"].spec == jax.P("fsdp", None)
+    assert shardings(critic, mesh)["score_bias"].is_fully_replicated
     whole = shardings(declare(spec), mesh, dict.fromkeys(DEFAULT_RULES))
     assert whole["layers"]["gate"].is_fully_replicated
 

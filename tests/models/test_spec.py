@@ -80,6 +80,17 @@ def test_parameter_count_by_hand(spec):
     tied = dataclasses.replace(spec, tied_embeddings=True, qk_norm=False)
     assert parameter_count(tied) == v * d + 3 * (layer - 2 * h) + d
     assert "head" not in declare(tied)
+    for other in (spec, dataclasses.replace(spec, tied_embeddings=True)):
+        critic = dataclasses.replace(other, value_head=True)
+        assert parameter_count(critic) == v * d + 3 * layer + d + d + 1
+        assert "head" not in declare(critic)
+
+
+def test_initial_value_head(spec, draw):
+    critic = draw(dataclasses.replace(spec, value_head=True), key=jax.random.key(0))
+    assert critic["score"].shape == (16, 1)
+    np.testing.assert_allclose(float(critic["score"].std()), 0.02, rtol=0.5)
+    assert critic["score_bias"].tolist() == [0.0]
 
 
 def test_initial_values(spec, draw):

@@ -1,15 +1,18 @@
-"""Our decoder against `transformers`' Qwen3ForCausalLM (and Llama, where the spec reaches it)."""
+"""Our models against `transformers`: Qwen3ForCausalLM, Qwen3ForTokenClassification and Llama."""
 
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from jaxrl_llm.models.hf import load_params, make_config, read_spec, save_params
+from jaxrl_llm.models.heads import token_values, with_value_head
+from jaxrl_llm.models.hf import load_params, save_params
+from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 
@@ -220,3 +223,82 @@ def test_config_of_transformers_and_ours_agree():
     theirs = transformers.Qwen3Config(**make_config(other))
     assert theirs.rope_parameters["rope_theta"] == 5e5
     assert theirs.tie_word_embeddings is False
+
+
+def reference_critic(**changes):
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**BASE | {"num_labels": 1} | changes)
+    return randomize(transformers.Qwen3ForTokenClassification(config))
+
+
+def load_critic_in_transformers(directory):
+    loaded, report = transformers.AutoModelForTokenClassification.from_pretrained(
+        directory, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert isinstance(loaded, transformers.Qwen3ForTokenClassification)
+    assert loaded.config.num_labels == 1
+    return loaded.eval()
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_values_equal(changes, tmp_path):
+    model = reference_critic(**changes)
+    model.save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    assert spec.value_head
+    params = load_params(tmp_path, spec)
+
+    tokens, positions, segment_ids = (jnp.asarray(x) for x in batch(spec.vocab_size))
+    theirs = their_logits(model, np.array(tokens))[..., 0]
+    assert theirs.std() > 0.5  # the comparison below would see a difference
+    ours = token_values(params, forward(params, spec, tokens, positions, segment_ids))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_critic_loads_in_transformers(with_source, dtype, tmp_path):
+    model = reference_critic().to(getattr(torch, dtype))
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    model.save_pretrained(source)
+    spec = read_spec(source)
+    params = load_params(source, spec)
+    np.testing.assert_array_equal(params["score"], model.score.weight.detach().float().numpy().T)
+    np.testing.assert_array_equal(params["score_bias"], model.score.bias.detach().float().numpy())
+    origin = source if with_source else None
+    save_params(saved, params, spec, source=origin, dtype=jnp.dtype(dtype))
+
+    assert read_spec(saved) == spec
+    again = load_params(saved, spec)
+    for ours, first in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(ours, first)
+    loaded = load_critic_in_transformers(saved)
+    assert loaded.dtype == model.dtype
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_critic_of_a_language_model_loads_in_transformers(tied, tmp_path):
+    model = reference_model(tie_word_embeddings=tied)
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    model.save_pretrained(source)
+    spec = read_spec(source)
+    critic, critic_spec = with_value_head(load_params(source, spec), spec)
+    critic["score_bias"] = critic["score_bias"] + 0.5
+    save_params(saved, critic, critic_spec, source=source, dtype=np.float32)
+
+    assert read_spec(saved) == critic_spec
+    loaded = load_critic_in_transformers(saved)
+    np.testing.assert_array_equal(their_logits(loaded, batch(spec.vocab_size)[0]), 0.5)
+    for name, value in model.model.state_dict().items():
+        assert torch.equal(value, loaded.model.state_dict()[name]), name
+
+
+def test_classifiers_of_transformers_are_refused(tmp_path):
+    for labels in (2, 3):
+        reference_critic(num_labels=labels).save_pretrained(tmp_path / str(labels))
+        with pytest.raises(ValueError, match=f"with {labels} labels; supported is 1"):
+            read_spec(tmp_path / str(labels))

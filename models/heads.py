@@ -1,0 +1,66 @@
+"""The value head: one number per token, for a critic."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jaxrl_llm.models.spec import ModelSpec, Params
+
+
+def token_values(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
+    r"""Compute the value of each token's state from its hidden state, $v = h \cdot w + b$.
+
+    The critic of PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), as a linear head on
+    the decoder. It is computed in float32 whatever the dtype of `hidden`.
+
+    Args:
+        params: Parameters nested as `declare(spec)`, where `spec.value_head` is True.
+        hidden: Hidden states after the final norm, usually [R L D].
+
+    Returns:
+        Values in float32. The one at index t has seen tokens 0 to t.
+
+    Raises:
+        KeyError: The parameters have no `score`.
+
+    >>> head = {"score": jnp.array([[2.0], [3.0]]), "score_bias": jnp.array([0.5])}
+    >>> token_values(head, jnp.array([[[1.0, 0.0], [1.0, 1.0]]])).tolist()
+    [[2.5, 5.5]]
+    """
+    wide, score, bias = (
+        x.astype(jnp.float32) for x in (hidden, params["score"], params["score_bias"])
+    )
+    return (jnp.matmul(wide, score, precision=jax.lax.Precision.HIGHEST) + bias)[..., 0]
+
+
+def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
+    """Turn a language model into a critic that predicts 0 at first.
+
+    Args:
+        params: Parameters nested as `declare(spec)`, in any layout.
+        spec: A model without a value head.
+
+    Returns:
+        Parameters nested as the new spec declares, and that spec. The output projection is left
+        out; the other arrays are shared with `params`. The head is zeros on the default device,
+        for the caller to lay out.
+
+    Raises:
+        ValueError: The model has a value head already.
+
+    >>> from jaxrl_llm.models.spec import initialize
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=False,
+    ...                  max_positions=32)
+    >>> critic, critic_spec = with_value_head(initialize(spec, key=jax.random.key(0)), spec)
+    >>> critic["score"].shape, "head" in critic, critic_spec.value_head
+    ((4, 1), False, True)
+    """
+    if spec.value_head:
+        raise ValueError("the model has a value head already; wanted a language model")
+    dtype = params["final_norm"].dtype
+    body = {name: arrays for name, arrays in params.items() if name != "head"}
+    head = {"score": jnp.zeros((spec.width, 1), dtype), "score_bias": jnp.zeros(1, dtype)}
+    return body | head, dataclasses.replace(spec, value_head=True)

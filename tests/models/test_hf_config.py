@@ -1,0 +1,135 @@
+"""Reading and writing `config.json`; tests/parity holds the comparison with transformers."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.hf_config import config_to_save, make_config, read_spec
+
+CRITIC = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "value"}}
+
+
+@pytest.fixture
+def source(spec, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(make_config(spec)))
+    return tmp_path
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+@pytest.mark.parametrize("value_head", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_written_is_read(spec, source, tied, value_head):
+    spec = dataclasses.replace(spec, tied_embeddings=tied, value_head=value_head)
+    (source / "config.json").write_text(json.dumps(make_config(spec)))
+    assert read_spec(source) == spec
+    with pytest.raises(ValueError, match="got a spec with qk_norm=False"):
+        make_config(dataclasses.replace(spec, qk_norm=False))
+
+
+def test_both_forms_of_rope_are_read(source):
+    edit_config(source, rope_theta=..., rope_parameters={"rope_theta": 5.0})
+    assert read_spec(source).rope_theta == 5.0
+    edit_config(source, rope_theta=7, rope_parameters=...)
+    assert read_spec(source).rope_theta == 7.0
+    edit_config(source, rope_theta=..., tie_word_embeddings=...)
+    with pytest.raises(ValueError, match=r"neither rope_theta nor rope_parameters\.rope_theta"):
+        read_spec(source)
+
+
+def test_both_forms_of_one_label_are_read(spec, source):
+    wanted = dataclasses.replace(spec, value_head=True)
+    edit_config(source, **CRITIC)
+    assert read_spec(source) == wanted
+    edit_config(source, id2label=..., num_labels=1)
+    assert read_spec(source) == wanted
+
+
+def test_labels_of_a_language_model_do_not_matter(spec, source):
+    edit_config(source, id2label={"0": "a", "1": "b"})
+    assert read_spec(source) == spec
+
+
+def test_a_value_head_changes_the_config_of_its_source(spec, source):
+    edit_config(source, id2label={"0": "a", "1": "b"}, num_labels=2, eos_token_id=7)
+    before = json.loads((source / "config.json").read_text())
+    critic = dataclasses.replace(spec, value_head=True)
+    saved = config_to_save(critic, source, np.dtype("float32"))
+    assert saved == before | {
+        "architectures": ["Qwen3ForTokenClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "classifier_dropout": 0.0,
+        "dtype": "float32",
+    }
+
+
+def test_the_config_of_a_critic_is_kept(spec, source):
+    edit_config(source, **CRITIC)
+    before = json.loads((source / "config.json").read_text())
+    critic = dataclasses.replace(spec, value_head=True)
+    saved = config_to_save(critic, source, np.dtype("float32"))
+    assert saved == before | {"dtype": "float32"}
+    with pytest.raises(ValueError, match="the model's spec is not that of its source"):
+        config_to_save(spec, source, np.dtype("float32"))
+    with pytest.raises(ValueError, match="the model's spec is not that of its source"):
+        config_to_save(dataclasses.replace(critic, norm_eps=1e-5), source, np.dtype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            r"\['MambaForCausalLM'\]; supported are \['Qwen3ForCausalLM'\] and \['Qwen3ForToken",
+        ),
+        ({"architectures": ...}, "architectures None; supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; supported is 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True; supported is False"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1; supported is 0.0"),
+        ({"use_sliding_window": True}, "use_sliding_window=True; supported is False"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling={'type': 'yarn'}; supported is None"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config={'bits': 4}; supported is None",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_parameters has rope_type='yarn'; supported are rope_theta and",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types has \['sliding_attention'\]; supported is 'full_attention'",
+        ),
+        (
+            CRITIC | {"id2label": {"0": "a", "1": "b", "2": "c"}},
+            "Qwen3ForTokenClassification with 3 labels; supported is 1",
+        ),
+        (CRITIC | {"id2label": ..., "num_labels": 4}, "with 4 labels; supported is 1"),
+        (CRITIC | {"id2label": ...}, "with 2 labels; supported is 1"),
+        (
+            CRITIC | {"token_classification_bias": False},
+            "token_classification_bias=False; supported is True",
+        ),
+        ({"head_dim": ..., "hidden_size": ...}, r"keys \['head_dim', 'hidden_size'\] are missing"),
+    ],
+)
+def test_read_spec_refuses(source, changes, message):
+    edit_config(source, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_spec(source)
+
+
+def test_read_spec_refuses_broken_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_spec(tmp_path)
