@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms.advantages_outcome import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from jaxrl_llm.algorithms.advantages_process import prime
 from jaxrl_llm.algorithms.advantages_token import (
     gae,
     gae_whitened,
@@ -45,6 +46,7 @@ __all__ = [
     "optimal_token_baseline",
     "optimal_token_baseline_corrected",
     "optimal_token_baseline_multi_turn",
+    "prime",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

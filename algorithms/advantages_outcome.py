@@ -66,8 +66,8 @@ def dr_grpo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[
 def rloo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[Array, " B"]:
     """Compare scores with the mean of the others in the group: A = R − Σ_{j≠i} R_j / (G − 1).
 
-    RLOO (https://arxiv.org/abs/2402.14740, eq. 8), computed as G / (G − 1) · (R − mean). A group
-    of one has no others: A = 0.
+    RLOO (https://arxiv.org/abs/2402.14740, section 2.3), computed as G / (G − 1) · (R − mean). A
+    group of one has no others: A = 0.
 
     Args:
         scores: score of each answer.
@@ -88,9 +88,8 @@ def opo(
 ) -> Float32[Array, " B"]:
     """Compare scores with the group's mean weighted by length: A = R − Σ_j l_j R_j / Σ_j l_j.
 
-    OPO (https://arxiv.org/abs/2505.23585, section 3): the baseline of least variance where the
-    squared norm of an answer's gradient is proportional to its length. A group of one: A = R, as
-    in `grpo`.
+    OPO (https://arxiv.org/abs/2505.23585): the baseline of least variance where the squared norm of
+    an answer's gradient is proportional to its length. A group of one: A = R, as in `grpo`.
 
     Args:
         scores: score of each answer.
@@ -122,8 +121,8 @@ def grpo_pass_at_k(
     """Reward only the best of a group, by its lead: A = (R_best − R_second) / (std + eps).
 
     The gradient of the expected maximum of a group, with the leave-one-out baseline
-    (https://arxiv.org/abs/2503.19595, section 3); the division is GRPO's. All others get 0, and so
-    does everyone where two share the best score and in a group of one.
+    (https://arxiv.org/abs/2503.19595); the division is GRPO's. All others get 0, and so does
+    everyone where two share the best score and in a group of one.
 
     Args:
         scores: score of each answer.
@@ -154,10 +153,10 @@ def gpg(
 ) -> Float32[Array, " B"]:
     """Compare with the group's mean and make up for idle groups: A = α (R − mean) / f_norm.
 
-    GPG (https://arxiv.org/abs/2504.02546, section 3.2). α = B / B_used, where B_used counts the
-    answers of groups whose scores are not all equal: the others add nothing to the gradient, yet
-    count in its mean. (verl counts the answers whose score is not 0.) Its loss is
-    `losses.reinforce`. A group of one: A = α R / f_norm, idle where R = 0.
+    GPG (https://arxiv.org/abs/2504.02546) with its "accurate gradient estimation": α = B / B_used,
+    where B_used counts the answers of groups whose scores are not all equal. The others add nothing
+    to the gradient, yet count in its mean. (verl counts the answers whose score is not 0.) Its loss
+    is `losses.reinforce`. A group of one: A = α R / f_norm, idle where R = 0.
 
     Args:
         scores: score of each answer.
@@ -185,9 +184,9 @@ def gdpo(
 ) -> Float32[Array, " B"]:
     """Standardise each score component by itself, add them up, whiten: A = whiten(Σ_c w_c A_c).
 
-    A_c is GRPO's advantage of component c. GDPO (https://arxiv.org/abs/2601.05242, section 3):
-    sums of different components that happen to be equal keep different advantages. We whiten over
-    the answers, as the paper does; verl does over their tokens.
+    A_c is GRPO's advantage of component c. GDPO (https://arxiv.org/abs/2601.05242): sums of
+    different components that happen to be equal keep different advantages. We whiten over the
+    answers, as the paper does; verl does over their tokens.
 
     Args:
         score_components: the scores that an answer got, by component.
@@ -218,8 +217,8 @@ def reinforce_plus_plus_baseline(
 ) -> Float32[Array, "B T"]:
     """Compare with the group's mean, then whiten over the batch: A = whiten(R − mean).
 
-    REINFORCE++ with a baseline (https://arxiv.org/abs/2501.03262, section 3): the standard
-    deviation is the batch's, over tokens, instead of the group's. A group of one has no baseline.
+    REINFORCE++ with a baseline (https://arxiv.org/abs/2501.03262): the standard deviation is the
+    batch's, over tokens, instead of the group's. A group of one has no baseline.
 
     Args:
         scores: score of each answer.

@@ -191,7 +191,7 @@ def remax(
 ) -> Float32[Array, "B T"]:
     """Compare the return with the score of the greedy answer: A_t = Σ_{s≥t} r_s − R_greedy.
 
-    ReMax (https://arxiv.org/abs/2310.10505, algorithm 2).
+    ReMax (https://arxiv.org/abs/2310.10505).
 
     Args:
         rewards: reward of each token.
@@ -213,8 +213,8 @@ def reinforce_plus_plus(
 ) -> Float32[Array, "B T"]:
     """Whiten discounted returns over the batch: A = whiten(reward_to_go(r)).
 
-    REINFORCE++ (https://arxiv.org/abs/2501.03262, section 3): no critic and no groups; the KL
-    penalty belongs in the rewards.
+    REINFORCE++ (https://arxiv.org/abs/2501.03262): no critic and no groups; the KL penalty belongs
+    in the rewards.
 
     Args:
         rewards: reward of each token.

@@ -149,7 +149,7 @@ def icepop(
 ) -> Float32[Array, "B T"]:
     """Weigh tokens by their ratio inside a band and drop the others: w_t = ρ_t if low ≤ ρ_t ≤ high.
 
-    IcePop (https://arxiv.org/abs/2510.18855, section 3).
+    IcePop (https://arxiv.org/abs/2510.18855, eqs. 1 and 2; the band of its section 2.3.4).
 
     Args:
         old_logprobs: log-probs under the trainer's policy at the start of the step.

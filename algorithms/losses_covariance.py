@@ -1,9 +1,13 @@
 """Policy losses that treat a few tokens apart: those that take the most entropy away.
 
 The entropy of a policy falls with the covariance of log-probs and advantages
-(https://arxiv.org/abs/2505.22617, section 4). Which tokens have the highest covariance is a
+(https://arxiv.org/abs/2505.22617, section 4.2). Which tokens have the highest covariance is a
 question to the whole mini-batch, while a loss sees a part of it. So a `select_…` function marks
 them, once per mini-batch, in the field `high_covariance [B T]`, and the loss takes that field.
+
+verl asks each micro-batch instead, so that its means, the tokens that it marks and how many they
+are (at least one in each) depend on how the mini-batch is split. It also passes over tokens that
+the ratio's clipping already holds back when it draws for Clip-Cov.
 """
 
 import jax
@@ -52,8 +56,8 @@ def select_clip_cov(
 ) -> Bool[Array, "B T"]:
     """Draw tokens whose covariance lies between two bounds: `high_covariance` for `clip_cov`.
 
-    The paper's eq. 11. The number drawn is `ratio` of the tokens on the mask, at least 1; fewer
-    where fewer lie between the bounds.
+    The paper's eq. 11, with the numbers of its section 4.3. The number drawn is `ratio` of the
+    tokens on the mask, at least 1; fewer where fewer lie between the bounds.
 
     Args:
         logprobs: log-probs under the policy that is being updated, of the whole mini-batch.
@@ -87,7 +91,8 @@ def select_kl_cov(
 ) -> Bool[Array, "B T"]:
     """Take the tokens of the highest covariance: `high_covariance` for `kl_cov`.
 
-    The paper's eq. 12. The number taken is `ratio` of the tokens on the mask, at least 1.
+    The paper's eq. 13. The number taken is `ratio` of the tokens on the mask, at least 1. The paper
+    takes 2e-4 for a model of 32B parameters and 2e-3 for one of 7B.
 
     Args:
         logprobs: log-probs under the policy that is being updated, of the whole mini-batch.
@@ -117,7 +122,8 @@ def clip_cov(
 ) -> TokenLoss:
     """Drop the marked tokens from `ppo_clip`: L = 0 where marked.
 
-    Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11), over PPO's clipped surrogate.
+    Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 12), over PPO's clipped surrogate as in its
+    listing 1.
 
     Args:
         logprobs: log-probs under the policy that is being updated.
@@ -164,7 +170,8 @@ def kl_cov(
 ) -> TokenLoss:
     """Hold the marked tokens near the old policy: L = −A r + β |log r| where marked, else −A r.
 
-    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 13). Nothing is clipped.
+    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14), whose divergence is |log r| in its listing 1.
+    Nothing is clipped. β = 1 is the paper's.
 
     Args:
         logprobs: log-probs under the policy that is being updated.

@@ -73,7 +73,8 @@ def gmpo(
     c_t = min(log r_t, ε_high) where Ā > 0 and max(log r_t, −ε_low) elsewhere; Ā is the mean
     advantage of the answer. GMPO (https://arxiv.org/abs/2507.20673, eq. 4), whose min leaves the
     other side unbounded too; its ε is e^0.4. Every token holds its answer's loss, so that
-    `reduce.sequence_mean_token_mean` gives the paper's average over answers.
+    `reduce.sequence_mean_token_mean` gives the paper's average over answers. (verl averages over
+    the rows of each micro-batch, so that its loss depends on how a mini-batch is split.)
 
     Args:
         logprobs: log-probs under the policy that is being updated.

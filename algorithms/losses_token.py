@@ -34,7 +34,7 @@ def ppo_clip(
 
     PPO (https://arxiv.org/abs/1707.06347, eq. 7). Two bounds as in DAPO
     (https://arxiv.org/abs/2503.14476, eq. 10; ε_high 0.28 there). Where A < 0 the loss is at most
-    −A · dual_clip (https://arxiv.org/abs/1912.09729, eq. 5).
+    −A · dual_clip, the dual clip of https://arxiv.org/abs/1912.09729.
 
     Args:
         logprobs: log-probs under the policy that is being updated.
@@ -78,8 +78,8 @@ def reinforce(logprobs: Float[Array, "B T"], advantages: Float[Array, "B T"]) ->
     """Take the plain policy gradient: L = −A log π.
 
     REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), and the loss of GPG
-    (https://arxiv.org/abs/2504.02546, eq. 6). On-policy only: no ratio corrects a second update on
-    the same answers.
+    (https://arxiv.org/abs/2504.02546). On-policy only: no ratio corrects a second update on the
+    same answers.
 
     Args:
         logprobs: log-probs under the policy that is being updated.
@@ -104,8 +104,9 @@ def cispo(
 ) -> TokenLoss:
     """Clip the importance weight, not the update: L = −A sg(clip(r, 1 − ε_low, 1 + ε_high)) log π.
 
-    CISPO (MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4). Every token keeps a gradient. The
-    default ε_low sets no lower bound, as in the paper.
+    CISPO (MiniMax-M1, https://arxiv.org/abs/2506.13585, eqs. 4 and 5). Every token keeps a
+    gradient. The default ε_low sets no lower bound, as in the paper, which tunes ε_high and does
+    not state it; 0.2 is that of verl's example.
 
     Args:
         logprobs: log-probs under the policy that is being updated.
@@ -179,14 +180,16 @@ def dppo_tv(
     *,
     clip_low: float = 0.15,
     clip_high: float = 0.15,
-    cap: float = 20.0,
+    cap: float = float("inf"),
 ) -> TokenLoss:
     """Stop at a distance in probability: L = −A sg(min(r, cap) M) log π.
 
     M drops a token whose probability has moved further than the bound in the direction of its
     advantage: π − π_old > δ_high where A > 0, π_old − π > δ_low elsewhere. DPPO with the binary
-    total variation (https://arxiv.org/abs/2602.04879, section 4). The paper's old policy is the
-    one that sampled, so rollout_logprobs may be put in place of old_logprobs.
+    total variation (https://arxiv.org/abs/2602.04879, eqs. 12 and 13; δ in appendix C). The paper's
+    old policy is the one that sampled, so rollout_logprobs may be put in place of old_logprobs. Its
+    eq. 12 has no cap and its section 5.4 advises against one; the runs of its appendix E take 5,
+    verl takes 20.
 
     Args:
         logprobs: log-probs under the policy that is being updated.
@@ -194,7 +197,7 @@ def dppo_tv(
         advantages: one per token.
         clip_low: how far the probability may fall.
         clip_high: how far the probability may rise.
-        cap: the largest importance weight.
+        cap: the largest importance weight; infinity for none.
 
     Returns:
         The loss; pg_clipfrac (tokens that M drops), ppo_kl.
@@ -219,13 +222,14 @@ def dppo_kl(
     *,
     clip_low: float = 0.05,
     clip_high: float = 0.05,
-    cap: float = 20.0,
+    cap: float = float("inf"),
 ) -> TokenLoss:
     """Stop at a KL divergence: L = −A sg(min(r, cap) M) log π.
 
     M drops a token that has moved in the direction of its advantage and whose binary divergence
     π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)) exceeds the bound: δ_high where
-    A > 0, δ_low elsewhere. DPPO (https://arxiv.org/abs/2602.04879, section 4).
+    A > 0, δ_low elsewhere. DPPO (https://arxiv.org/abs/2602.04879, eqs. 12 and 14; δ in
+    appendix C). For the cap and the old policy see `dppo_tv`.
 
     Args:
         logprobs: log-probs under the policy that is being updated.
@@ -233,7 +237,7 @@ def dppo_kl(
         advantages: one per token.
         clip_low: the largest divergence of a token that has become less likely, in nats.
         clip_high: the largest divergence of a token that has become more likely, in nats.
-        cap: the largest importance weight.
+        cap: the largest importance weight; infinity for none.
 
     Returns:
         The loss; pg_clipfrac (tokens that M drops), ppo_kl.
@@ -264,9 +268,10 @@ def dro(
 ) -> TokenLoss:
     """Hold the policy by a quadratic penalty: L = −A log π + β/2 (log π − log π_old)².
 
-    DRO (https://arxiv.org/abs/2405.19107, section 3), token by token as Kimi k1.5 uses it
-    (https://arxiv.org/abs/2501.12599, section 2.3.2). The log-ratio is not clipped: far from
-    π_old the penalty must pull. β has no default, as its scale is the reward's.
+    Its gradient is DRO's (https://arxiv.org/abs/2405.19107, eq. 8, divided by τ as there; τ is β),
+    with π_old for the reference as in Kimi k1.5 (https://arxiv.org/abs/2501.12599, section 2.3.2),
+    but for each token instead of the whole answer. The log-ratio is not clipped: far from π_old the
+    penalty must pull. β has no default, as its scale is the reward's.
 
     Args:
         logprobs: log-probs under the policy that is being updated.

@@ -89,7 +89,8 @@ def sequence_mean_token_sum_norm(
     """Average over sequences the sum over tokens, in units of a horizon: w = 1 / (B · horizon).
 
     Dr. GRPO (https://arxiv.org/abs/2503.20783, listing 1) divides by the longest answer allowed.
-    The horizon has no default: the longest answer of a batch would change from batch to batch.
+    The horizon has no default: the longest answer of a batch would change from batch to batch. (In
+    verl it defaults to the longest of each micro-batch.)
 
     Args:
         mask: true on the tokens that count.

@@ -1,9 +1,12 @@
-"""Losses of the critic, per token."""
+"""Losses of the critic and of the implicit reward model, per token."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.algorithms.losses_reward import implicit_reward_loss
 from jaxrl_llm.algorithms.losses_token import TokenLoss
+
+__all__ = ["clipped_value_loss", "implicit_reward_loss", "squared_value_loss"]
 
 
 def squared_value_loss(values: Float[Array, "B T"], returns: Float[Array, "B T"]) -> TokenLoss:
