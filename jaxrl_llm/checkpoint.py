@@ -114,10 +114,12 @@ class Checkpoints:
         """
         return self._read(step, state_like)
 
-    def restore_params(self, params_like: Any, step: int | None = None) -> Saved:
-        """Read only the parameters of a checkpointed TrainState; the optimizer's stay on disk."""
-        saved = self._read(step, {"params": params_like}, partial_restore=True)
-        return saved._replace(state=saved.state["params"])
+    def restore_params(
+        self, params_like: Any, step: int | None = None, *, role: str = "actor"
+    ) -> Saved:
+        """Read only the parameters of one role's TrainState; the optimizer's stay on disk."""
+        saved = self._read(step, {role: {"params": params_like}}, partial_restore=True)
+        return saved._replace(state=saved.state[role]["params"])
 
     def _read(self, step: int | None, like: Any, *, partial_restore: bool = False) -> Saved:
         known = sorted(self._manager.all_steps())

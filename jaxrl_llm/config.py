@@ -167,7 +167,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return {str(k): v for k, v in _mapping(value, name, "a mapping").items()}
     if typing.get_origin(hint) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_scalar(typing.get_args(hint)[0], item, name) for item in items)
+        return tuple(_convert(typing.get_args(hint)[0], item, name) for item in items)
     return _scalar(hint, value, name)
 
 

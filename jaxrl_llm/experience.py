@@ -22,6 +22,22 @@ class Rollouts(NamedTuple):
     completions: list[Completion]
     texts: list[str]
 
+    def take(self, rows: Sequence[int]) -> "Rollouts":
+        """Return some of the answers, by index."""
+        return Rollouts(
+            [self.prompts[i] for i in rows],
+            [self.completions[i] for i in rows],
+            [self.texts[i] for i in rows],
+        )
+
+    def join(self, other: "Rollouts") -> "Rollouts":
+        """Return these answers, then the other's."""
+        return Rollouts(
+            self.prompts + other.prompts,
+            self.completions + other.completions,
+            self.texts + other.texts,
+        )
+
 
 def sample(
     engine: Engine,
@@ -51,10 +67,31 @@ def sample(
     return Rollouts(repeated, completions, texts)
 
 
+class ScoreError(RunError):
+    """A scorer that does not report what the config says it does."""
+
+
 def experience(
-    rollouts: Rollouts, scores: Sequence[Score], *, samples: int, max_tokens: int
+    rollouts: Rollouts,
+    scores: Sequence[Score],
+    *,
+    samples: int,
+    max_tokens: int,
+    components: Sequence[str] = (),
 ) -> Batch:
-    """Lay prompts and answers out as a batch [B T], T = `max_tokens`."""
+    """Lay prompts and answers out as a batch [B T], T = `max_tokens`.
+
+    Args:
+        rollouts: B answers.
+        scores: of each answer.
+        samples: G.
+        max_tokens: T.
+        components: names of the scorers' numbers that become `score_components` [B C]; where a
+            scorer failed, its score stands for each.
+
+    Raises:
+        ScoreError: a scorer did not report one of the components.
+    """
     size = len(rollouts.prompts)
     tokens = np.zeros((size, max_tokens), np.int32)
     mask = np.zeros((size, max_tokens), bool)
@@ -66,7 +103,7 @@ def experience(
         mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
         sizes[i] = end
     values = np.array([score.score for score in scores], np.float32)
-    return Batch(
+    batch = Batch(
         tokens,
         sizes,
         {
@@ -75,9 +112,28 @@ def experience(
             "group_ids": np.arange(size, dtype=np.int32) // samples,
             "rollout_logprobs": logprobs,
             "scores": values,
+            "raw_scores": values,
             "rewards": _on_last_token(values, mask),
         },
     )
+    if not components:
+        return batch
+    return batch.add(score_components=_components(scores, components))
+
+
+def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
+    def number(score: Score, name: str) -> float:
+        if score.error is not None:
+            return score.score
+        found = score.extra.get(name, score.score if name == "score" else None)
+        if not isinstance(found, int | float):
+            raise ScoreError(
+                f"reward.components names {name!r}, but the scorer reported "
+                f"{sorted(score.extra) or 'a bare number'}, and no number under that name"
+            )
+        return float(found)
+
+    return np.array([[number(score, name) for name in names] for score in scores], np.float32)
 
 
 def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -87,51 +143,139 @@ def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return rewards
 
 
+def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
+    """Add a penalty [B] to the scores, and to the reward of each answer's last token."""
+    return batch.add(
+        scores=batch["scores"] + values,
+        rewards=batch["rewards"] + _on_last_token(values, batch["mask"]),
+    )
+
+
 def penalize(batch: Batch, kl: np.ndarray, coef: float) -> Batch:
     """Subtract the KL penalty from the token rewards, and its sum from the scores."""
     rewards = batch["rewards"] - np.float32(coef) * np.where(batch["mask"], kl, 0)
     return batch.add(rewards=rewards, scores=rewards.sum(1))
 
 
+def per_answer(
+    function: Callable[..., Any], key: str, kind: type[np.generic]
+) -> Callable[[Batch], np.ndarray]:
+    """Return a jitted function from a batch to what `function` returns, checked: [B] of a kind.
+
+    Args:
+        function: asks for fields of a batch.
+        key: its config key, for messages.
+        kind: np.floating or np.bool_.
+    """
+    compute = jax.jit(lambda fields: call(function, fields))
+
+    def checked(batch: Batch) -> np.ndarray:
+        result = compute(dict(batch.fields))
+        found = np.asarray(result) if isinstance(result, jax.Array) else None
+        if (
+            found is None
+            or found.shape != batch.sizes.shape
+            or not np.issubdtype(found.dtype, kind)
+        ):
+            got = type(result).__name__ if found is None else f"{found.dtype}{list(found.shape)}"
+            raise ScoreError(
+                f"{key}: {describe(function)!r} returned {got}; wanted one "
+                f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
+                f"here [{len(batch.sizes)}]"
+            )
+        if kind is not np.bool_ and not np.isfinite(found).all():
+            raise ScoreError(f"{key}: {describe(function)!r} returned NaN or infinity")
+        return found
+
+    return checked
+
+
+def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch], Batch]:
+    """Return a jitted step that adds the product of the functions' weights, `correction` [B T]."""
+
+    @jax.jit
+    def compute(fields: dict[str, Any]) -> Any:
+        weights = jnp.ones(fields["mask"].shape, jnp.float32)
+        for function in functions:
+            weights = weights * _weights(function, fields)
+        return weights
+
+    def add(batch: Batch) -> Batch:
+        weights = np.asarray(compute(dict(batch.fields)))
+        if not np.isfinite(weights[batch["mask"]]).all():
+            names = ", ".join(describe(function) for function in functions)
+            raise ScoreError(f"algorithm.correction: {names} returned NaN or infinity")
+        return batch.add(correction=weights)
+
+    return add
+
+
+def _weights(function: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    found, shape = call(function, fields), fields["mask"].shape
+    if not isinstance(found, jax.Array) or found.shape != shape:
+        got = f"{found.dtype}{list(found.shape)}" if isinstance(found, jax.Array) else repr(found)
+        raise ScoreError(
+            f"algorithm.correction: {describe(function)!r} returned {got}; wanted one weight for "
+            f"each token [B T], here {list(shape)}"
+        )
+    return found
+
+
 class AdvantageError(RunError):
     """An advantage function that returned something else than advantages."""
 
 
-def advantage_step(function: Callable[..., Any]) -> Callable[[Batch], Batch]:
-    """Return a jitted step that adds `advantages` [B T] to a batch.
+def advantage_step(
+    function: Callable[..., Any], *, with_returns: bool = False
+) -> Callable[[Batch], Batch]:
+    """Return a jitted step that adds `advantages` [B T] to a batch, and `returns` if it has them.
 
-    The function returns [B] (every token of an answer gets its advantage), [B T], or a pair whose
-    first entry is [B T].
+    The function returns [B] (every token of an answer gets its advantage), [B T], or a pair of
+    advantages and returns, both [B T].
+
+    Args:
+        function: asks for fields of a batch.
+        with_returns: whether it must return a pair, since a critic learns from the returns.
     """
 
     @jax.jit
-    def compute(fields: dict[str, Any]) -> Any:
-        result = call(function, fields)
-        result = result[0] if isinstance(result, tuple) else result
-        mask = fields["mask"]
-        arrays = (jax.Array, np.ndarray)
-        if not isinstance(result, arrays) or result.shape not in (mask.shape, mask.shape[:1]):
-            got = f"shape {list(result.shape)}" if hasattr(result, "shape") else repr(type(result))
+    def compute(fields: dict[str, Any]) -> dict[str, Any]:
+        result, mask = call(function, fields), fields["mask"]
+        parts = result if isinstance(result, tuple) else (result,)
+        if len(parts) != 2 and (with_returns or isinstance(result, tuple)):
             raise AdvantageError(
-                f"advantage {describe(function)!r} returned {got}; wanted an array [B] or "
-                f"[B T], here [{mask.shape[0]}] or {list(mask.shape)}"
+                f"advantage {describe(function)!r} returned {len(parts)} array(s); wanted a pair "
+                "(advantages, returns): the critic learns from the returns"
             )
-        if not jnp.issubdtype(result.dtype, jnp.floating):
-            raise AdvantageError(
-                f"advantage {describe(function)!r} returned {result.dtype}, wanted floating point"
-            )
-        per_token = result[:, None] if result.ndim == 1 else result
-        return jnp.where(mask, per_token, 0.0).astype(jnp.float32)
+        named = zip(("advantages", "returns"), parts, strict=False)
+        return {name: _per_token(function, name, array, mask) for name, array in named}
 
     def add(batch: Batch) -> Batch:
-        advantages = np.asarray(compute(dict(batch.fields)))
-        if not np.isfinite(advantages).all():
-            rows = np.flatnonzero(~np.isfinite(advantages).all(1))
-            raise AdvantageError(
-                f"advantage {describe(function)!r} returned NaN or infinity for "
-                f"{len(rows)} of {len(advantages)} answers, the first one number {rows[0]} "
-                f"with score {batch['scores'][rows[0]]}"
-            )
-        return batch.add(advantages=advantages)
+        found = {name: np.asarray(array) for name, array in compute(dict(batch.fields)).items()}
+        for name, array in found.items():
+            wrong = np.flatnonzero(~np.isfinite(array).all(1))
+            if wrong.size:
+                raise AdvantageError(
+                    f"advantage {describe(function)!r} returned NaN or infinity as {name} for "
+                    f"{len(wrong)} of {len(array)} answers, the first one number {wrong[0]} "
+                    f"with score {batch['scores'][wrong[0]]}"
+                )
+        return batch.add(**found)
 
     return add
+
+
+def _per_token(function: Callable[..., Any], name: str, array: Any, mask: Any) -> Any:
+    kinds = (jax.Array, np.ndarray)
+    if not isinstance(array, kinds) or array.shape not in (mask.shape, mask.shape[:1]):
+        got = f"shape {list(array.shape)}" if hasattr(array, "shape") else repr(type(array))
+        raise AdvantageError(
+            f"advantage {describe(function)!r} returned {got} as {name}; wanted an array [B] or "
+            f"[B T], here [{mask.shape[0]}] or {list(mask.shape)}"
+        )
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise AdvantageError(
+            f"advantage {describe(function)!r} returned {array.dtype} as {name}, wanted floating "
+            "point"
+        )
+    return jnp.where(mask, array[:, None] if array.ndim == 1 else array, 0.0).astype(jnp.float32)

@@ -28,7 +28,8 @@ def export(run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str
     import numpy as np
 
     from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
-    from jaxrl_llm.models.hf import read_spec, save_params
+    from jaxrl_llm.models.hf import save_params
+    from jaxrl_llm.models.hf_config import read_spec
     from jaxrl_llm.models.spec import initialize
 
     folder = Path(run_dir)

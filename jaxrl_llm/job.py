@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import keys
 from jaxrl_llm.config import load, to_yaml
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import (
@@ -20,25 +20,31 @@ from jaxrl_llm.data.dataset import (
     tokenize_prompts,
 )
 from jaxrl_llm.data.packing import RowShape, row_shape
-from jaxrl_llm.dataflow import asks_for, check_fields, describe
 from jaxrl_llm.evaluate import validation_metrics
-from jaxrl_llm.experience import Rollouts, advantage_step, sample
-from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
+from jaxrl_llm.experience import (
+    Rollouts,
+    ScoreError,
+    advantage_step,
+    correction_step,
+    experience,
+    per_answer,
+    sample,
+)
+from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, run
 from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
 from jaxrl_llm.rewards.scorers import SOURCES
+from jaxrl_llm.roles import make_roles, old_logprob_step
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.setup import (
     Model,
     blamed_on,
     digest,
-    forward_settings,
     made_once,
-    make_optimizer,
     open_mesh,
     open_model,
     open_run,
@@ -48,9 +54,12 @@ from jaxrl_llm.setup import (
 )
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import cast_tree, checksum, reshard
-from jaxrl_llm.step import Objective, logprob_pass, make_learner
 from jaxrl_llm.supervised import run_sft
-from jaxrl_llm.types import Sampling
+from jaxrl_llm.types import Batch, Sampling
+from jaxrl_llm.wiring import Functions
+
+TRAINING, VALIDATION, GREEDY = range(3)
+"""What a seed of sampling is for."""
 
 
 def run_job(config: TrainConfig) -> Progress:
@@ -65,53 +74,6 @@ def run_job(config: TrainConfig) -> Progress:
         done = run(job, start, prompt_batches)
         print_before_and_after(folder, job.display)
     return done
-
-
-class Functions:
-    """The functions that a config names, found and checked against the dataflow."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        """Find them all; raise ConfigError where one is wrong."""
-        wanted = config.algorithm
-
-        def find(spec: FunctionSpec, home: str, key: str) -> Callable[..., Any]:
-            return load_function(spec, home, passed=None, key=f"algorithm.{key}")
-
-        def checked(
-            spec: FunctionSpec, home: str, key: str, after: frozenset[str]
-        ) -> Callable[..., Any]:
-            function = find(spec, home, key)
-            check_fields(function, f"algorithm.{key}", after=after)
-            return function
-
-        estimate = frozenset({"advantages", "logprobs"})
-        self.advantage = checked(wanted.advantage, keys.ADVANTAGES, "advantage", estimate)
-        self.loss = checked(wanted.loss, keys.LOSSES, "loss", frozenset())
-        self.reduce = find(wanted.reduce, keys.REDUCTIONS, "reduce")
-        takes(self.reduce, ("mask",), "algorithm.reduce")
-        kl_spec, kl_key = (
-            (wanted.kl_loss, "kl_loss") if wanted.kl_loss else (wanted.kl_reward, "kl_reward")
-        )
-        self.kl = checked(kl_spec, keys.KLS, kl_key, frozenset()) if kl_spec else None
-        self.controller = find(wanted.kl_controller, keys.KLS, "kl_controller")
-        takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
-        self.optimizer, self.schedule = make_optimizer(config.optim)
-        self.objective = Objective(
-            loss=self.loss,
-            kl=self.kl if wanted.kl_loss else None,
-            entropy=config.algorithm.entropy_coef != 0,
-        )
-        needs = self.objective.asks_for() | set(asks_for(self.advantage))
-        self.needs_reference = self.kl is not None or "ref_logprobs" in needs
-
-
-def takes(function: Callable[..., Any], wanted: tuple[str, ...], key: str) -> None:
-    """Raise ConfigError unless a function has as many positional parameters as it is given."""
-    found = asks_for(function)
-    if len(found) != len(wanted):
-        raise ConfigError(
-            f"{key}: {describe(function)} takes ({', '.join(found)}), wanted ({', '.join(wanted)})"
-        )
 
 
 def warm_start(config: TrainConfig) -> None:
@@ -141,36 +103,46 @@ def build(
         stops = stop_ids(tokenizer, config.model.path)
     check_model(config, model)
     train, validation = read_prompts(config, tokenizer)
-    settings = forward_settings(config.model, model.spec, config.rollout.temperature)
-    shape = microbatch_shape(config, mesh)
-    learner = make_learner(
-        functions.objective,
-        settings,
-        functions.optimizer,
-        reduce=functions.reduce,
-        shape=shape,
-        mesh=mesh,
-        params_like=model.like,
-    )
+    roles, trainees = make_roles(config, functions, model, mesh, microbatch_shape(config, mesh))
     engine = make_engine(config, model, mesh)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     score = make_scorer(config, stack)
-    opened = open_run(config, folder, model, learner, train, stack, best="validation")
+    lay_out = functools.partial(
+        experience,
+        samples=config.rollout.samples_per_prompt,
+        max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        components=config.reward.components,
+    )
+    penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
+    keep = functions.keep and per_answer(functions.keep, "algorithm.keep", np.bool_)
+    opened = open_run(config, folder, trainees, train, stack, best="validation")
     job = Job(
         config=config,
         engine=engine,
         checksum=as_held(model, config.model.dtype),
         sample=training_sampler(config, draw, stops),
         score=score,
-        logprobs=logprob_pass(settings, shape, mesh),
-        advantage=advantage_step(functions.advantage),
+        lay_out=lay_out,
+        keep=keep and whole_groups(keep, config.rollout.samples_per_prompt),
+        penalty=penalty,
+        greedy_scores=make_greedy(config, draw, stops, score, lay_out, penalty)
+        if "greedy_scores" in functions.needs
+        else None,
+        old_logprobs=old_logprob_step(
+            roles["actor"].infer,
+            bypass=config.algorithm.bypass,
+            probe_tokens=config.batch.tokens_per_microbatch,
+        ),
+        advantage=advantage_step(functions.advantage, with_returns="critic" in roles),
+        correct=correction_step(functions.corrections) if functions.corrections else None,
         kl=functions.kl,
         kl_reward=config.algorithm.kl_reward is not None,
         next_kl_coef=lambda *seen: float(functions.controller(*seen)),
         reference=make_reference(config, model) if functions.needs_reference else None,
-        learner=learner,
-        learning_rate=functions.schedule,
+        actor=roles["actor"],
+        critic=roles.get("critic"),
+        reward_model=roles.get("reward_model"),
         validate=make_validator(config, draw, stops, score, validation),
         dump=functools.partial(dump_rollouts, folder / "rollouts"),
         total_steps=opened.total_steps,
@@ -180,7 +152,7 @@ def build(
         display=opened.display,
     )
     kl_coef = opened.extra.get("kl_coef", config.algorithm.kl_coef)
-    return job, Progress(opened.step, opened.state, kl_coef), opened.stream
+    return job, Progress(opened.step, opened.states, kl_coef), opened.stream
 
 
 def microbatch_shape(config: TrainConfig, mesh: Mesh) -> RowShape:
@@ -250,8 +222,8 @@ def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., 
 
 def training_sampler(
     config: TrainConfig, draw: Callable[..., Rollouts], stops: tuple[int, ...]
-) -> Callable[[list[Prompt], int], Rollouts]:
-    """Return the function that samples a step's answers."""
+) -> Callable[[list[Prompt], int, int], Rollouts]:
+    """Return the function that samples a step's answers; a step may draw several times."""
     rollout = config.rollout
     sampling = Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -260,9 +232,54 @@ def training_sampler(
         top_k=rollout.top_k,
         stop_ids=stops,
     )
-    return lambda prompts, step: draw(
-        prompts, sampling, samples=rollout.samples_per_prompt, seed=(config.seed, step, 0)
-    )
+
+    def sample_step(prompts: list[Prompt], step: int, number: int) -> Rollouts:
+        seed = (config.seed, step, TRAINING, number)
+        return draw(prompts, sampling, samples=rollout.samples_per_prompt, seed=seed)
+
+    return sample_step
+
+
+def make_greedy(
+    config: TrainConfig,
+    draw: Callable[..., Rollouts],
+    stops: tuple[int, ...],
+    score: Callable[[Rollouts], list[Score]],
+    lay_out: Callable[..., Batch],
+    penalty: Callable[[Batch], np.ndarray] | None,
+) -> Callable[[Rollouts, int], np.ndarray]:
+    """Return the function from a step's answers to the scores of its prompts' greedy answers."""
+    samples = config.rollout.samples_per_prompt
+    longest = config.rollout.max_new_tokens
+    sampling = Sampling(max_new_tokens=longest, temperature=0.0, stop_ids=stops)
+
+    def greedy_scores(rollouts: Rollouts, step: int) -> np.ndarray:
+        prompts = rollouts.prompts[::samples]
+        greedy = draw(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
+        batch = lay_out(greedy, score(greedy), samples=1)
+        added = penalty(batch) if penalty else np.float32(0)
+        return np.repeat(batch["scores"] + added, samples)
+
+    return greedy_scores
+
+
+def whole_groups(
+    keep: Callable[[Batch], np.ndarray], samples: int
+) -> Callable[[Batch], np.ndarray]:
+    """Return `keep`, checked to decide for groups of `samples` answers as wholes."""
+
+    def checked(batch: Batch) -> np.ndarray:
+        kept = keep(batch)
+        groups = kept.reshape(-1, samples)
+        split = np.flatnonzero(groups.any(1) != groups.all(1))
+        if split.size:
+            raise ScoreError(
+                f"algorithm.keep kept {int(groups[split[0]].sum())} of the {samples} answers of a "
+                "group; wanted all or none, as baselines are over whole groups"
+            )
+        return kept
+
+    return checked
 
 
 def make_validator(
@@ -284,7 +301,9 @@ def make_validator(
     )
 
     def validate(step: int) -> dict[str, float]:
-        rollouts = draw(prompts, sampling, samples=how.samples, seed=(config.seed, step, 1))
+        rollouts = draw(
+            prompts, sampling, samples=how.samples, seed=(config.seed, step, VALIDATION)
+        )
         return validation_metrics(rollouts.prompts, score(rollouts), samples=how.samples)
 
     return validate

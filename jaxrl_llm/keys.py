@@ -15,6 +15,9 @@ ADVANTAGES = "jaxrl_llm.algorithms.advantages"
 LOSSES = "jaxrl_llm.algorithms.losses"
 REDUCTIONS = "jaxrl_llm.algorithms.reduce"
 KLS = "jaxrl_llm.algorithms.kl"
+CORRECTIONS = "jaxrl_llm.algorithms.correction"
+SHAPING = "jaxrl_llm.algorithms.shaping"
+VALUES = "jaxrl_llm.algorithms.values"
 SCORERS = "jaxrl_llm.rewards.scorers"
 DATASETS = "jaxrl_llm.data.dataset"
 PREPARATIONS = "jaxrl_llm.data.prepare"
@@ -86,6 +89,9 @@ class RewardConfig:
     on_error: float | None = key(
         0.0, "score of an answer whose scorer raises, hangs or returns NaN; null stops the run"
     )
+    components: tuple[str, ...] = key(
+        (), "numbers in the scorer's dict that are the field score_components, in this order"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,20 @@ class AlgorithmConfig:
         FunctionSpec("fixed"), "how kl_coef moves from step to step: algorithms.kl"
     )
     entropy_coef: float = key(0.0, "weight of the entropy bonus")
+    correction: tuple[FunctionSpec, ...] = key(
+        (), "functions in algorithms.correction; their weights multiply those of the loss"
+    )
+    bypass: bool = key(False, "take the engine's log-probs as the old ones, without a second pass")
+    high_covariance: FunctionSpec | None = key(
+        None, "what marks tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov"
+    )
+    penalty: FunctionSpec | None = key(
+        None, "function in algorithms.shaping; what it returns [B] is added to the scores"
+    )
+    keep: FunctionSpec | None = key(
+        None, "which groups to train on, in algorithms.shaping; more are drawn for the others"
+    )
+    max_draws: int = key(10, "batches of prompts that a step may draw to keep enough groups")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +137,31 @@ class OptimConfig:
     max_skipped: int = key(
         3, "stop when more updates in a row had a non-finite gradient and were skipped"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic, where a function asks for values or returns."""
+
+    path: str | None = key(
+        None, "Hugging Face directory, with a value head or without; null takes model.path"
+    )
+    loss: FunctionSpec = key(FunctionSpec("clipped_value_loss"), "function in algorithms.values")
+    reduce: FunctionSpec = key(FunctionSpec("token_mean"), "function in algorithms.reduce")
+    warmup_steps: int = key(0, "steps in which the critic alone is updated")
+    optim: OptimConfig = section(OptimConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """The implicit reward model, where a function asks for reward_logprobs."""
+
+    path: str | None = key(None, "Hugging Face directory; null takes model.path")
+    loss: FunctionSpec = key(FunctionSpec("implicit_reward_loss"), "function in algorithms.values")
+    reduce: FunctionSpec = key(
+        FunctionSpec("sequence_mean_token_mean"), "function in algorithms.reduce"
+    )
+    optim: OptimConfig = section(OptimConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +228,8 @@ class TrainConfig:
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     optim: OptimConfig = section(OptimConfig)
+    critic: CriticConfig = section(CriticConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
     batch: BatchConfig = section(BatchConfig)
     mesh: MeshConfig = section(MeshConfig)
     validation: ValidationConfig = section(ValidationConfig)
@@ -197,6 +244,9 @@ class TrainConfig:
         _at_least(self, 1, "batch.prompts_per_minibatch validation.samples validation.rows")
         _at_least(self, 0, "reward.workers validation.every rollout.dump_every")
         _at_least(self, 0, "validation.temperature rollout.top_k algorithm.kl_coef")
+        _at_least(self, 0, "critic.warmup_steps critic.optim.max_skipped")
+        _at_least(self, 0, "reward_model.optim.max_skipped")
+        _at_least(self, 1, "algorithm.max_draws")
         minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
         _require(
             batch.prompts_per_step % minibatch == 0,
@@ -239,6 +289,18 @@ class TrainConfig:
             not (self.algorithm.kl_loss and self.algorithm.kl_reward),
             "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null",
         )
+        _require(
+            not (self.algorithm.bypass and self.algorithm.correction),
+            "algorithm.bypass takes the engine's log-probs as the old ones, so that "
+            "algorithm.correction has nothing to correct: remove one of them",
+        )
+        _require(
+            self.algorithm.keep is None or self.steps is not None,
+            "algorithm.keep draws as many prompts as it needs, so epochs say no number of steps: "
+            "set steps",
+        )
+        for name in ("critic", "reward_model"):
+            _check_clip(f"{name}.optim.grad_clip", getattr(self, name).optim.grad_clip)
         check_shared(self)
 
 
@@ -313,8 +375,7 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
         config.checkpoint.resume in ("auto", "never"),
         f"checkpoint.resume={config.checkpoint.resume!r}, wanted auto or never",
     )
-    clip = config.optim.grad_clip
-    _require(clip is None or clip > 0, f"optim.grad_clip={clip}, wanted a number above 0 or null")
+    _check_clip("optim.grad_clip", config.optim.grad_clip)
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     _require(
         sizes.count(-1) <= 1 and all(s >= 1 or s == -1 for s in sizes),
@@ -330,6 +391,10 @@ def divisors(n: int) -> list[int]:
     [1, 2, 3, 4, 6, 12]
     """
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _check_clip(name: str, clip: float | None) -> None:
+    _require(clip is None or clip > 0, f"{name}={clip}, wanted a number above 0 or null")
 
 
 def _require(condition: bool, message: str) -> None:

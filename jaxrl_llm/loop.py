@@ -15,7 +15,7 @@ from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import call
 from jaxrl_llm.evaluate import headline
-from jaxrl_llm.experience import Rollouts, experience, penalize
+from jaxrl_llm.experience import Rollouts, add_to_scores, penalize
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.metrics import (
     Clock,
@@ -27,31 +27,38 @@ from jaxrl_llm.metrics import (
     summary,
 )
 from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.roles import Role
 from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.step import Learner, TrainingError, TrainState, check_skipped
+from jaxrl_llm.step import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
+
+States = dict[str, TrainState]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that the loop calls, built from a config.
+    """Everything that the loop calls, built from a config. None where nothing asks for it.
 
     Attributes:
         total_steps: steps in all.
         origin: digests of the weights and data that the run began with.
         checksum: of parameters, as the engine should hold them.
-        sample: (prompts, step) -> rollouts.
+        sample: (prompts, step, draw) -> rollouts.
         score: rollouts -> one score for each answer.
-        logprobs: (params, batch) -> `logprobs` and `entropy` [B T].
-        advantage: adds `advantages` to a batch.
-        kl: estimator (logprobs, ref_logprobs) -> [B T], or None.
+        lay_out: (rollouts, scores) -> batch.
+        keep: batch -> which answers to train on [B].
+        penalty: batch -> what is added to the scores [B].
+        greedy_scores: (rollouts, step) -> scores of the greedy answers to their prompts [B].
+        old_logprobs: (params, batch) -> the batch with `old_logprobs`, `entropy` and what else is
+            asked for, and the part of it on which the trainer's log-probs were computed.
+        advantage: adds `advantages`, and `returns` if there is a critic.
+        correct: adds `correction`.
+        kl: estimator (logprobs, ref_logprobs) -> [B T].
         kl_reward: whether it is subtracted from the rewards (else it is in the loss).
         next_kl_coef: (coefficient, observed KL, sequences) -> coefficient.
-        reference: parameters of the reference, or None when nothing asks for them.
-        learner: the update.
-        learning_rate: of an update, by its number.
-        validate: step -> metrics, or None without validation data.
-        dump: (step, batch, rollouts, scores) -> writes them to a file.
+        reference: parameters of the reference.
+        validate: step -> metrics.
+        dump: (step, rollouts, scores) -> writes them to a file.
     """
 
     config: TrainConfig
@@ -59,16 +66,22 @@ class Job:
     origin: dict[str, Any]
     engine: Engine
     checksum: Callable[[Any], Any]
-    sample: Callable[[list[Prompt], int], Rollouts]
+    sample: Callable[[list[Prompt], int, int], Rollouts]
     score: Callable[[Rollouts], list[Score]]
-    logprobs: Callable[[Any, Batch], dict[str, np.ndarray]]
+    lay_out: Callable[[Rollouts, list[Score]], Batch]
+    keep: Callable[[Batch], np.ndarray] | None
+    penalty: Callable[[Batch], np.ndarray] | None
+    greedy_scores: Callable[[Rollouts, int], np.ndarray] | None
+    old_logprobs: Callable[[Any, Batch], tuple[Batch, Batch]]
     advantage: Callable[[Batch], Batch]
+    correct: Callable[[Batch], Batch] | None
     kl: Callable[..., Any] | None
     kl_reward: bool
     next_kl_coef: Callable[[float, float, int], float]
     reference: Any
-    learner: Learner
-    learning_rate: Callable[[int], Any]
+    actor: Role
+    critic: Role | None
+    reward_model: Role | None
     validate: Callable[[int], dict[str, float]] | None
     dump: Callable[[int, Rollouts, list[Score]], None]
     checkpoints: Checkpoints
@@ -80,7 +93,7 @@ class Progress(NamedTuple):
     """Where a run stands: everything that the next step depends on, besides the data's position."""
 
     step: int
-    state: TrainState
+    states: States
     kl_coef: float
 
 
@@ -93,32 +106,22 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
         prompt_batches: iterator over lists of prompts, with `get_state`.
     """
     config, compiled = job.config, CompileCounter()
-    step, state, kl_coef = start
-    push(job, state, step)
+    step, states, kl_coef = start
+    push(job, states, step)
     if step == 0 and config.validation.before and job.validate:
         record(job, 0, job.validate(0))
     for step in range(start.step + 1, job.total_steps + 1):
         clock = Clock()
-        with clock("gen"):
-            rollouts = job.sample(next(prompt_batches), step)
-        with clock("reward"):
-            scores = job.score(rollouts)
-            batch = lay_out(rollouts, scores, config)
-        with clock("old_log_prob"):
-            old = job.logprobs(state.params, batch)
-            batch = batch.add(old_logprobs=old["logprobs"], entropy=old["entropy"])
-            agreement = check_agreement(batch, step, config.rollout.logprob_tolerance)
-        if job.reference is not None:
-            with clock("ref"):
-                batch = batch.add(ref_logprobs=job.logprobs(job.reference, batch)["logprobs"])
+        rollouts, scores, drawn = gather(job, prompt_batches, step, clock)
+        batch, agreement = assess(job, states, rollouts, scores, step, clock)
         with clock("adv"):
             observed_kl = kl_to_reference(job.kl, batch)
             batch = job.advantage(penalize(batch, observed_kl, kl_coef if job.kl_reward else 0.0))
-        with clock("update_actor"):
-            state, learned = update(job, state, batch, kl_coef)
+            batch = job.correct(batch) if job.correct else batch
+        states, learned = learn(job, states, batch, step, kl_coef, clock)
         with clock("update_weights"):
-            push(job, state, step)
-        metrics = batch_metrics(batch, rollouts, scores) | agreement | learned
+            push(job, states, step)
+        metrics = batch_metrics(batch, rollouts, scores) | drawn | agreement | learned
         if job.kl:
             metrics |= kl_metrics(batch, observed_kl, kl_coef)
             kl_coef = job.next_kl_coef(kl_coef, metrics["actor/kl"], len(batch.sizes))
@@ -129,26 +132,93 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
             job.dump(step, rollouts, scores)
         record(job, step, metrics | system_metrics(clock, compiled, batch))
         if due(step, config.checkpoint.every, job.total_steps):
-            save(job, Progress(step, state, kl_coef), prompt_batches, metrics)
+            save(job, Progress(step, states, kl_coef), prompt_batches, metrics)
     compiled.close()
     job.checkpoints.wait()
-    return Progress(step, state, kl_coef)
+    return Progress(step, states, kl_coef)
 
 
-def lay_out(rollouts: Rollouts, scores: list[Score], config: TrainConfig) -> Batch:
-    """Lay answers and scores out as a batch of the run's fixed width."""
-    return experience(
-        rollouts,
-        scores,
-        samples=config.rollout.samples_per_prompt,
-        max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+def gather(
+    job: Job, prompt_batches: Any, step: int, clock: Clock
+) -> tuple[Rollouts, list[Score], dict[str, float]]:
+    """Draw and score a step's answers; draw more prompts until enough groups are kept.
+
+    Raises:
+        TrainingError: `algorithm.max_draws` batches did not hold enough such groups.
+    """
+    config = job.config
+    wanted = config.batch.prompts_per_step * config.rollout.samples_per_prompt
+    rollouts, scores, dropped = Rollouts([], [], []), [], 0
+    for draw in range(config.algorithm.max_draws):
+        with clock("gen"):
+            drawn = job.sample(next(prompt_batches), step, draw)
+        with clock("reward"):
+            found = job.score(drawn)
+        if job.keep is None:
+            return drawn, found, {}
+        rows = np.flatnonzero(job.keep(job.lay_out(drawn, found))).tolist()
+        dropped += (len(found) - len(rows)) // config.rollout.samples_per_prompt
+        rollouts = rollouts.join(drawn.take(rows))
+        scores += [found[row] for row in rows]
+        if len(scores) >= wanted:
+            metrics = {"batch/draws": draw + 1.0, "batch/dropped_groups": float(dropped)}
+            return rollouts.take(range(wanted)), scores[:wanted], metrics
+    raise TrainingError(
+        f"step {step}: algorithm.keep kept {len(scores) // config.rollout.samples_per_prompt} of "
+        f"{config.batch.prompts_per_step * config.algorithm.max_draws} groups, wanted "
+        f"{config.batch.prompts_per_step}: the prompts are too easy or too hard for the policy; "
+        "choose others, draw more samples_per_prompt, or raise algorithm.max_draws"
     )
 
 
-def push(job: Job, state: TrainState, step: int) -> None:
+def assess(
+    job: Job, states: States, rollouts: Rollouts, scores: list[Score], step: int, clock: Clock
+) -> tuple[Batch, dict[str, float]]:
+    """Lay answers out as a batch, and ask each model for what the algorithm needs of them."""
+    batch = job.lay_out(rollouts, scores)
+    if job.penalty:
+        batch = add_to_scores(batch, job.penalty(batch))
+    if job.greedy_scores:
+        with clock("gen_max"):
+            batch = batch.add(greedy_scores=job.greedy_scores(rollouts, step))
+    with clock("old_log_prob"):
+        batch, probe = job.old_logprobs(states["actor"].params, batch)
+        agreement = check_agreement(probe, step, job.config.rollout.logprob_tolerance)
+    if job.reference is not None:
+        with clock("ref"):
+            found = job.actor.infer(job.reference, batch)
+            batch = batch.add(ref_logprobs=found["logprobs"])
+    if job.reward_model:
+        with clock("reward_model"):
+            found = job.reward_model.infer(states["reward_model"].params, batch)
+            batch = batch.add(reward_logprobs=found["logprobs"])
+    if job.critic:
+        with clock("values"):
+            found = job.critic.infer(states["critic"].params, batch)
+            batch = batch.add(values=found["values"], old_values=found["values"])
+    return batch, agreement
+
+
+def learn(
+    job: Job, states: States, batch: Batch, step: int, kl_coef: float, clock: Clock
+) -> tuple[States, dict[str, float]]:
+    """Update every model that is trained; the actor only when the critic has warmed up."""
+    roles = [role for role in (job.reward_model, job.critic) if role]
+    if not job.critic or step > job.config.critic.warmup_steps:
+        roles.append(job.actor)
+    metrics = {}
+    for role in roles:
+        with clock(f"update_{role.name}"):
+            state, found = update(role, states[role.name], batch, job.config, kl_coef)
+            states, metrics = states | {role.name: state}, metrics | found
+    return states, metrics
+
+
+def push(job: Job, states: States, step: int) -> None:
     """Give the engine the current weights, and compare its echo with what was sent."""
-    receipt = job.engine.load(state.params, version=step)
-    sent = int(job.checksum(state.params))
+    params = states["actor"].params
+    receipt = job.engine.load(params, version=step)
+    sent = int(job.checksum(params))
     if receipt.version != step or receipt.checksum != sent:
         raise EngineError(
             f"the engine echoed version {receipt.version} with checksum {receipt.checksum:08x}, "
@@ -157,21 +227,22 @@ def push(job: Job, state: TrainState, step: int) -> None:
 
 
 def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, float]:
-    """Compare the engine's log-probs with the trainer's; at step 1 they must agree.
+    """Compare the engine's log-probs with the trainer's `logprobs`; at step 1 they must agree.
 
     Raises:
         TrainingError: at step 1, a mean absolute difference above `tolerance`.
     """
     mask = batch["mask"]
-    difference = float(np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask].mean())
+    difference = float(np.abs(batch["logprobs"] - batch["rollout_logprobs"])[mask].mean())
     if step == 1 and not difference <= tolerance:
         raise TrainingError(
             f"the engine's log-probs differ from the trainer's by {difference:.4f} nats on average "
             f"at step 1, above rollout.logprob_tolerance={tolerance}: the sampler does not run the "
             "model that is trained (dtype, weights, temperature, chat template?)"
         )
-    found = _mismatch(batch["old_logprobs"], batch["rollout_logprobs"], mask)
-    return {name: float(value) for name, value in found.items()}
+    found = _mismatch(batch["logprobs"], batch["rollout_logprobs"], mask)
+    entropy = {"actor/entropy": float(batch["entropy"][mask].mean())}
+    return entropy | {name: float(value) for name, value in found.items()}
 
 
 _mismatch = jax.jit(mismatch_metrics)
@@ -187,27 +258,28 @@ def kl_to_reference(kl: Callable[..., Any] | None, batch: Batch) -> np.ndarray:
 
 
 def update(
-    job: Job, state: TrainState, batch: Batch, kl_coef: float
+    role: Role, state: TrainState, batch: Batch, config: TrainConfig, kl_coef: float
 ) -> tuple[TrainState, dict[str, float]]:
-    """Update the actor on every mini-batch of every epoch; return the means of its metrics.
+    """Update a role on every mini-batch of every epoch; return the means of its metrics.
 
     Raises:
         TrainingError: too many updates in a row with a non-finite gradient.
     """
-    config = job.config
     coefs = {"kl_coef": kl_coef, "entropy_coef": config.algorithm.entropy_coef}
     first = int(state.updates)
     found = []
     for _ in range(config.batch.epochs_per_step):
         for minibatch in minibatches(batch, config):
-            state, metrics = job.learner.update(state, minibatch, coefs)
+            marked = role.mark(state, minibatch) if role.mark else minibatch
+            state, metrics = role.learner.update(state, marked, coefs)
             found.append(metrics)
     found = jax.device_get(found)
-    check_skipped(max(int(m["skipped"]) for m in found), config.optim.max_skipped)
+    check_skipped(max(int(m["skipped"]) for m in found), role.max_skipped)
     applied = [m for m in found if not m["skipped"]] or found
-    means = {f"actor/{k}": float(np.mean([m[k] for m in applied])) for k in found[0]}
-    means["actor/skipped"] = float(sum(m["skipped"] > 0 for m in found))
-    return state, means | {"actor/lr": float(job.learning_rate(first))}
+    means = {k: float(np.mean([m[k] for m in applied])) for k in found[0]}
+    means["skipped"] = float(sum(m["skipped"] > 0 for m in found))
+    means["lr"] = float(role.learning_rate(first))
+    return state, {f"{role.name}/{name}": value for name, value in means.items()}
 
 
 def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
@@ -231,10 +303,31 @@ def batch_metrics(batch: Batch, rollouts: Rollouts, scores: list[Score]) -> dict
             np.mean([answer.finish == "length" for answer in rollouts.completions])
         ),
         **summary("prompt_length", batch.sizes - lengths),
-        "actor/entropy": float(batch["entropy"][mask].mean()),
         "critic/groups_without_spread": float(np.mean(np.ptp(per_group, axis=1) == 0)),
         "reward/errors": float(sum(s.error is not None for s in scores)),
+        **(value_metrics(batch) if "values" in batch.fields else {}),
+        **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
+    }
+
+
+def value_metrics(batch: Batch) -> dict[str, float]:
+    """Return what the critic knew at the start of the step."""
+    values, returns = batch["values"][batch["mask"]], batch["returns"][batch["mask"]]
+    unexplained = np.var(returns - values) / (np.var(returns) + 1e-5)
+    return {
+        **summary("critic/values", values),
+        **summary("critic/returns", returns),
+        "critic/vf_explained_var": float(1.0 - unexplained),
+    }
+
+
+def correction_metrics(batch: Batch) -> dict[str, float]:
+    """Return how the off-policy correction weighs the tokens."""
+    weights = batch["correction"][batch["mask"]]
+    return {
+        **summary("rollout_corr/weight", weights),
+        "rollout_corr/rejected": float(np.mean(weights == 0)),
     }
 
 
@@ -288,7 +381,7 @@ def save(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, float])
     validated = {k: v for k, v in metrics.items() if "/mean@" in k}
     job.checkpoints.save(
         at.step,
-        at.state,
+        at.states,
         {
             "data": prompt_batches.get_state(),
             "kl_coef": at.kl_coef,

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,14 @@ from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
 from jaxrl_llm.keys import MeshConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
 from jaxrl_llm.metrics import Display, MetricsLog
-from jaxrl_llm.models.hf import load_params, read_spec
+from jaxrl_llm.models.hf import load_params
+from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.objective import Forward
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import checksum
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks, shardings
-from jaxrl_llm.step import Forward, Learner, TrainState
+from jaxrl_llm.step import Learner, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -203,23 +205,35 @@ def open_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
     """Load a Hugging Face directory, or draw its weights at random, in the training layout.
 
     Raises:
-        ConfigError: the directory can't be read.
+        ConfigError: the directory can't be read, or holds a critic.
     """
-    try:
+    with blamed_on("model.path"):
         spec = read_spec(config.path)
-        declarations = declare(spec)
-        for name, left in fallbacks(declarations, mesh, DEFAULT_RULES).items():
-            log.warning("%s is not split as the rules say: %s", name, left)
-        layout = shardings(declarations, mesh)
-        if config.random_init:
-            draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=layout)
-            params = draw(jax.random.key(seed))
-        else:
-            params = load_params(config.path, spec, shardings=layout)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path: {error}") from error
+        if spec.value_head:
+            raise ValueError(f"{config.path} ends in a value head, wanted a language model")
+        if not config.random_init:
+            return read_model(config.path, spec, mesh)
+        layout = split(spec, mesh)
+        draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=layout)
+        return laid_out(spec, draw(jax.random.key(seed)), mesh)
+
+
+def read_model(path: str, spec: ModelSpec, mesh: Mesh) -> Model:
+    """Load the weights of a Hugging Face directory in the training layout."""
+    for name, left in fallbacks(declare(spec), mesh, DEFAULT_RULES).items():
+        log.warning("%s is not split as the rules say: %s", name, left)
+    return laid_out(spec, load_params(path, spec, shardings=split(spec, mesh)), mesh)
+
+
+def split(spec: ModelSpec, mesh: Mesh) -> Any:
+    """Return the training layout of a model."""
+    return shardings(declare(spec), mesh)
+
+
+def laid_out(spec: ModelSpec, params: Any, mesh: Mesh) -> Model:
+    """Return parameters that are in the training layout as a Model."""
     like = jax.tree.map(
-        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, layout
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, split(spec, mesh)
     )
     return Model(spec, params, like)
 
@@ -236,28 +250,28 @@ def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 
 
 
 def make_optimizer(
-    config: OptimConfig,
+    config: OptimConfig, key: str = "optim"
 ) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
     """Return the optimizer, with clipping and learning rate in it, and its schedule.
 
     Raises:
         ConfigError: one of the functions is no such thing, or does not work with its keywords.
     """
-    with blamed_on(f"optim.schedule: {config.schedule.fn!r} does not work"):
-        schedule = load_function(config.schedule, keys.SCHEDULES, key="optim.schedule")()
+    with blamed_on(f"{key}.schedule: {config.schedule.fn!r} does not work"):
+        schedule = load_function(config.schedule, keys.SCHEDULES, key=f"{key}.schedule")()
         rate = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
         if not isinstance(rate, int | float | np.generic | jax.Array) or np.ndim(rate) != 0:
             raise ConfigError(
-                f"optim.schedule: {config.schedule.fn!r} is not an optax schedule: got {rate!r} as "
+                f"{key}.schedule: {config.schedule.fn!r} is not an optax schedule: got {rate!r} as "
                 "the learning rate of update 0, wanted a number; did you mean constant_schedule?"
             )
-    with blamed_on(f"optim.optimizer: {config.optimizer.fn!r} does not work"):
+    with blamed_on(f"{key}.optimizer: {config.optimizer.fn!r} does not work"):
         optimizer = load_function(
-            config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key="optim.optimizer"
+            config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key=f"{key}.optimizer"
         )(learning_rate=schedule)
         if not isinstance(optimizer, optax.GradientTransformation):
             raise ConfigError(
-                f"optim.optimizer: {config.optimizer.fn!r} is not an optax optimizer; "
+                f"{key}.optimizer: {config.optimizer.fn!r} is not an optax optimizer; "
                 "did you mean adamw?"
             )
         tried = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}  # optax checks when it is used
@@ -267,29 +281,36 @@ def make_optimizer(
     return optimizer, schedule
 
 
-def origin(model: Model, items: Sequence[Any]) -> dict[str, Any]:
+class Trainee(NamedTuple):
+    """A model to train: the weights to start from, how it learns, and the key that names it."""
+
+    model: Model
+    learner: Learner
+    key: str = "model.path"
+
+
+def origin(trainees: Mapping[str, Trainee], items: Sequence[Any]) -> dict[str, Any]:
     """Return digests of what a run starts from: its weights and its tokenised data."""
     data = hashlib.sha256()
     for item in items:
         data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
-    return {"model": int(jax.jit(checksum)(model.params)), "data": data.hexdigest()}
+    sums = {name: int(jax.jit(checksum)(found.model.params)) for name, found in trainees.items()}
+    return {**sums, "data": data.hexdigest()}
 
 
 def restore_or_start(
     checkpoints: Checkpoints,
-    learner: Learner,
-    model: Model,
+    trainees: Mapping[str, Trainee],
     stream: Any,
     *,
     resume: str,
     origin: dict[str, Any],
-) -> tuple[int, TrainState, dict[str, Any]]:
-    """Return the step, state and other contents of the newest checkpoint, or a fresh start.
+) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
+    """Return the step, states and other contents of the newest checkpoint, or a fresh start.
 
     Args:
         checkpoints: of the run.
-        learner: knows a state's layout.
-        model: the parameters to start from.
+        trainees: by name.
         stream: the data; it is set to the checkpoint's position.
         resume: the key checkpoint.resume.
         origin: of the run as it is configured now.
@@ -298,19 +319,23 @@ def restore_or_start(
         ConfigError: the run in this folder started from other weights or other data.
     """
     if checkpoints.latest() is None:
-        return 0, learner.init(model.params), {}
+        return 0, {name: t.learner.init(t.model.params) for name, t in trainees.items()}, {}
     if resume == "never":
         raise ConfigError(
             f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
             f"{checkpoints.latest()}: set it to auto, or name another run_dir"
         )
-    like = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(learner.init, model.like),
-        learner.state_shardings,
-    )
+    like = {
+        name: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(trainee.learner.init, trainee.model.like),
+            trainee.learner.state_shardings,
+        )
+        for name, trainee in trainees.items()
+    }
     saved = checkpoints.restore(like)
-    for name, what in (("model", "model.path"), ("data", "data.train")):
+    blamed = {name: trainee.key for name, trainee in trainees.items()} | {"data": "data.train"}
+    for name, what in blamed.items():
         if saved.extra["origin"][name] != origin[name]:
             raise ConfigError(
                 f"{what}: its contents are not those that this run began with, so it can't be "
@@ -327,7 +352,7 @@ class OpenRun(NamedTuple):
     Attributes:
         step: steps done.
         total_steps: steps in all.
-        state: what an update changes.
+        states: what updates change, by the name of the trainee.
         extra: what else the newest checkpoint holds; empty at a fresh start.
         stream: the data, at the run's position.
         origin: digests of the weights and data that the run began with.
@@ -335,7 +360,7 @@ class OpenRun(NamedTuple):
 
     step: int
     total_steps: int
-    state: TrainState
+    states: dict[str, TrainState]
     extra: dict[str, Any]
     stream: Any
     origin: dict[str, Any]
@@ -347,8 +372,7 @@ class OpenRun(NamedTuple):
 def open_run(
     config: TrainConfig | SftConfig,
     folder: Path,
-    model: Model,
-    learner: Learner,
+    trainees: Mapping[str, Trainee],
     items: Sequence[Any],
     stack: contextlib.ExitStack,
     *,
@@ -359,8 +383,7 @@ def open_run(
     Args:
         config: of the run.
         folder: of the run.
-        model: the weights to start from.
-        learner: knows a state's layout.
+        trainees: the models to train, by name.
         items: the tokenised data, in the files' order.
         stack: closes what is opened.
         best: metric by which the best checkpoint is kept besides the newest.
@@ -378,9 +401,9 @@ def open_run(
         )
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
     stack.callback(checkpoints.close)
-    began = origin(model, items)
-    step, state, extra = restore_or_start(
-        checkpoints, learner, model, stream, resume=config.checkpoint.resume, origin=began
+    began = origin(trainees, items)
+    step, states, extra = restore_or_start(
+        checkpoints, trainees, stream, resume=config.checkpoint.resume, origin=began
     )
     log = MetricsLog(
         folder,
@@ -394,7 +417,7 @@ def open_run(
     total = config.steps or len(items) * config.epochs // size
     display = Display("training" if is_rl else "supervised training", total, step)
     stack.callback(display.close)
-    return OpenRun(step, total, state, extra, stream, began, checkpoints, log, display)
+    return OpenRun(step, total, states, extra, stream, began, checkpoints, log, display)
 
 
 def digest(text: str) -> str:

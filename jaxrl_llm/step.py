@@ -7,7 +7,6 @@ exactly the mini-batch's loss, however it is cut.
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,32 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array
 
-from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
-from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.data.packing import RowShape, pack_rows, plan, unpack
-from jaxrl_llm.dataflow import asks_for, call, describe
+from jaxrl_llm.data.packing import RowShape, pack_rows, plan
 from jaxrl_llm.functions import RunError
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, head_matrix
+from jaxrl_llm.objective import (
+    Fields,
+    Forward,
+    MicroBatch,
+    Objective,
+    Params,
+    token_fields,
+    value_fields,
+)
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.types import Batch, Rows
-
-Params = Any
-Fields = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forward:
-    """How the model is run in training: everything static about a forward pass."""
-
-    spec: ModelSpec
-    dtype: str = "float32"
-    remat: bool = False
-    logprob_chunk: int = 1024
-    temperature: float = 1.0
 
 
 class TrainState(NamedTuple):
@@ -59,74 +48,8 @@ class TrainState(NamedTuple):
     skipped: jax.Array
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """The loss of a token: `loss + kl_coef * kl - entropy_coef * entropy`.
-
-    Attributes:
-        loss: policy loss; asks for fields, returns TokenLoss or an array [B T].
-        kl: estimator (logprobs, ref_logprobs) -> [B T], or None.
-        entropy: whether there is an entropy bonus.
-    """
-
-    loss: Callable[..., Any]
-    kl: Callable[..., Any] | None = None
-    entropy: bool = False
-
-    def asks_for(self) -> set[str]:
-        """Return the fields that the batch must hold."""
-        names = set(asks_for(self.loss)) | (set(asks_for(self.kl)) if self.kl else set())
-        return names - {"logprobs", "entropy"}
-
-
 class TrainingError(RunError):
     """A run that must not go on."""
-
-
-class LossError(RunError, TypeError):
-    """A loss function that returned something else than one loss per token."""
-
-
-class MicroBatch(NamedTuple):
-    """One micro-batch: packed rows for the model, [b T] fields for the algorithm."""
-
-    rows: Rows
-    fields: Fields
-
-
-def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> TokenStats:
-    """Run the model over packed rows and gather its per-token results back to [b T].
-
-    Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
-    Activations stay where the rows are, so it is the weights that are gathered.
-    """
-    hidden = forward(
-        params,
-        model.spec,
-        jnp.asarray(rows.tokens),
-        jnp.asarray(rows.positions),
-        jnp.asarray(rows.segment_ids),
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
-        activation_sharding=over_batch(mesh),
-    )
-    targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
-    stats = token_stats(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head_matrix(params, model.spec),
-        targets.reshape(-1),
-        temperature=model.temperature,
-        chunk=model.logprob_chunk,
-    )
-
-    def to_sequences(packed: Float[Array, " X"]) -> Float[Array, "b T"]:
-        shifted = unpack(
-            packed.reshape(targets.shape), *map(jnp.asarray, (rows.row, rows.start, rows.size))
-        )
-        inside = jnp.arange(shifted.shape[1]) < jnp.asarray(rows.size)[:, None]
-        return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
-
-    return jax.tree.map(to_sequences, stats)
 
 
 def microbatches(
@@ -157,27 +80,46 @@ def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
 
 
 def logprob_pass(
+    model: Forward, shape: RowShape, mesh: Mesh, names: tuple[str, ...] = ("logprobs", "entropy")
+) -> Callable[[Params, Batch], dict[str, np.ndarray]]:
+    """Return a function from parameters and a batch to some of its TokenStats [B T], by name."""
+
+    def compute(params: Params, rows: Rows) -> dict[str, Array]:
+        stats = token_fields(params, rows, model, mesh)._asdict()
+        return {name: stats[name] for name in names}
+
+    return _inference(compute, shape, mesh)
+
+
+def value_pass(
     model: Forward, shape: RowShape, mesh: Mesh
 ) -> Callable[[Params, Batch], dict[str, np.ndarray]]:
-    """Return a function from parameters and a batch to its `logprobs` and `entropy` [B T]."""
+    """Return a function from a critic's parameters and a batch to its `values` [B T]."""
 
-    @jax.jit
-    def run(params: Params, rows: Rows) -> tuple[Array, Array]:
-        stats = token_fields(params, rows, model, mesh)
-        return stats.logprobs, stats.entropy
+    def compute(params: Params, rows: Rows) -> dict[str, Array]:
+        return {"values": value_fields(params, rows, model, mesh)}
 
-    def logprobs(params: Params, batch: Batch) -> dict[str, np.ndarray]:
-        found = {n: np.zeros(batch.tokens.shape, np.float32) for n in ("logprobs", "entropy")}
+    return _inference(compute, shape, mesh)
+
+
+def _inference(
+    compute: Callable[[Params, Rows], dict[str, Array]], shape: RowShape, mesh: Mesh
+) -> Callable[[Params, Batch], dict[str, np.ndarray]]:
+    run = jax.jit(compute)
+
+    def infer(params: Params, batch: Batch) -> dict[str, np.ndarray]:
         pending = [
             (indices, run(params, micro.rows))
             for indices, micro in microbatches(batch, set(), shape, mesh)
         ]
-        for indices, values in pending:
-            for name, value in zip(found, jax.device_get(values), strict=True):
-                found[name][indices] = value[: len(indices), : batch.tokens.shape[1]]
+        found: dict[str, np.ndarray] = {}
+        for indices, results in pending:
+            for name, values in jax.device_get(results).items():
+                whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+                whole[indices] = values[: len(indices), : batch.tokens.shape[1]]
         return found
 
-    return logprobs
+    return infer
 
 
 class Learner(NamedTuple):
@@ -207,7 +149,7 @@ def make_learner(
     """Build the update for one objective.
 
     Args:
-        objective: the loss of a token.
+        objective: what an update minimises.
         model: how the model is run.
         optimizer: with gradient clipping and learning rate already in it.
         reduce: mask [B T] -> weights [B T], over a whole mini-batch.
@@ -227,7 +169,7 @@ def make_learner(
 
     @functools.partial(jax.jit, out_shardings=(param_shardings, everywhere))
     def differentiate(params: Params, micro: MicroBatch, coefs: Fields) -> tuple[Params, Fields]:
-        return jax.grad(_scalar_loss, has_aux=True)(params, micro, coefs, objective, model, mesh)
+        return jax.grad(objective, has_aux=True)(params, micro, coefs, model, mesh)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(param_shardings, everywhere))
     def add(total: tuple[Params, Fields], part: tuple[Params, Fields]) -> tuple[Params, Fields]:
@@ -256,60 +198,6 @@ def make_learner(
         return state, metrics | applied
 
     return Learner(init, update, state_shardings)
-
-
-def _scalar_loss(
-    params: Params,
-    micro: MicroBatch,
-    coefs: Fields,
-    objective: Objective,
-    model: Forward,
-    mesh: Mesh,
-) -> tuple[Float32[Array, ""], Fields]:
-    stats = token_fields(params, micro.rows, model, mesh)
-    mask, weights = micro.fields["mask"], micro.fields["weights"]
-
-    def total(values: Array, by: Array) -> Array:
-        return jnp.sum(by * jnp.where(mask, values, 0.0))
-
-    fields = micro.fields | {
-        "logprobs": jnp.where(mask, stats.logprobs, 0.0),
-        "entropy": stats.entropy,
-    }
-    policy = as_token_loss(call(objective.loss, fields), objective.loss, mask.shape)
-    loss = total(policy.loss, weights)
-    metrics = {"pg_loss": loss}
-    metrics |= {
-        name: total(value, micro.fields["token_weights"])
-        for name, value in policy.diagnostics.items()
-    }
-    if objective.kl:
-        metrics["kl_loss"] = total(call(objective.kl, fields), weights)
-        loss = loss + coefs["kl_coef"] * metrics["kl_loss"]
-    if objective.entropy:
-        metrics["entropy_loss"] = total(stats.entropy, weights)
-        loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
-    return loss, metrics | {"loss": loss}
-
-
-def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, ...]) -> TokenLoss:
-    """Check what a loss function returned: TokenLoss, or an array [B T] without diagnostics.
-
-    Raises:
-        LossError: for anything else, and for a wrong shape or dtype.
-    """
-    found = result if isinstance(result, TokenLoss) else TokenLoss(result, {})
-    for name, value in {"loss": found.loss, **found.diagnostics}.items():
-        got = f"{type(value).__name__}"
-        if isinstance(value, jax.Array):
-            got = f"{value.dtype}{list(value.shape)}"
-            if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
-                continue
-        raise LossError(
-            f"loss {describe(function)!r} returned {got} as {name!r}; "
-            f"wanted a floating-point array [B T], here {list(shape)}: one loss per token"
-        )
-    return found
 
 
 def apply_gradients(

@@ -22,8 +22,9 @@ from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig
 from jaxrl_llm.metrics import Clock, due
 from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.objective import PolicyObjective
 from jaxrl_llm.setup import (
-    Model,
+    Trainee,
     forward_settings,
     make_optimizer,
     open_mesh,
@@ -34,7 +35,7 @@ from jaxrl_llm.setup import (
     run_folder,
 )
 from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.step import Learner, Objective, TrainState, check_skipped, make_learner
+from jaxrl_llm.step import TrainState, check_skipped, make_learner
 from jaxrl_llm.types import Batch
 
 
@@ -64,7 +65,7 @@ def run_sft(config: SftConfig) -> None:
         except ValueError as error:
             raise ConfigError(f"batch.tokens_per_microbatch: {error}") from error
         learner = make_learner(
-            Objective(loss=negative_log_likelihood),
+            PolicyObjective(loss=negative_log_likelihood),
             forward_settings(config.model, model.spec),
             optimizer,
             reduce=token_mean,
@@ -72,7 +73,7 @@ def run_sft(config: SftConfig) -> None:
             mesh=mesh,
             params_like=model.like,
         )
-        state = _train(config, folder, model, learner, schedule, stack)
+        state = _train(config, folder, Trainee(model, learner), schedule, stack)
         save_params(
             config.export_to,
             state.params,
@@ -85,17 +86,17 @@ def run_sft(config: SftConfig) -> None:
 def _train(
     config: SftConfig,
     folder: Path,
-    model: Model,
-    learner: Learner,
+    trainee: Trainee,
     schedule: Any,
     stack: contextlib.ExitStack,
 ) -> TrainState:
-    opened = open_run(config, folder, model, learner, _read_examples(config), stack)
-    state, stream, log, total = opened.state, opened.stream, opened.log, opened.total_steps
+    opened = open_run(config, folder, {"actor": trainee}, _read_examples(config), stack)
+    state, stream = opened.states["actor"], opened.stream
+    log, total = opened.log, opened.total_steps
     for step in range(opened.step + 1, total + 1):
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
-        state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
+        state, found = trainee.learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
         found = jax.device_get(found)
         check_skipped(int(found["skipped"]), config.optim.max_skipped)
         metrics = {
@@ -113,7 +114,7 @@ def _train(
                 "metrics_bytes": log.file.position(),
                 "origin": opened.origin,
             }
-            opened.checkpoints.save(step, state, extra)
+            opened.checkpoints.save(step, {"actor": state}, extra)
     return state
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, Num
 
 FIELDS: Mapping[str, str] = {
-    "scores": "[B] score of each answer, less the KL penalty where there is one",
-    "rewards": "[B T] reward of each token: the score on the last one, less the KL penalty",
+    "scores": "[B] score of each answer, with the penalties where there are some",
+    "raw_scores": "[B] score of each answer as its scorer gave it",
+    "rewards": "[B T] reward of each token: the score on the last one, with the penalties",
     "group_ids": "[B] which answers share a prompt",
     "mask": "[B T] true on tokens that the policy generated",
     "lengths": "[B] tokens that the policy generated",
@@ -23,8 +24,16 @@ FIELDS: Mapping[str, str] = {
     "old_logprobs": "[B T] log-probs under the policy at the start of the step",
     "rollout_logprobs": "[B T] log-probs that the engine reported",
     "ref_logprobs": "[B T] log-probs under the reference",
+    "reward_logprobs": "[B T] log-probs under the implicit reward model at the start of the step",
     "advantages": "[B T] what the advantage function returned",
+    "returns": "[B T] what it returned besides: the targets of the critic",
+    "values": "[B T] value of the state before each token; in the critic's loss, as it is updated",
+    "old_values": "[B T] the same at the start of the step",
     "entropy": "[B T] entropy of the policy that is being updated",
+    "sum_pi_squared": "[B T] sum of the squared probabilities of all tokens, at the step's start",
+    "high_covariance": "[B T] the tokens that algorithm.high_covariance marks in a mini-batch",
+    "greedy_scores": "[B] score of the greedy answer to the same prompt",
+    "score_components": "[B C] the numbers of reward.components",
 }
 """Fields that a function may ask for by parameter name."""
 

@@ -223,7 +223,7 @@ def test_parameters_may_be_read_alone(opened, mesh, tmp_path):
     """In their layout, or as numpy arrays on a machine without those devices."""
     state = make_state(mesh)
     writer = opened(tmp_path)
-    writer.save(4, state, EXTRA)
+    writer.save(4, {"actor": state}, EXTRA)
     writer.wait()
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
     for checkpoints in (writer, opened(tmp_path, read_only=True)):
@@ -239,13 +239,15 @@ def test_parameters_may_be_read_alone(opened, mesh, tmp_path):
 def test_parameters_of_another_model_are_refused(opened, mesh, tmp_path):
     state = make_state(mesh)
     checkpoints = opened(tmp_path)
-    checkpoints.save(4, state, {})
+    checkpoints.save(4, {"actor": state}, {})
     checkpoints.wait()
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
     wide = bare | {"matrix": jax.ShapeDtypeStruct((8, 7), jnp.float32)}
-    with pytest.raises(CheckpointError, match=r"params/matrix has shape \(8, 6\), wanted \(8, 7\)"):
+    with pytest.raises(
+        CheckpointError, match=r"actor/params/matrix has shape \(8, 6\), wanted \(8, 7\)"
+    ):
         checkpoints.restore_params(wide)
-    with pytest.raises(CheckpointError, match="it holds no params/head"):
+    with pytest.raises(CheckpointError, match="it holds no actor/params/head"):
         checkpoints.restore_params(bare | {"head": bare["matrix"]})
 
 

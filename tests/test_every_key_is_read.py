@@ -107,11 +107,12 @@ def unread(cls, found):
     missing = []
     for name in leaves(cls):
         *groups, leaf = name.split(".")
-        section, path = cls, cls.__name__
+        section, labels = cls, {cls.__name__}
         for group in groups:
-            section, path = typing.get_type_hints(section)[group], f"{path}.{group}"
-        passed = path in found and any(f"{c.__name__}.{leaf}" in found for c in section.__mro__)
-        if f"{path}.{leaf}" not in found and not passed:
+            reached = {f"{label}.{group}" for label in labels} & found
+            section = typing.get_type_hints(section)[group]
+            labels = reached | ({c.__name__ for c in section.__mro__} if reached else set())
+        if not {f"{label}.{leaf}" for label in labels} & found:
             missing.append(name)
     return missing
 

@@ -119,6 +119,7 @@ def test_layout(batch):
         "group_ids": np.int32,
         "rollout_logprobs": np.float32,
         "scores": np.float32,
+        "raw_scores": np.float32,
         "rewards": np.float32,
     }
     assert (batch.tokens.dtype, batch.sizes.dtype) == (np.int32, np.int32)
@@ -171,9 +172,13 @@ def test_one_advantage_for_each_answer(batch):
 def test_one_advantage_for_each_token(batch, pair):
     def advantage(rewards, mask):
         values = jnp.cumsum(mask, axis=1) + rewards
-        return (values, mask) if pair else values
+        return (values, 2 * values) if pair else values
 
-    found = advantage_step(advantage)(batch)["advantages"]
+    batch = advantage_step(advantage, with_returns=pair)(batch)
+    assert ("returns" in batch.fields) == pair
+    if pair:
+        np.testing.assert_array_equal(batch["returns"], 2 * batch["advantages"])
+    found = batch["advantages"]
     assert found.tolist() == [
         [0, 0, 1, 2, 4, 0],
         [0, 0, 0.5, 0, 0, 0],
@@ -233,12 +238,12 @@ SHAPES = "wanted an array [B] or [B T], here [4] or [4, 6]"
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (columns, f"returned shape [6]; {SHAPES}"),
-        (scalar, f"returned shape []; {SHAPES}"),
-        (column, f"returned shape [4, 1]; {SHAPES}"),
-        (mapping, f"returned <class 'dict'>; {SHAPES}"),
-        (nothing, f"returned <class 'NoneType'>; {SHAPES}"),
-        (integers, "returned int32, wanted floating point"),
+        (columns, f"returned shape [6] as advantages; {SHAPES}"),
+        (scalar, f"returned shape [] as advantages; {SHAPES}"),
+        (column, f"returned shape [4, 1] as advantages; {SHAPES}"),
+        (mapping, f"returned <class 'dict'> as advantages; {SHAPES}"),
+        (nothing, f"returned <class 'NoneType'> as advantages; {SHAPES}"),
+        (integers, "returned int32 as advantages, wanted floating point"),
     ],
 )
 def test_something_else_than_advantages_is_named(batch, function, text):
@@ -255,7 +260,7 @@ def test_advantages_that_are_not_finite_are_named(batch, poison):
     with pytest.raises(AdvantageError) as error:
         advantage_step(advantage)(batch.take([1, 0, 3, 2]))
     assert str(error.value) == (
-        "advantage 'advantage' returned NaN or infinity for 2 of 4 answers, "
+        "advantage 'advantage' returned NaN or infinity as advantages for 2 of 4 answers, "
         "the first one number 1 with score 1.0"
     )
 

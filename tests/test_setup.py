@@ -404,7 +404,7 @@ class FakeCheckpoints:
 def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
     restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
     checkpoints = FakeCheckpoints(tmp_path, 5)
-    message = refusal(restore, checkpoints, None, None, None, resume="never", origin={})
+    message = refusal(restore, checkpoints, {}, None, resume="never", origin={})
     assert message.startswith("checkpoint.resume=never, but ")
     assert "holds step 5: set it to auto, or name another run_dir" in message
 

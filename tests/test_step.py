@@ -13,19 +13,16 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.metrics import CompileCounter
 from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.objective import Forward, PolicyObjective, as_token_loss, token_fields
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.step import (
-    Forward,
-    Objective,
     TrainingError,
     TrainState,
     apply_gradients,
-    as_token_loss,
     check_skipped,
     make_learner,
     microbatches,
-    token_fields,
 )
 from jaxrl_llm.types import Batch
 
@@ -77,7 +74,7 @@ def scaled(logprobs, advantages):
 
 def learn(mesh, params, loss, optimizer=None):
     return make_learner(
-        Objective(loss=loss),
+        PolicyObjective(loss=loss),
         Forward(spec=SPEC),
         optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
         reduce=sequence_mean_token_mean,
@@ -236,9 +233,9 @@ def test_garbage_off_the_mask_has_no_effect(learner, params):
 
 
 def test_only_fields_that_are_asked_for_travel(mesh):
-    objective = Objective(loss=ppo_clip, kl=lambda logprobs, ref_logprobs: ref_logprobs)
+    objective = PolicyObjective(loss=ppo_clip, kl=lambda logprobs, ref_logprobs: ref_logprobs)
     assert objective.asks_for() == {"old_logprobs", "advantages", "ref_logprobs"}
-    assert Objective(loss=scaled, entropy=True).asks_for() == {"advantages"}
+    assert PolicyObjective(loss=scaled, entropy=True).asks_for() == {"advantages"}
     batch = make_batch(extra=np.ones((4, 8), np.float32))
     for _, micro in microbatches(batch, {"mask"}, SHAPE, mesh):
         assert set(micro.fields) == {"mask"}

@@ -41,11 +41,14 @@ def make_fields(seed: int = 0) -> dict:
         "score_components": rng.normal(size=(B, 3)),
     }
     fields = {k: jnp.asarray(v, jnp.float32) for k, v in (token | answer).items()}
+    marked = mask & (rng.uniform(size=(B, T)) < 0.3)
+    reward = np.minimum(old + 0.5 * rng.normal(size=(B, T)), -0.01)
     return fields | {
         "group_ids": jnp.array(GROUP_IDS),
         "mask": jnp.asarray(mask),
         "lengths": jnp.asarray(mask.sum(1)),
-        "high_covariance": jnp.asarray(mask & (rng.uniform(size=(B, T)) < 0.3)),
+        "high_covariance": jnp.asarray(marked),
+        "reward_logprobs": jnp.asarray(reward, jnp.float32),
     }
 
 

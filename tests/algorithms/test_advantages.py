@@ -20,6 +20,7 @@ TOKEN = [
     adv.optimal_token_baseline,
     adv.optimal_token_baseline_corrected,
     adv.optimal_token_baseline_multi_turn,
+    adv.prime,
 ]
 BOTH = [adv.gae, adv.gae_whitened]
 ALL = OUTCOME + TOKEN + BOTH
@@ -208,8 +209,13 @@ def test_gae_limits(fields):
     to_go = adv.reward_to_go(rewards, mask, gamma=0.9)
     assert_allclose(returns, to_go, atol=1e-5)
     assert_allclose(monte_carlo, jnp.where(mask, to_go - values, 0.0), atol=1e-5)
-    one_step, _ = adv.gae(rewards, jnp.zeros_like(values), mask, gamma=0.9, lam=0.0)
-    assert_allclose(one_step, jnp.where(mask, rewards, 0.0), atol=1e-6)
+    one_step, _ = adv.gae(rewards, values, mask, gamma=0.9, lam=0.0)
+    want = np.zeros((6, 5))
+    for b, on in enumerate(np.asarray(mask)):
+        places = np.flatnonzero(on)
+        after = [*values[b, places[1:]], 0.0]
+        want[b, places] = rewards[b, places] + 0.9 * np.array(after) - values[b, places]
+    assert_allclose(one_step, want, atol=1e-6)
 
 
 def test_gae_bridges_tool_tokens(fields):
@@ -266,11 +272,145 @@ def test_optimal_token_baseline_multi_turn_aligns_generated_tokens(fields, argum
     assert_allclose(function(*arguments(function, fields)), want, rtol=1e-4, atol=1e-5)
 
 
+HALF = {"old_logprobs": np.log([[0.5, 0.5], [0.25, 0.5]]), "sum_pi_squared": np.full((2, 2), 0.5)}
+HAND = [
+    # Scores 2, 0, 1 of one prompt (mean 1, deviation 1) and 5 of another.
+    (adv.grpo, {}, [1, -1, 0, 5]),
+    (adv.grpo, {"scale_by_std": False}, [1, -1, 0, 5]),
+    (adv.dr_grpo, {}, [1, -1, 0, 5]),
+    (adv.rloo, {}, [1.5, -1.5, 0, 0]),
+    (adv.opo, {}, [2 - 1.4, -1.4, 1 - 1.4, 5]),  # lengths 3, 1, 1: (6 + 0 + 1) / 5
+    (adv.grpo_pass_at_k, {}, [1, 0, 0, 0]),
+    (adv.gpg, {"f_norm": 2.0}, [0.5, -0.5, 0, 2.5]),
+]
+
+
+@pytest.mark.parametrize(("function", "keywords", "want"), HAND)
+def test_outcome_estimators_by_hand(function, keywords, want, arguments):
+    fields = {
+        "scores": jnp.array([2.0, 0.0, 1.0, 5.0]),
+        "group_ids": jnp.array([8, 8, 8, -1]),
+        "lengths": jnp.array([3, 1, 1, 9]),
+    }
+    assert_allclose(function(*arguments(function, fields), **keywords), want, atol=1e-5)
+
+
+def test_whitened_estimators_by_hand(arguments):
+    """Tokens 1, 1, −1 (or 2, 2, 0): mean 1/3, variance 4/3, so 2/3 and −4/3 over 2/√3."""
+    fields = {
+        "scores": jnp.array([2.0, 0.0]),
+        "group_ids": jnp.array([0, 0]),
+        "rewards": jnp.array([[1.0, 2.0], [0.0, 7.0]]),
+        "mask": jnp.array([[True, True], [True, False]]),
+        "score_components": jnp.array([[2.0, 1.0], [0.0, 1.0]]),
+    }
+    want = [[3**-0.5, 3**-0.5], [-2 * 3**-0.5, 0]]
+    baseline, plain = adv.reinforce_plus_plus_baseline, adv.reinforce_plus_plus
+    assert_allclose(baseline(*arguments(baseline, fields)), want, rtol=1e-5)
+    assert_allclose(plain(*arguments(plain, fields), gamma=0.5), want, rtol=1e-5)
+    assert_allclose(adv.gdpo(*arguments(adv.gdpo, fields)), [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+    values = jnp.array([[0.5, 0.25], [0.0, 7.0]])
+    white, returns = adv.gae_whitened(*arguments(adv.gae_whitened, fields | {"values": values}))
+    raw = np.array([2.5, 1.75, 0.0])  # mean 17/12
+    assert_allclose(white[fields["mask"]], (raw - 17 / 12) / raw.std(ddof=1), rtol=1e-5)
+    assert_allclose(returns, [[3.0, 2.0], [0.0, 0.0]])
+    got = adv.remax(fields["rewards"], fields["mask"], jnp.array([0.5, 0.25]))
+    assert_allclose(got, [[2.5, 1.5], [-0.25, 0.0]])
+
+
+def test_optimal_token_baseline_by_hand(arguments):
+    """w = 1 − 2π + Σπ² is 1/2 and 1: the baseline of the returns 1 and 0 is 1/3."""
+    fields = {k: jnp.asarray(v, jnp.float32) for k, v in HALF.items()} | {
+        "rewards": jnp.array([[0.0, 1.0], [0.0, 9.0]]),
+        "mask": jnp.array([[True, True], [True, False]]),
+        "group_ids": jnp.array([0, 0]),
+        "rollout_logprobs": jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.5]])),
+    }
+    plain, corrected = adv.optimal_token_baseline, adv.optimal_token_baseline_corrected
+    got = plain(*arguments(plain, fields))
+    assert_allclose(got, [[2 / 3, 1.0], [-1 / 3, 0.0]], rtol=1e-5)
+    got = corrected(*arguments(corrected, fields))  # ρ is 1 and 1/2: w is 1/2 and 1/4
+    assert_allclose(got, [[1 / 3, 1.0], [-2 / 3, 0.0]], rtol=1e-5)
+    flipped = {k: v[:, ::-1] if k != "group_ids" else v for k, v in fields.items()}
+    late = flipped | {"mask": jnp.array([[True, True], [False, True]])}
+    late["rewards"] = jnp.array([[0.0, 1.0], [9.0, 0.0]])
+    late["old_logprobs"] = jnp.log(jnp.array([[0.5, 0.5], [0.9, 0.25]]))
+    aligned = adv.optimal_token_baseline_multi_turn
+    assert_allclose(aligned(*arguments(aligned, late)), [[2 / 3, 1.0], [0.0, -1 / 3]], rtol=1e-5)
+
+
+EXTREME = [0.0, -1e4, -np.inf, 1e4]
+
+
+@pytest.mark.parametrize("function", [*TOKEN[3:]], ids=lambda f: f.__name__)
+def test_extreme_log_probs_give_finite_advantages(function, fields, arguments):
+    shape = fields["mask"].shape
+    new, old = (np.resize(x.ravel(), shape) for x in np.meshgrid(EXTREME, EXTREME))
+    for first, second in ((new, old), (old, new)):
+        part = fields | {
+            name: jnp.asarray(values, jnp.float32)
+            for names, values in (
+                (("reward_logprobs", "old_logprobs"), first),
+                (("ref_logprobs", "rollout_logprobs"), second),
+            )
+            for name in names
+        }
+        assert np.isfinite(function(*arguments(function, part))).all()
+
+
 def test_a_lone_answer_keeps_its_return_under_the_optimal_baseline(fields, arguments):
     got = adv.optimal_token_baseline(*arguments(adv.optimal_token_baseline, fields))
     to_go = adv.reward_to_go(fields["rewards"], fields["mask"])
     assert_allclose(got[5], to_go[5], atol=1e-6)  # a group of one
     assert_allclose(got[2, 0], to_go[2, 0], atol=1e-6)  # the other of its group starts later
+
+
+def loop_prime(reward, scores, mask, ids, beta, gamma, coef):
+    """PRIME, eq. 5, term by term; the baseline is the mean of the others' mean rewards."""
+    out = np.zeros_like(reward)
+    for rows in members(ids):
+        for i in rows:
+            others = [j for j in rows if j != i]
+            if not others:
+                continue
+            on = np.flatnonzero(mask[i])
+            process = sum(beta * reward[j, mask[j]].mean() for j in others) / len(others)
+            outcome = scores[i] - sum(scores[j] for j in others) / len(others)
+            for place, t in enumerate(on):
+                to_go = sum(
+                    gamma**k * (beta * reward[i, s] - process) for k, s in enumerate(on[place:])
+                )
+                out[i, t] = to_go + coef * outcome
+    return out
+
+
+@pytest.mark.parametrize(("beta", "gamma", "coef"), [(0.05, 1.0, 1.0), (2.0, 0.9, 0.5)])
+def test_prime_matches_the_loop(fields, arguments, beta, gamma, coef):
+    reward, ref, scores, mask = as64(fields, "reward_logprobs", "ref_logprobs", "scores", "mask")
+    want = loop_prime(reward - ref, scores, mask, fields["group_ids"], beta, gamma, coef)
+    keywords = {"beta": beta, "gamma": gamma, "outcome_coef": coef}
+    got = adv.prime(*arguments(adv.prime, fields), **keywords)
+    assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert_array_equal(got[5], np.zeros(5))  # a group of one
+
+
+def test_prime_by_hand():
+    """Rewards (3, x, 1) and (2), x off the mask; means 2 and 2; scores 1 and 0."""
+    reward = jnp.array([[3.0, 9.0, 1.0], [2.0, 9.0, 9.0]])
+    mask = jnp.array([[True, False, True], [True, False, False]])
+    args = reward, jnp.zeros((2, 3)), jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask
+    got = adv.prime(*args, beta=1.0)
+    assert_allclose(got, [[1 - 1 + 1.0, 0, -1 + 1.0], [0 - 1.0, 0, 0]])
+    got = adv.prime(*args, beta=1.0, gamma=0.5, outcome_coef=4.0)
+    assert_allclose(got, [[1 - 0.5 + 4.0, 0, -1 + 4.0], [-4.0, 0, 0]])
+
+
+def test_prime_with_the_reference_as_reward_model_is_rloo(fields, arguments):
+    fields |= {"reward_logprobs": fields["ref_logprobs"]}
+    want = adv.to_tokens(adv.rloo(fields["scores"], fields["group_ids"]), fields["mask"])
+    assert_allclose(adv.prime(*arguments(adv.prime, fields)), want, atol=1e-6)
+    with pytest.raises(ValueError, match=r"beta: got -1.0"):
+        adv.prime(*arguments(adv.prime, fields), beta=-1.0)
 
 
 def test_score_placed_on_the_last_token_and_kl_charged(fields):
@@ -312,13 +452,15 @@ def test_group_properties(scores, ids, order, shift):
             assert_array_equal(left_out[rows], [0.0])
             continue
         assert abs(float(plain[rows].sum())) < 1e-4
+        assert abs(float(left_out[rows].sum())) < 1e-3
+        assert abs(float(scaled[rows].sum())) < 1e-3
         assert_allclose(left_out[rows], size / (size - 1) * plain[rows], rtol=1e-5, atol=1e-6)
         assert_allclose(dr_grpo(scores + shift, ids)[rows], plain[rows], atol=1e-4)
         if np.ptp(scores[rows]) == 0:
             assert_array_equal(scaled[rows], np.zeros(size))
         elif np.ptp(scores[rows]) > 0.1:
             assert_allclose(np.std(scaled[rows], ddof=1), 1.0, rtol=1e-3)
-    for function, base in ((dr_grpo, plain), (rloo, left_out)):
+    for function, base in ((grpo, scaled), (dr_grpo, plain), (rloo, left_out)):
         assert_allclose(function(scores[order], ids[order]), base[order], atol=1e-5)
 
 
@@ -329,6 +471,59 @@ def test_equal_scores_give_exactly_zero(value):
     scores = scores.at[5].set(0.0)
     for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.gpg, adv.grpo_pass_at_k):
         assert_array_equal(function(scores, ids), np.zeros(6), err_msg=function.__name__)
+    assert_array_equal(adv.opo(scores, jnp.arange(1, 7), ids), np.zeros(6))
+    assert_array_equal(adv.gdpo(jnp.stack([scores, scores], 1), ids), np.zeros(6))
+    mask = jnp.ones((6, 2), bool)
+    assert_array_equal(adv.reinforce_plus_plus_baseline(scores, ids, mask), np.zeros((6, 2)))
+    same = jnp.full((6, 2), -1.5)
+    assert_array_equal(adv.prime(same, same, scores, ids, mask), np.zeros((6, 2)))
+
+
+SHIFTED = [adv.grpo, adv.dr_grpo, adv.rloo, adv.opo, adv.grpo_pass_at_k, adv.gpg, adv.prime]
+
+
+@pytest.mark.parametrize("function", SHIFTED, ids=lambda f: f.__name__)
+def test_a_shift_of_all_scores_changes_no_answer_that_has_company(function, fields, arguments):
+    moved = fields | {"scores": fields["scores"] + 3.0}
+    want, got = (function(*arguments(function, f)) for f in (fields, moved))
+    assert_allclose(got[:5], want[:5], atol=1e-5)  # the last is alone
+
+
+def test_opo_sums_to_zero_when_weighted_by_length(fields):
+    got = adv.opo(fields["scores"], fields["lengths"], fields["group_ids"])
+    for rows in members(fields["group_ids"])[::2]:  # the groups of two and three
+        assert_allclose((got[rows] * fields["lengths"][rows]).sum(), 0.0, atol=1e-5)
+
+
+@names
+def test_the_order_of_answers_and_the_names_of_groups_change_nothing(function, fields, arguments):
+    order = np.array([4, 0, 5, 2, 1, 3])
+    moved = {k: v[order] for k, v in fields.items()}
+    moved["group_ids"] = 1000 - 7 * moved["group_ids"]
+    want = jax.tree.map(lambda x: x[order], function(*arguments(function, fields)))
+    got = function(*arguments(function, moved))
+    jax.tree.map(partial(assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+PARTS = {
+    adv.whiten: ("values", "mask"),
+    adv.to_tokens: ("scores", "mask"),
+    adv.rewards_from_scores: ("scores", "mask"),
+    partial(adv.kl_penalized_rewards, coef=0.5): ("rewards", "values", "mask"),
+    partial(adv.reward_to_go, gamma=0.9): ("rewards", "mask"),
+}
+
+
+@pytest.mark.parametrize("function", PARTS)
+def test_parts_under_jit_vmap_and_bfloat16(function, fields, other_fields):
+    first, second = ([f[name] for name in PARTS[function]] for f in (fields, other_fields))
+    eager = jnp.stack([function(*first), function(*second)])
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    assert_allclose(jax.jit(jax.vmap(function))(*stacked), eager, rtol=1e-5, atol=1e-6)
+    low = [x if x.dtype == bool else x.astype(jnp.bfloat16) for x in first]
+    high = [x if x.dtype == bool else x.astype(jnp.float32) for x in low]
+    assert function(*low).dtype == jnp.float32
+    assert_array_equal(function(*low), function(*high))
 
 
 @names

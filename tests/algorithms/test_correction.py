@@ -67,6 +67,29 @@ def test_matches_the_loop(function, triple):
     assert len({*np.round(flat, 6)}) > 1  # some are kept or truncated, some are not
 
 
+HAND = [
+    # The ratios of one answer are 2 and 1/2.
+    (correction.truncated_token, {"cap": 1.5}, [1.5, 0.5]),
+    (correction.truncated_sequence, {"cap": 1.5}, [1.0, 1.0]),
+    (correction.truncated_sequence, {"cap": 0.5}, [0.5, 0.5]),
+    (correction.truncated_token_normalized, {"cap": 1.0}, [4 / 3, 2 / 3]),
+    (correction.truncated_sequence_normalized, {"cap": 0.5}, [1.0, 1.0]),
+    (correction.icepop, {"low": 0.6, "high": 2.1}, [2.0, 0.0]),
+    (correction.reject_sequence, {"low": 0.9, "high": 1.1}, [1.0, 1.0]),
+    (correction.reject_sequence, {"low": 1.1, "high": 1.2}, [0.0, 0.0]),
+    (correction.reject_sequence_geometric, {}, [1.0, 1.0]),
+    (correction.reject_sequence_k3, {"cap": 0.2501}, [1.0, 1.0]),  # (0.3069 + 0.1931) / 2
+    (correction.reject_sequence_k3, {"cap": 0.2499}, [0.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("function", "keywords", "want"), HAND)
+def test_by_hand(function, keywords, want):
+    old, rollout = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 1.0]]))
+    got = function(old, rollout, jnp.array([[True, True]]), **keywords)
+    assert_allclose(got, [want], rtol=1e-5)
+
+
 @functions
 def test_the_same_policy_gets_weight_one(function, triple):
     old, _, mask = triple

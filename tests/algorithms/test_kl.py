@@ -32,6 +32,16 @@ def test_matches_the_formula(function, fields):
     assert_allclose(got, PLAIN[function](d), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("function", "want"),
+    [(kl.k1, 0.693147), (kl.absolute, 0.693147), (kl.k2, 0.240227), (kl.k3, 0.193147)],
+)
+def test_by_hand(function, want):
+    """π = 1/2 and π_ref = 1/4, so d = log 2."""
+    got = function(jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]])))
+    assert_allclose(got, [[want]], rtol=1e-5)
+
+
 @pytest.mark.parametrize("function", WITH_K2, **by_name)
 def test_value_of_one_and_gradient_of_k2(function, fields):
     logprobs, ref = fields["logprobs"], fields["ref_logprobs"]

@@ -27,6 +27,8 @@ VALUES = {
     "squared_value_loss": (values.squared_value_loss, {}),
     "clipped_value_loss": (values.clipped_value_loss, {}),
 }
+REWARD = {"implicit_reward_loss": (values.implicit_reward_loss, {"beta": 0.5})}
+ALL = LOSSES | VALUES | REWARD
 REDUCTIONS = [
     reduce.token_mean,
     reduce.token_sum,
@@ -35,7 +37,7 @@ REDUCTIONS = [
     lambda mask: reduce.sequence_mean_token_sum_norm(mask, horizon=7.0),
 ]
 policy = pytest.mark.parametrize("name", LOSSES)
-every = pytest.mark.parametrize("name", LOSSES | VALUES)
+every = pytest.mark.parametrize("name", ALL)
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def loss_of(arguments):
     """Return `fields -> TokenLoss` for a loss by name."""
 
     def bind(name):
-        function, keywords = (LOSSES | VALUES)[name]
+        function, keywords = ALL[name]
         return lambda fields: function(*arguments(function, fields), **keywords)
 
     return bind
@@ -83,10 +85,10 @@ TOKEN_LOOPS = {
         -a * 4 / tau(a) / (1 + math.exp(-tau(a) * (math.exp(lp - old) - 1)))
     ),
     "dppo_tv": lambda a, lp, old, marked: (
-        -a * min(math.exp(lp - old), 20) * lp * keep_tv(a, math.exp(lp), math.exp(old))
+        -a * math.exp(lp - old) * lp * keep_tv(a, math.exp(lp), math.exp(old))
     ),
     "dppo_kl": lambda a, lp, old, marked: (
-        -a * min(math.exp(lp - old), 20) * lp * keep_kl(a, math.exp(lp), math.exp(old))
+        -a * math.exp(lp - old) * lp * keep_kl(a, math.exp(lp), math.exp(old))
     ),
     "dro": lambda a, lp, old, marked: -(a * lp - 0.25 * (lp - old) ** 2),
     "clip_cov": lambda a, lp, old, marked: 0.0 if marked else ppo(a, math.exp(lp - old), 0.8, 1.2),
@@ -143,6 +145,55 @@ def test_ppo_clip_by_hand():
     assert_allclose(diagnostics["ppo_kl"], -np.log(ratio), rtol=1e-6)
 
 
+# One answer of two like tokens: π, π_old, A, its loss and that of the token that is marked.
+HAND = [
+    ("reinforce", {}, 0.5, 0.4, 2.0, 1.386294),
+    ("cispo", {}, 0.6, 0.4, 1.0, 0.612991),  # 1.2 · log(1 / 0.6)
+    ("sapo", {}, 0.6, 0.4, 1.0, -2.489837),  # 4 σ(0.5)
+    ("sapo", {}, 0.6, 0.4, -1.0, 2.393586),  # 4 / 1.05 · σ(0.525)
+    ("dppo_tv", {}, 0.6, 0.4, 1.0, 0.0),  # 0.2 is beyond 0.15
+    ("dppo_tv", {}, 0.6, 0.4, -1.0, -0.766238),  # 1.5 log 0.6
+    ("dppo_tv", {"cap": 1.25}, 0.6, 0.4, -1.0, -0.638532),
+    ("dppo_kl", {}, 0.6, 0.4, 1.0, 0.0),  # 0.0811 is beyond 0.05
+    ("dppo_kl", {}, 0.6, 0.4, -1.0, -0.766238),
+    ("dppo_kl", {"clip_high": 0.0812}, 0.6, 0.4, 1.0, 0.766238),
+    ("dro", {"beta": 0.5}, 0.6, 0.4, 1.0, 0.551926),
+    ("gspo", {}, 0.6, 0.4, 1.0, -1.0004),
+    ("gspo", {}, 0.6, 0.4, -1.0, 1.5),
+    ("gmpo", {}, 0.6, 0.4, 1.0, -1.491825),  # exp 0.4
+    ("gmpo", {}, 0.4, 0.6, -1.0, 0.670320),  # exp −0.4
+    ("clip_cov", {}, 0.6, 0.4, 1.0, -1.2),
+    ("kl_cov", {}, 0.6, 0.4, 1.0, -1.5),
+]
+
+
+@pytest.mark.parametrize(("name", "keywords", "pi", "old", "advantage", "want"), HAND)
+def test_by_hand(name, keywords, pi, old, advantage, want, arguments):
+    ones = jnp.ones((1, 2))
+    fields = {
+        "logprobs": jnp.log(pi * ones),
+        "old_logprobs": jnp.log(old * ones),
+        "advantages": advantage * ones,
+        "mask": ones > 0,
+        "high_covariance": ones < 0,
+    }
+    function = LOSSES[name][0]
+    got = function(*arguments(function, fields), **keywords).loss
+    assert_allclose(got, want * ones, rtol=2e-5, atol=1e-7)
+
+
+def test_marked_tokens_by_hand():
+    """r = 1.5: Clip-Cov drops the token, KL-Cov charges it log 1.5."""
+    args = jnp.log(jnp.array([[1.5]])), jnp.zeros((1, 1)), jnp.ones((1, 1)), jnp.array([[True]])
+    assert_array_equal(losses.clip_cov(*args).loss, [[0.0]])
+    assert_allclose(losses.kl_cov(*args, kl_coef=2.0).loss, [[-1.5 + 0.81093]], rtol=1e-5)
+
+
+def test_squared_value_loss_by_hand():
+    args = jnp.array([[1.0, -1.0]]), jnp.array([[3.0, -1.5]])
+    assert_allclose(values.squared_value_loss(*args).loss, [[2.0, 0.125]])
+
+
 def test_dual_clip_can_be_switched_off():
     args = jnp.log(jnp.array([[9.0, 9.0]])), jnp.zeros((1, 2)), jnp.array([[-1.0, 0.0]])
     loss, _ = losses.ppo_clip(*args, dual_clip=math.inf)
@@ -154,6 +205,49 @@ def test_clipped_value_loss_by_hand():
     loss, diagnostics = values.clipped_value_loss(new, old, jnp.array([[1.0, 1.0, 1.0]]))
     assert_allclose(loss, [[0.125, 0.32, 2.0]], rtol=1e-6)
     assert_array_equal(diagnostics["vf_clipfrac"], [[1, 0, 0]])
+
+
+def test_implicit_reward_loss_is_the_cross_entropy_of_each_answer(fields, arguments):
+    """Against the formula in float64, and its gradient β (σ(z) − y) on every token."""
+    fields["scores"] = jnp.array([1.0, 0.0, 0.25, 1.0, 0.0, 1.0])
+    args = arguments(values.implicit_reward_loss, fields)
+    mask, label = np.asarray(fields["mask"]), np.asarray(fields["scores"], np.float64)
+    ratio = np.asarray(fields["logprobs"], np.float64) - np.asarray(fields["ref_logprobs"])
+    p = np.array([1 / (1 + np.exp(-0.5 * r[m].sum())) for r, m in zip(ratio, mask, strict=True)])
+    want = -label * np.log(p) - (1 - label) * np.log(1 - p)
+    loss, diagnostics = values.implicit_reward_loss(*args, beta=0.5)
+    assert_allclose(loss, np.repeat(want[:, None], 5, axis=1), rtol=1e-5)
+    right = (p > 0.5) == (label > 0.5)
+    assert 0 < right.sum() < 6
+    assert_array_equal(diagnostics["accuracy"], np.repeat(right[:, None], 5, axis=1))
+    weights = reduce.sequence_mean_token_mean(fields["mask"])
+    assert_allclose((weights * loss).sum(), want.mean(), rtol=1e-5)
+
+    def scalar(x):
+        return (weights * values.implicit_reward_loss(x, *args[1:], beta=0.5).loss).sum()
+
+    want_grad = np.where(mask, 0.5 * (p - label)[:, None] / 6, 0.0)
+    assert_allclose(jax.grad(scalar)(args[0]), want_grad, rtol=1e-4, atol=1e-7)
+
+
+def test_implicit_reward_loss_by_hand():
+    """z = 0.5 · 2 log 3 = log 3, so σ(z) = 3/4; and −log 3 for the answer that is unlikely."""
+    logprobs, ref = jnp.log(jnp.array([[0.6, 0.3], [0.1, 0.2]])), jnp.log(jnp.array([[0.2, 0.1]]))
+    ref = jnp.concatenate([ref, jnp.log(jnp.array([[0.3, 0.6]]))])
+    mask, scores = jnp.ones((2, 2), bool), jnp.array([1.0, 1.0])
+    loss, diagnostics = values.implicit_reward_loss(logprobs, ref, scores, mask, beta=0.5)
+    assert_allclose(loss, [[np.log(4 / 3)] * 2, [np.log(4)] * 2], rtol=1e-5)
+    assert_array_equal(diagnostics["accuracy"], [[1, 1], [0, 0]])
+
+
+@pytest.mark.parametrize(("z", "label", "want"), [(1e4, 1.0, 0.0), (1e4, 0.0, 1e4), (40.0, 1.0, 0)])
+def test_implicit_reward_loss_keeps_small_and_large_losses(z, label, want):
+    args = jnp.array([[z]]), jnp.zeros((1, 1)), jnp.array([label]), jnp.ones((1, 1), bool)
+    loss, back = jax.vjp(
+        lambda x: values.implicit_reward_loss(x, *args[1:], beta=1.0).loss, args[0]
+    )
+    assert_allclose(loss, [[want]], atol=1e-12)
+    assert_allclose(back(jnp.ones((1, 1)))[0], [[1.0 - label]], atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if n != "reinforce"])
@@ -199,6 +293,8 @@ def test_splits_and_padding_change_nothing(name, fields, loss_of):
         return jax.value_and_grad(scalar)(part[key])
 
     def pad(name, x):
+        if name == "scores":
+            return jnp.pad(x, (0, 1), constant_values=-77.0)
         if x.ndim != 2 or name == "score_components":
             return x
         garbage = {"mask": False, "old_logprobs": -jnp.inf, "logprobs": 1e4}.get(name, -77.0)
@@ -226,7 +322,7 @@ def test_splits_and_padding_change_nothing(name, fields, loss_of):
 EXTREMES = [0.0, -1e-3, -1e4, -np.inf, 1e4]
 
 
-@policy
+@pytest.mark.parametrize("name", LOSSES | REWARD)
 def test_extreme_log_probs_stay_finite(name, fields, loss_of):
     new, old = (x.ravel() for x in np.meshgrid(EXTREMES, EXTREMES))
     shape = fields["mask"].shape
@@ -234,6 +330,8 @@ def test_extreme_log_probs_stay_finite(name, fields, loss_of):
         part = fields | {
             "logprobs": jnp.asarray(np.resize(new, shape), jnp.float32),
             "old_logprobs": jnp.asarray(np.resize(old, shape), jnp.float32),
+            "ref_logprobs": jnp.asarray(np.resize(old, shape), jnp.float32),
+            "scores": jnp.full(shape[0], 0.5 + 0.5 * sign),
             "advantages": jnp.full(shape, sign),
         }
 
@@ -285,10 +383,11 @@ def test_bfloat16_is_computed_in_float32(name, fields, loss_of):
         ("gmpo", {"clip_low": -1.0}, "clip_low -1.0"),
         ("kl_cov", {"kl_coef": -1.0}, "kl_coef: got -1.0"),
         ("clipped_value_loss", {"clip": -1.0}, "clip: got -1.0"),
+        ("implicit_reward_loss", {"beta": 0.0}, "beta: got 0.0"),
     ],
 )
 def test_bad_hyper_parameters_are_named(name, keywords, message, fields, arguments):
-    function = (LOSSES | VALUES)[name][0]
+    function = ALL[name][0]
     with pytest.raises(ValueError, match=message):
         function(*arguments(function, fields), **keywords)
 
@@ -330,3 +429,27 @@ def test_clip_cov_draws_among_the_tokens_between_the_bounds(fields, arguments):
     assert len({d.tobytes() for d in draws}) > 3
     assert_array_equal(draw(5, 0.13), draws[5])
     assert_array_equal(draw(0, 1.0), eligible)
+
+
+@pytest.mark.parametrize("select", [losses.select_clip_cov, losses.select_kl_cov])
+def test_selection_under_jit_vmap_bfloat16_and_extremes(select, fields, other_fields, arguments):
+    keywords = {"ratio": 0.3}
+    if select is losses.select_clip_cov:
+        keywords |= {"key": jax.random.key(3), "low": 0.0, "high": 9.0}
+
+    def call(*args):
+        return select(*args, **keywords)
+
+    first, second = arguments(select, fields), arguments(select, other_fields)
+    eager = jnp.stack([call(*first), call(*second)])
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    assert_array_equal(jax.jit(jax.vmap(call))(*stacked), eager)
+    mask = np.asarray(fields["mask"])
+    assert 0 < eager[0].sum() <= 4 and not (np.asarray(eager[0]) & ~mask).any()
+    low = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in first]
+    high = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in low]
+    assert_array_equal(call(*low), call(*high))
+    garbage = [jnp.where(mask, x, jnp.nan) if x.dtype == jnp.float32 else x for x in first]
+    assert_array_equal(call(*garbage), eager[0])  # what lies off the mask is not read
+    wild = first[0].at[0, 1].set(-jnp.inf)
+    assert not (np.asarray(call(wild, *first[1:])) & ~mask).any()

@@ -45,6 +45,14 @@ def test_an_empty_mask_gives_zeros(function, keywords, want):
     assert_allclose((jitted(jnp.asarray(MASK)) * LOSS).sum(), want, rtol=1e-6)
 
 
+@cases
+def test_jit_and_vmap_agree_with_eager(function, keywords, want):
+    masks = jnp.stack([jnp.asarray(MASK), jnp.asarray(MASK)[::-1], jnp.zeros((3, 4), bool)])
+    eager = jnp.stack([function(mask, **keywords) for mask in masks])
+    mapped = jax.jit(jax.vmap(lambda mask: function(mask, **keywords)))(masks)
+    assert_allclose(mapped, eager, rtol=1e-6)
+
+
 def test_horizon_must_be_positive():
     with pytest.raises(ValueError, match="horizon: got 0"):
         reduce.sequence_mean_token_sum_norm(jnp.asarray(MASK), horizon=0.0)

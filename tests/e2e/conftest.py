@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm import sft, train
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.models.hf import read_spec
+from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import initialize
 from jaxrl_llm.sharding.mesh import make_mesh
 

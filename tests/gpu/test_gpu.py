@@ -13,9 +13,10 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import Forward, Objective, logprob_pass, make_learner
+from jaxrl_llm.step import logprob_pass, make_learner
 from jaxrl_llm.types import Batch, Request, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +85,7 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         advantages = np.where(batch["mask"], np.linspace(-1, 1, 64)[:, None], 0).astype(np.float32)
         batch = batch.add(old_logprobs=found, advantages=advantages)
         learner = make_learner(
-            Objective(loss=ppo_clip),
+            PolicyObjective(loss=ppo_clip),
             dataclasses.replace(Forward(spec=SPEC), temperature=0.8),
             optax.sgd(1e-2),
             reduce=token_mean,

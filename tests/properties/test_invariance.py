@@ -18,9 +18,10 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import Forward, Objective, logprob_pass, make_learner
+from jaxrl_llm.step import logprob_pass, make_learner
 from jaxrl_llm.types import Batch
 
 SPEC = ModelSpec(
@@ -39,7 +40,7 @@ SPEC = ModelSpec(
 TEMPERATURE = 0.8
 COEFS = {"kl_coef": 0.3, "entropy_coef": 0.05}
 SIZES = (16, 5, 5, 5, 16, 5, 5, 5)
-OBJECTIVE = Objective(loss=ppo_clip, kl=k3, entropy=True)
+OBJECTIVE = PolicyObjective(loss=ppo_clip, kl=k3, entropy=True)
 KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))  # trace: the last gradient
 
 

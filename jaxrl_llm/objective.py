@@ -1,0 +1,207 @@
+"""What an update minimises: a loss per token, summed with the weights of a reduction.
+
+An objective runs a model over packed rows, calls a loss function with the fields that it asks for,
+and returns the part of a micro-batch in the mini-batch's loss.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32
+
+from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
+from jaxrl_llm.algorithms.losses import TokenLoss
+from jaxrl_llm.data.packing import unpack
+from jaxrl_llm.dataflow import asks_for, call, describe
+from jaxrl_llm.functions import RunError
+from jaxrl_llm.models.heads import token_values
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.transformer import forward, head_matrix
+from jaxrl_llm.sharding.mesh import over_batch
+from jaxrl_llm.types import Rows
+
+Params = Any
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """How the model is run in training: everything static about a forward pass."""
+
+    spec: ModelSpec
+    dtype: str = "float32"
+    remat: bool = False
+    logprob_chunk: int = 1024
+    temperature: float = 1.0
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch: packed rows for the model, [b T] fields for the algorithm."""
+
+    rows: Rows
+    fields: Fields
+
+
+class LossError(RunError, TypeError):
+    """A loss function that returned something else than one loss per token."""
+
+
+def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> TokenStats:
+    """Run the model over packed rows and gather its per-token results back to [b T].
+
+    Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
+    Activations stay where the rows are, so it is the weights that are gathered.
+    """
+    hidden = _hidden(params, rows, model, mesh)
+    targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
+    stats = token_stats(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head_matrix(params, model.spec),
+        targets.reshape(-1),
+        temperature=model.temperature,
+        chunk=model.logprob_chunk,
+    )
+
+    return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
+
+
+def value_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Float32[Array, "b T"]:
+    """Run a model with a value head over packed rows and gather its values back to [b T].
+
+    Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
+    """
+    return _to_sequences(token_values(params, _hidden(params, rows, model, mesh)), rows)
+
+
+def _hidden(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Float[Array, "R L D"]:
+    return forward(
+        params,
+        model.spec,
+        jnp.asarray(rows.tokens),
+        jnp.asarray(rows.positions),
+        jnp.asarray(rows.segment_ids),
+        dtype=jnp.dtype(model.dtype),
+        remat=model.remat,
+        activation_sharding=over_batch(mesh),
+    )
+
+
+def _to_sequences(packed: Float[Array, "R L"], rows: Rows) -> Float[Array, "b T"]:
+    """Gather what the model says at each token as what it says of the next one."""
+    shifted = unpack(packed, *map(jnp.asarray, (rows.row, rows.start, rows.size)))
+    inside = jnp.arange(shifted.shape[1]) < jnp.asarray(rows.size)[:, None]
+    return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What an update minimises."""
+
+    def asks_for(self) -> set[str]:
+        """Return the fields that the batch must hold."""
+        ...
+
+    def __call__(
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
+    ) -> tuple[Float32[Array, ""], Fields]:
+        """Return a micro-batch's part of the loss, and its parts of the metrics."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective:
+    """The loss of a policy's token: `correction * loss + kl_coef * kl - entropy_coef * entropy`.
+
+    Attributes:
+        loss: policy loss; asks for fields, returns TokenLoss or an array [B T].
+        kl: estimator (logprobs, ref_logprobs) -> [B T], or None.
+        entropy: whether there is an entropy bonus.
+        corrected: whether the batch holds weights `correction` [B T] of the loss.
+    """
+
+    loss: Callable[..., Any]
+    kl: Callable[..., Any] | None = None
+    entropy: bool = False
+    corrected: bool = False
+
+    def asks_for(self) -> set[str]:
+        """Return the fields that the batch must hold."""
+        names = set(asks_for(self.loss)) | (set(asks_for(self.kl)) if self.kl else set())
+        return (names - {"logprobs", "entropy"}) | ({"correction"} if self.corrected else set())
+
+    def __call__(
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
+    ) -> tuple[Float32[Array, ""], Fields]:
+        """Return a micro-batch's part of the loss, and its parts of the metrics."""
+        stats = token_fields(params, micro.rows, model, mesh)
+        mask, weights = micro.fields["mask"], micro.fields["weights"]
+        logprobs = jnp.where(mask, stats.logprobs, 0.0)
+        fields = micro.fields | {"logprobs": logprobs, "entropy": stats.entropy}
+        policy = as_token_loss(call(self.loss, fields), self.loss, mask.shape)
+        corrected = weights * fields["correction"] if self.corrected else weights
+        loss = _total(policy.loss, corrected, mask)
+        metrics = {"pg_loss": loss} | _diagnostics(policy, micro)
+        if self.kl:
+            metrics["kl_loss"] = _total(call(self.kl, fields), weights, mask)
+            loss = loss + coefs["kl_coef"] * metrics["kl_loss"]
+        if self.entropy:
+            metrics["entropy_loss"] = _total(stats.entropy, weights, mask)
+            loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
+        return loss, metrics | {"loss": loss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueObjective:
+    """The loss of a critic's value: asks for `values`, and what else the batch holds."""
+
+    loss: Callable[..., Any]
+
+    def asks_for(self) -> set[str]:
+        """Return the fields that the batch must hold."""
+        return set(asks_for(self.loss)) - {"values"}
+
+    def __call__(
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
+    ) -> tuple[Float32[Array, ""], Fields]:
+        """Return a micro-batch's part of the loss, and its parts of the metrics."""
+        del coefs
+        mask = micro.fields["mask"]
+        values = jnp.where(mask, value_fields(params, micro.rows, model, mesh), 0.0)
+        found = call(self.loss, micro.fields | {"values": values})
+        regression = as_token_loss(found, self.loss, mask.shape)
+        loss = _total(regression.loss, micro.fields["weights"], mask)
+        mean = _total(values, micro.fields["token_weights"], mask)
+        return loss, {"vf_loss": loss, "vpred_mean": mean} | _diagnostics(regression, micro)
+
+
+def _total(values: Array, weights: Array, mask: Array) -> Float32[Array, ""]:
+    return jnp.sum(weights * jnp.where(mask, values, 0.0))
+
+
+def _diagnostics(found: TokenLoss, micro: MicroBatch) -> Fields:
+    weights, mask = micro.fields["token_weights"], micro.fields["mask"]
+    return {name: _total(value, weights, mask) for name, value in found.diagnostics.items()}
+
+
+def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, ...]) -> TokenLoss:
+    """Check what a loss function returned: TokenLoss, or an array [B T] without diagnostics.
+
+    Raises:
+        LossError: for anything else, and for a wrong shape or dtype.
+    """
+    found = result if isinstance(result, TokenLoss) else TokenLoss(result, {})
+    for name, value in {"loss": found.loss, **found.diagnostics}.items():
+        got = f"{type(value).__name__}"
+        if isinstance(value, jax.Array):
+            got = f"{value.dtype}{list(value.shape)}"
+            if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
+                continue
+        raise LossError(
+            f"loss {describe(function)!r} returned {got} as {name!r}; "
+            f"wanted a floating-point array [B T], here {list(shape)}: one loss per token"
+        )
+    return found

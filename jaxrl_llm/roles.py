@@ -1,0 +1,187 @@
+"""The models of a run that are trained: the actor, the critic, the implicit reward model."""
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.dataflow import call
+from jaxrl_llm.functions import RunError
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.models.heads import with_value_head
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.setup import (
+    Model,
+    Trainee,
+    blamed_on,
+    forward_settings,
+    laid_out,
+    read_model,
+    split,
+)
+from jaxrl_llm.step import Learner, TrainState, logprob_pass, make_learner, value_pass
+from jaxrl_llm.types import Batch
+from jaxrl_llm.wiring import Functions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A model that is trained: the actor, the critic or the implicit reward model.
+
+    Attributes:
+        name: of its metrics and in checkpoints.
+        learner: its update.
+        infer: (params, batch) -> what it says of each token [B T], by name.
+        learning_rate: of an update, by its number.
+        max_skipped: updates in a row that may be skipped.
+        mark: (state, mini-batch) -> the mini-batch with what its loss needs of the whole of it.
+    """
+
+    name: str
+    learner: Learner
+    infer: Callable[[Any, Batch], dict[str, np.ndarray]]
+    learning_rate: Callable[[int], Any]
+    max_skipped: int
+    mark: Callable[[TrainState, Batch], Batch] | None = None
+
+
+def make_roles(
+    config: TrainConfig, functions: Functions, actor: Model, mesh: Mesh, shape: RowShape
+) -> tuple[dict[str, Role], dict[str, Trainee]]:
+    """Build every model that is trained, and say what it starts from.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        actor: the policy's model.
+        mesh: the devices.
+        shape: of micro-batches.
+    """
+    roles, trainees = {}, {}
+    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    for name, how in functions.learning.items():
+        key = f"{name}.path" if paths.get(name) else "model.path"
+        path = paths.get(name) or config.model.path
+        is_critic = name == "critic"
+        model = actor if name == "actor" else open_role(path, key, mesh, value_head=is_critic)
+        settings = forward_settings(config.model, model.spec, config.rollout.temperature)
+        learner = make_learner(
+            how.objective,
+            settings,
+            how.optimizer,
+            reduce=how.reduce,
+            shape=shape,
+            mesh=mesh,
+            params_like=model.like,
+        )
+        names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
+        run = value_pass if is_critic else functools.partial(logprob_pass, names=names)
+        infer = run(settings, shape, mesh)
+        roles[name] = Role(
+            name=name,
+            learner=learner,
+            infer=infer,
+            learning_rate=how.schedule,
+            max_skipped=how.max_skipped,
+        )
+        trainees[name] = Trainee(model, learner, key)
+    if functions.mark:
+        mark = covariance_marker(functions.mark, roles["actor"].infer, config.seed)
+        roles["actor"] = dataclasses.replace(roles["actor"], mark=mark)
+    if "reward_model" in roles:
+        roles["reward_model"] = dataclasses.replace(roles["reward_model"], mark=check_labels)
+    return roles, trainees
+
+
+def open_role(path: str, key: str, mesh: Mesh, *, value_head: bool) -> Model:
+    """Load the model of a critic or of a reward model.
+
+    Args:
+        path: Hugging Face directory.
+        key: its config key, for messages.
+        mesh: the devices.
+        value_head: whether it is a critic; a language model then gets a new head of zeros.
+    """
+    with blamed_on(key):
+        spec = read_spec(path)
+        if spec.value_head and not value_head:
+            raise ValueError(f"{path} ends in a value head, wanted a language model")
+        model = read_model(path, spec, mesh)
+        if spec.value_head == value_head:
+            return model
+        log.info("%s: %s has no value head, so the critic begins with one of zeros", key, path)
+        params, spec = with_value_head(model.params, spec)
+        return laid_out(spec, jax.device_put(params, split(spec, mesh)), mesh)
+
+
+class LabelError(RunError):
+    """Scores that can't be labels."""
+
+
+def check_labels(state: TrainState, batch: Batch) -> Batch:
+    """Raise LabelError unless every score can be the label of an implicit reward model."""
+    del state
+    scores = batch["raw_scores"]
+    if scores.min() < 0 or scores.max() > 1:
+        raise LabelError(
+            f"reward_model: scores from {scores.min()} to {scores.max()}; an implicit reward model "
+            "learns from labels in [0, 1]: rescale what the scorer returns"
+        )
+    return batch
+
+
+def covariance_marker(
+    select: Callable[..., Any], infer: Callable[..., Any], seed: int
+) -> Callable[[TrainState, Batch], Batch]:
+    """Return a function that adds `high_covariance` to a mini-batch, by the current log-probs."""
+    takes_key = "key" in inspect.signature(select).parameters
+
+    @jax.jit
+    def compute(fields: dict[str, Any], key: Any) -> Any:
+        return call(functools.partial(select, key=key) if takes_key else select, fields)
+
+    def mark(state: TrainState, batch: Batch) -> Batch:
+        key = jax.random.fold_in(jax.random.key(seed), state.updates)
+        fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
+        return batch.add(high_covariance=np.asarray(compute(fields, key)))
+
+    return mark
+
+
+def old_logprob_step(
+    infer: Callable[..., dict[str, np.ndarray]], *, bypass: bool, probe_tokens: int
+) -> Callable[[Any, Batch], tuple[Batch, Batch]]:
+    """Return the step that adds `old_logprobs` and what else the policy says of a batch.
+
+    Args:
+        infer: (params, batch) -> `logprobs` and more [B T].
+        bypass: take the engine's log-probs; the policy then runs over the first sequences only, to
+            compare the two.
+        probe_tokens: about how many tokens these sequences hold.
+
+    Returns:
+        (params, batch) -> the batch with the fields, and the part of it that holds `logprobs` and
+        `entropy` under the policy.
+    """
+
+    def add(params: Any, batch: Batch) -> tuple[Batch, Batch]:
+        if bypass:
+            count = max(1, int(np.searchsorted(np.cumsum(batch.sizes), probe_tokens)))
+            part = batch.take(slice(0, count))
+            probe = part.add(**infer(params, part))
+            return batch.add(old_logprobs=batch["rollout_logprobs"]), probe
+        found = infer(params, batch)
+        rest = {name: values for name, values in found.items() if name != "logprobs"}
+        return batch.add(old_logprobs=found["logprobs"], **rest), batch.add(**found)
+
+    return add

@@ -1,0 +1,207 @@
+"""The functions that a config names, and what follows from their signatures.
+
+What a function asks for by parameter name decides which models a run has: a critic where one asks
+for `values`, a reference where one asks for `ref_logprobs`, and so on.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jaxrl_llm import keys
+from jaxrl_llm.dataflow import asks_for, check_fields, describe
+from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
+from jaxrl_llm.keys import (
+    AlgorithmConfig,
+    CriticConfig,
+    OptimConfig,
+    RewardModelConfig,
+    TrainConfig,
+)
+from jaxrl_llm.objective import Objective, PolicyObjective, ValueObjective
+from jaxrl_llm.setup import make_optimizer
+from jaxrl_llm.types import FIELDS
+
+Function = Callable[..., Any]
+
+SCORED = frozenset(
+    {
+        "scores",
+        "raw_scores",
+        "rewards",
+        "group_ids",
+        "mask",
+        "lengths",
+        "rollout_logprobs",
+        "score_components",
+    }
+)
+"""Fields that are there when answers have been sampled and scored."""
+
+UPDATING = frozenset({"logprobs", "high_covariance"})
+"""Fields that are there only while the policy is updated."""
+
+OF_CRITIC = frozenset({"values", "old_values", "returns"})
+
+
+class Learning(NamedTuple):
+    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
+
+    objective: Objective
+    reduce: Function
+    optimizer: Any
+    schedule: Callable[[int], Any]
+    max_skipped: int
+
+
+class Functions:
+    """The functions that a config names, found and checked against the dataflow.
+
+    Attributes:
+        advantage, kl, controller, keep, penalty, corrections: as named.
+        mark: produces `high_covariance`.
+        learning: of the actor, and of the critic and the reward model where something asks for
+            them, by name.
+        needs: every field that one of them asks for.
+        needs_reference: whether that includes the reference's log-probs.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Find them all; raise ConfigError where one is wrong."""
+        wanted = config.algorithm
+        estimating = UPDATING | {"advantages", "returns"}
+        self.advantage = found(wanted.advantage, keys.ADVANTAGES, "advantage", estimating)
+        self.kl = find_kl(wanted)
+        self.controller = load_function(
+            wanted.kl_controller, keys.KLS, passed=None, key="algorithm.kl_controller"
+        )
+        takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
+        later = frozenset(FIELDS) - SCORED
+        self.keep = wanted.keep and found(wanted.keep, keys.SHAPING, "keep", later)
+        self.penalty = wanted.penalty and found(wanted.penalty, keys.SHAPING, "penalty", later)
+        self.corrections = [
+            found(spec, keys.CORRECTIONS, "correction", UPDATING) for spec in wanted.correction
+        ]
+        self.mark = wanted.high_covariance and find_mark(wanted.high_covariance)
+        policy = PolicyObjective(
+            loss=found(wanted.loss, keys.LOSSES, "loss"),
+            kl=self.kl if wanted.kl_loss else None,
+            entropy=wanted.entropy_coef != 0,
+            corrected=bool(self.corrections),
+        )
+        self.learning = {"actor": learning(policy, wanted.reduce, "algorithm", config.optim)}
+        asking = [self.advantage, self.keep, self.penalty, *self.corrections]
+        self.needs = policy.asks_for().union(*(asks_for(f) for f in asking if f))
+        self._add_reward_model(config.reward_model)
+        self._add_critic(config.critic)
+        self.needs_reference = self.kl is not None or "ref_logprobs" in self.needs
+        self._check_producers(config)
+
+    def _add_reward_model(self, config: RewardModelConfig) -> None:
+        if "reward_logprobs" not in self.needs:
+            refuse_unused("reward_model", config, RewardModelConfig(), ["reward_logprobs"])
+            return
+        loss = found(config.loss, keys.VALUES, "reward_model.loss", {"high_covariance"})
+        self._add("reward_model", PolicyObjective(loss=loss), config.reduce, config.optim)
+
+    def _add_critic(self, config: CriticConfig) -> None:
+        if not self.needs & OF_CRITIC:
+            refuse_unused("critic", config, CriticConfig(), sorted(OF_CRITIC))
+            return
+        loss = found(config.loss, keys.VALUES, "critic.loss", UPDATING)
+        self._add("critic", ValueObjective(loss=loss), config.reduce, config.optim)
+
+    def _add(
+        self, name: str, objective: Objective, reduce: FunctionSpec, optim: OptimConfig
+    ) -> None:
+        self.learning[name] = learning(objective, reduce, name, optim, f"{name}.optim")
+        self.needs |= objective.asks_for()
+
+    def _check_producers(self, config: TrainConfig) -> None:
+        """Refuse fields that no key produces, and keys that produce what nothing asks for."""
+        producers = {
+            "high_covariance": ("algorithm.high_covariance", config.algorithm.high_covariance),
+            "score_components": ("reward.components", config.reward.components),
+        }
+        for field, (key, value) in producers.items():
+            if field in self.needs and not value:
+                raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
+            if value and field not in self.needs:
+                raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
+        passed_over = sorted(self.needs & {"entropy", "sum_pi_squared"})
+        if config.algorithm.bypass and passed_over:
+            raise ConfigError(
+                f"algorithm.bypass skips the pass that computes {passed_over[0]!r}, "
+                "which a function asks for: set it to false"
+            )
+
+
+def found(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) -> Function:
+    """Return a function that asks for fields.
+
+    Args:
+        spec: as a config names it.
+        home: the module of bare names.
+        key: its config key; without a dot, one of `algorithm`.
+        after: fields that exist only later in the step.
+    """
+    key = key if "." in key else f"algorithm.{key}"
+    function = load_function(spec, home, passed=None, key=key)
+    check_fields(function, key, after=frozenset(after))
+    return function
+
+
+def learning(
+    objective: Objective,
+    reduce: FunctionSpec,
+    section: str,
+    optim: OptimConfig,
+    optim_key: str = "optim",
+) -> Learning:
+    """Find the reduction and the optimizer of a model that is trained.
+
+    Args:
+        objective: what it minimises.
+        reduce: from a mask to weights.
+        section: of the config that names the reduction.
+        optim: its optimizer.
+        optim_key: the config key of `optim`.
+    """
+    key = f"{section}.reduce"
+    weigh = load_function(reduce, keys.REDUCTIONS, passed=None, key=key)
+    takes(weigh, ("mask",), key)
+    optimizer, schedule = make_optimizer(optim, optim_key)
+    return Learning(objective, weigh, optimizer, schedule, optim.max_skipped)
+
+
+def find_kl(config: AlgorithmConfig) -> Function | None:
+    """Return the KL estimator of the loss or of the reward, if there is one."""
+    if config.kl_loss:
+        return found(config.kl_loss, keys.KLS, "kl_loss")
+    return config.kl_reward and found(config.kl_reward, keys.KLS, "kl_reward")
+
+
+def find_mark(spec: FunctionSpec) -> Function:
+    """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
+    name = "algorithm.high_covariance"
+    passed = ("logprobs", "advantages", "mask", "key")
+    function = load_function(spec, keys.LOSSES, passed=passed, key=name)
+    check_fields(function, name, after=frozenset({"high_covariance"}))
+    return function
+
+
+def takes(function: Function, wanted: tuple[str, ...], key: str) -> None:
+    """Raise ConfigError unless a function has as many positional parameters as it is given."""
+    names = asks_for(function)
+    if len(names) != len(wanted):
+        raise ConfigError(
+            f"{key}: {describe(function)} takes ({', '.join(names)}), wanted ({', '.join(wanted)})"
+        )
+
+
+def refuse_unused(section: str, config: Any, default: Any, fields: list[str]) -> None:
+    """Raise ConfigError where a section of the config is set that nothing will read."""
+    if config != default:
+        raise ConfigError(
+            f"{section} is set, but no function asks for {' or '.join(fields)}: remove it, or "
+            "name an advantage or a loss that does"
+        )
