@@ -1,6 +1,7 @@
 """`python -m jaxrl_llm.export RUN_DIR OUT_DIR`: a checkpoint as a Hugging Face directory."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,12 @@ from pathlib import Path
 from jaxrl_llm.config import read_yaml
 from jaxrl_llm.functions import ConfigError
 
+ROLES = ("actor", "critic", "reward_model")
 
-def export(run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str) -> int:
+
+def export(
+    run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str, role: str = "actor"
+) -> int:
     """Write the parameters of a run's checkpoint as a Hugging Face directory.
 
     Args:
@@ -17,6 +22,7 @@ def export(run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str
         out: directory to write; it must not exist.
         step: of the checkpoint, or None for the newest.
         dtype: of the saved arrays.
+        role: which of the models that the run trains.
 
     Returns:
         The checkpoint's step.
@@ -35,12 +41,13 @@ def export(run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str
     folder = Path(run_dir)
     if not (folder / "checkpoints").is_dir():
         raise ConfigError(f"{str(run_dir)!r} is not a run: it has no checkpoints")
-    source = read_yaml(folder / "config.yaml")["model"]["path"]
+    config = read_yaml(folder / "config.yaml")
+    source = config.get(role, {}).get("path") or config["model"]["path"]
     try:
-        spec = read_spec(source)
+        spec = dataclasses.replace(read_spec(source), value_head=role == "critic")
         checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
         like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
-        saved = checkpoints.restore_params(like, step)
+        saved = checkpoints.restore_params(like, step, role=role)
         params = jax.tree.map(np.asarray, saved.state)
         save_params(out, params, spec, source=source, dtype=jax.numpy.dtype(dtype))
     except (CheckpointError, OSError, ValueError) as error:
@@ -60,9 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the saved arrays"
     )
+    parser.add_argument("--role", default="actor", choices=ROLES, help="which model of the run")
     options = parser.parse_args(arguments)
     try:
-        step = export(options.run_dir, options.out, step=options.step, dtype=options.dtype)
+        step = export(
+            options.run_dir,
+            options.out,
+            step=options.step,
+            dtype=options.dtype,
+            role=options.role,
+        )
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -1,38 +1,286 @@
-"""What a function asks for by name is there: every producer of a field, in whole runs."""
+"""What a function asks for by name is there: each producer of a field, in whole runs."""
 
+import dataclasses
+import json
+from collections import Counter
+
+import jax
 import numpy as np
+import pyarrow.parquet
 import pytest
 
-NEEDS = {
-    "critic": ("algorithm.advantage=gae_whitened", "critic.optim.schedule.value=1e-3"),
-    "greedy": ("algorithm.advantage=remax",),
-    "baseline": ("algorithm.advantage=optimal_token_baseline",),
-    "clip_cov": (
-        "algorithm.loss=clip_cov",
-        "algorithm.high_covariance={fn: select_clip_cov, ratio: 0.2, low: 0.0}",
-    ),
-    "kl_cov": (
-        "algorithm.loss=kl_cov",
-        "algorithm.high_covariance={fn: select_kl_cov, ratio: 0.2}",
-    ),
-    "prime": (
-        "algorithm.advantage=prime",
-        "reward_model.optim.schedule.value=1e-3",
-        "reward.scorer=arithmetic",
-    ),
-    "correction": ("algorithm.correction=[truncated_token, {fn: icepop, low: 0.1}]",),
-    "bypass": ("algorithm.bypass=true",),
-    "penalty": ("algorithm.penalty={fn: overlong_penalty, max_tokens: 4, buffer: 2}",),
-    "keep": ("algorithm.keep=with_spread",),
-}
+from jaxrl_llm import export
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.models.hf import load_params
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.spec import initialize
+
+PPO = (
+    "algorithm.advantage=gae_whitened",
+    "critic.optim.schedule.value=1e-3",
+    "critic.loss.clip=0.2",
+    "checkpoint.every=1",
+    "checkpoint.keep=9",
+)
+PER_DRAW = 8 * 4
+REFILL = ("algorithm.keep=with_spread", "algorithm.max_draws=4", "rollout.dump_every=1")
 
 
-@pytest.fixture(scope="module", params=NEEDS)
-def trained(request, run):
-    return request.param, run(*NEEDS[request.param]).ok()
+def critic_at(workshop, run_dir, step):
+    spec = dataclasses.replace(read_spec(workshop.base), value_head=True)
+    like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=None, read_only=True)
+    tree = checkpoints.restore_params(like, step, role="critic").state
+    checkpoints.close()
+    return by_path(tree)
 
 
-def test_a_run_has_what_its_functions_ask_for(trained):
-    name, result = trained
-    last = result.metrics[-1]
-    print(name, {k: v for k, v in last.items() if not k.startswith("timing")})
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+# ----------------------------------------------------------------------------------- the critic
+
+
+@pytest.fixture(scope="module")
+def ppo(run):
+    return run(*PPO, "critic.warmup_steps=1", "steps=4").ok()
+
+
+def test_the_critic_warms_up_before_the_actor_learns(ppo, workshop, same):
+    _, first, second, *_ = ppo.metrics
+    assert first["critic/grad_norm"] > 0 and "actor/grad_norm" not in first
+    assert second["critic/grad_norm"] > 0 and second["actor/grad_norm"] > 0
+    base = by_path(load_params(workshop.base, read_spec(workshop.base)))
+    same(workshop.params(ppo.run_dir, 1), base)
+    moved = critic_at(workshop, ppo.run_dir, 1)
+    assert all(np.any(moved[name] != array) for name, array in base.items() if name in moved)
+
+
+def test_a_new_critic_begins_at_zero_and_learns_the_returns(ppo, run):
+    lines = ppo.metrics[1:]
+    assert lines[0]["critic/values/max"] == lines[0]["critic/values/min"] == 0
+    assert lines[-1]["critic/values/mean"] > 0
+    patient = run(*PPO, "critic.warmup_steps=8", "steps=8", "critic.loss=squared_value_loss").ok()
+    losses = [line["critic/vf_loss"] for line in patient.metrics[1:]]
+    assert np.mean(losses[-2:]) < 0.5 * losses[0]
+
+
+def test_a_run_with_a_critic_continues_bit_for_bit(ppo, run, workshop, same):
+    short = run(*PPO, "critic.warmup_steps=1", "steps=2").ok()
+    result = run(*PPO, "critic.warmup_steps=1", "steps=4", run_dir=short.run_dir).ok()
+    for mine, wanted in zip(result.learned[1:], ppo.learned[1:], strict=True):
+        known = {k: v for k, v in wanted.items() if k in mine}
+        assert {k: mine[k] for k in known} == known
+    same(workshop.params(result.run_dir), workshop.params(ppo.run_dir))
+    same(critic_at(workshop, result.run_dir, 4), critic_at(workshop, ppo.run_dir, 4))
+
+
+def test_a_critic_starts_from_another_checkpoint(ppo, run, workshop, same, tmp_path):
+    saved = tmp_path / "critic"
+    assert export.main([str(ppo.run_dir), str(saved), "--step", "1", "--role", "critic"]) == 0
+    assert read_spec(saved).value_head
+    again = by_path(load_params(saved, read_spec(saved)))
+    same(again, critic_at(workshop, ppo.run_dir, 1))
+    first = run(*PPO, f"critic.path={saved}", "steps=1").ok().metrics[1]
+    assert first["critic/values/mean"] != 0
+
+
+# --------------------------------------------------------------- what else functions may ask for
+
+
+def test_greedy_scores_are_those_of_greedy_answers(run, workshop):
+    """Validated on the prompts of the only step, in the same order or another."""
+    result = run(
+        f"algorithm.advantage={workshop.mine('greedy_mean')}",
+        f"data.validation={workshop.data}/train.parquet",
+        "batch.prompts_per_step=64",
+        "batch.prompts_per_minibatch=64",
+        "steps=1",
+    ).ok()
+    greedy = result.metrics[0]["val-core/arithmetic/reward/mean@1"]
+    assert result.metrics[1]["critic/advantages/mean"] == pytest.approx(greedy, rel=1e-4)
+    assert result.metrics[1]["critic/score/mean"] != pytest.approx(greedy, rel=1e-2)
+
+
+@pytest.mark.parametrize(("column", "metric"), [(0, "reward/acc/mean"), (1, "critic/score/mean")])
+def test_score_components_are_what_the_scorer_reported(run, workshop, column, metric):
+    result = run(
+        f"algorithm.advantage={{fn: '{workshop.mine('component_mean')}', column: {column}}}",
+        f"reward.scorer={workshop.mine('reward_with_more')}",
+        "reward.components=[acc, score]",
+        "steps=1",
+    ).ok()
+    line = result.metrics[1]
+    assert line["critic/advantages/mean"] == pytest.approx(line[metric], rel=1e-4, abs=1e-7)
+
+
+def test_covariance_is_over_the_whole_mini_batch(run):
+    """So that the tokens that clip_cov drops do not depend on the cut into micro-batches."""
+    select = "algorithm.high_covariance={fn: select_clip_cov, ratio: 0.2, low: 0.0}"
+    found = [
+        run("algorithm.loss=clip_cov", select, f"batch.tokens_per_microbatch={size}").ok()
+        for size in (16, 512)
+    ]
+    for small, large in zip(*(result.metrics for result in found), strict=True):
+        assert small.get("actor/pg_clipfrac", 1) > 0.1
+        for name in small.keys() & {"actor/pg_loss", "actor/grad_norm", "actor/pg_clipfrac"}:
+            assert small[name] == pytest.approx(large[name], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "optimal_token_baseline_multi_turn"])
+def test_optimal_token_baselines_run(run, name):
+    line = run(f"algorithm.advantage={name}", "steps=1").ok().metrics[1]
+    assert line["critic/advantages/max"] > 0 > line["critic/advantages/min"]
+    assert line["actor/grad_norm"] > 0
+
+
+def test_the_reward_model_of_prime_learns_from_the_labels(run):
+    wanted = ("algorithm.advantage=prime", "reward_model.optim.schedule.value=3e-3", "steps=6")
+    lines = run(*wanted, "reward.scorer=arithmetic").ok().metrics[1:]
+    assert lines[0]["reward_model/loss"] == pytest.approx(np.log(2), abs=0.02)
+    assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"] - 0.05
+    assert all(line["reward_model/grad_norm"] > 0 for line in lines)
+
+
+# ---------------------------------------------------------------------------------- corrections
+
+
+def test_corrections_multiply_the_policy_loss(run, workshop):
+    half = workshop.mine("half")
+    plain, halved = (
+        run(f"algorithm.correction={chain}", "batch.prompts_per_minibatch=8", "steps=1")
+        .ok()
+        .metrics[1]
+        for chain in ("[truncated_token]", f"[truncated_token, '{half}', '{half}']")
+    )
+    assert halved["rollout_corr/weight/mean"] == pytest.approx(0.25, rel=1e-4)
+    assert plain["rollout_corr/weight/mean"] == pytest.approx(1.0, rel=1e-4)
+    assert halved["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 4, rel=1e-3)
+
+
+def test_bypass_trusts_the_engine_s_log_probs(run):
+    plain, bypassed = (
+        run(f"algorithm.bypass={flag}").ok().metrics[1:] for flag in ("false", "true")
+    )
+    for mine, wanted in zip(bypassed, plain, strict=True):
+        assert mine["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-3)
+        assert abs(mine["rollout_corr/kl"]) < 1e-5
+        assert mine["actor/entropy"] == pytest.approx(wanted["actor/entropy"], rel=0.2)
+
+
+# ----------------------------------------------------------------------------- dynamic sampling
+
+
+@pytest.fixture(scope="module")
+def refilled(run, workshop):
+    scorer = f"reward.scorer={workshop.mine('spread_if_even')}"
+    return run(*REFILL, scorer, "steps=3", "checkpoint.every=1").ok()
+
+
+def test_groups_without_spread_are_drawn_again(refilled):
+    for line in refilled.metrics[1:]:
+        assert line["critic/groups_without_spread"] == 0
+        assert line["batch/draws"] >= 2
+        assert line["batch/dropped_groups"] >= line["batch/draws"]
+    for path in refilled.run_dir.glob("rollouts/*.parquet"):
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        assert len(rows) == PER_DRAW
+        answers = [row["prompt"] for row in rows]
+        assert all(answers[i] == answers[i - i % 4] for i in range(len(answers))), "whole groups"
+
+
+def test_no_prompt_is_used_twice_in_an_epoch(refilled, workshop):
+    assert sum(line["batch/draws"] for line in refilled.metrics[1:]) <= 8, "of 8 prompts, of 64"
+    used = Counter(
+        row["prompt"]
+        for path in refilled.run_dir.glob("rollouts/*.parquet")
+        for row in pyarrow.parquet.read_table(path).to_pylist()[::4]
+    )
+    data = read_rows(workshop.data / "train.parquet")
+    assert used.total() == 24
+    assert used <= Counter(json.dumps(row["prompt"], ensure_ascii=False) for row in data)
+
+
+def test_a_run_killed_while_it_draws_again_continues_bit_for_bit(
+    refilled, workshop, until, same, tmp_path
+):
+    """Killed while the second draw of step 2 is being scored."""
+    calls, run_dir = tmp_path / "calls", workshop.folder()
+    words = (
+        *REFILL,
+        f"reward.scorer={{fn: '{workshop.mine('spread_if_even')}', log: '{calls}'}}",
+        "steps=3",
+        "checkpoint.every=1",
+    )
+    moment = 16 + PER_DRAW * (int(refilled.metrics[1]["batch/draws"]) + 1) + 8
+    process = workshop.start(*words, run_dir=run_dir)
+    reached = until(lambda: calls.exists() and calls.stat().st_size >= moment, process)
+    process.kill()
+    process.communicate()
+    assert reached and calls.stat().st_size < moment + PER_DRAW
+    result = workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir).ok()
+    assert result.learned == refilled.learned
+    same(workshop.params(result.run_dir), workshop.params(refilled.run_dir))
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+def refused(result, status, text):
+    assert result.status == status
+    assert text in result.err.splitlines()[-1], result.err
+
+
+def test_what_has_no_producer_is_refused(run, workshop):
+    for overrides, text in {
+        ("algorithm.loss=clip_cov",): "algorithm.high_covariance is not set, but a function asks",
+        ("algorithm.advantage=gdpo",): "reward.components is not set, but a function asks for",
+        ("reward.components=[acc]",): "reward.components is set, but no function asks for",
+        ("critic.warmup_steps=2",): "critic is set, but no function asks for old_values or returns",
+        ("reward_model.path=x",): "reward_model is set, but no function asks for reward_logprobs",
+        ("algorithm.bypass=true", "algorithm.correction=[icepop]"): "has nothing to correct",
+        (
+            "algorithm.bypass=true",
+            "algorithm.advantage=optimal_token_baseline",
+        ): "skips the pass that computes 'sum_pi_squared'",
+        ("algorithm.keep=with_spread", "steps=null"): "set steps",
+        ("algorithm.keep=grpo",): "no function 'grpo' in jaxrl_llm.algorithms.shaping",
+        (f"algorithm.keep={workshop.mine('greedy_mean')}",): "asks for 'greedy_scores', which",
+        ("algorithm.correction=[truncated_tokn]",): "did you mean 'truncated_token'?",
+        ("critic.loss.clp=1", "algorithm.advantage=gae"): "critic.loss: 'clipped_value_loss' takes",
+        ("critic.optim.schedule=x", "algorithm.advantage=gae"): "critic.optim.schedule: ",
+        ("critic.path=nowhere", "algorithm.advantage=gae"): "critic.path: ",
+    }.items():
+        refused(run(*overrides), 2, text)
+
+
+def test_what_a_function_returns_is_checked(run, workshop):
+    mine = workshop.mine
+    for overrides, text in {
+        (f"algorithm.keep={mine('half_of_each_group')}",): "kept 2 of the 4 answers of a group",
+        (f"algorithm.keep={mine('numbers')}",): "wanted one true or false for each answer",
+        (f"algorithm.keep={mine('none_at_all')}", "algorithm.max_draws=2"): "kept 0 of 16 groups",
+        (f"algorithm.correction=['{mine('nan_weights')}']",): "returned NaN or infinity",
+        (f"algorithm.correction=['{mine('weight_of_an_answer')}']",): "one weight for each token",
+        (
+            f"algorithm.advantage={mine('baseline_of_values')}",
+        ): "wanted a pair (advantages, returns",
+        (
+            "algorithm.advantage=gdpo",
+            "reward.components=[style]",
+        ): "reward.components names 'style', but the scorer reported a bare number",
+        (
+            "algorithm.advantage=prime",
+            f"reward.scorer={{fn: '{mine('reward_with_more')}', bonus: 2.0}}",
+        ): "learns from labels in [0, 1]",
+    }.items():
+        refused(run(*overrides, "validation.before=false", "steps=1"), 1, text)
+
+
+def test_a_critic_is_no_policy(run, ppo, tmp_path):
+    saved = tmp_path / "critic"
+    export.export(ppo.run_dir, saved, step=2, dtype="float32", role="critic")
+    refused(run(f"model.path={saved}"), 2, "ends in a value head, wanted a language model")

@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -110,3 +111,53 @@ def reward_often_fails(data_source, solution_str, ground_truth, extra_info):
     failing = {0: reward_raises, 1: reward_hangs, 2: reward_nan}
     score = failing.get(extra_info["index"], digit_sum)
     return score(data_source, solution_str, ground_truth, extra_info)
+
+
+def spread_if_even(data_source, solution_str, ground_truth, extra_info, *, log=None):
+    """Score the answers of every other prompt alike; note each call in a file."""
+    if log:
+        with Path(log).open("ab") as file:
+            file.write(b".")
+    return 0.5 if extra_info["index"] % 2 else digit_sum(data_source, solution_str, ground_truth)
+
+
+def greedy_mean(greedy_scores, mask, lengths):
+    """An advantage whose mean over tokens is the mean of the greedy scores over answers."""
+    return spread_over_tokens(greedy_scores, mask, lengths)
+
+
+def component_mean(score_components, mask, lengths, *, column):
+    return spread_over_tokens(score_components[:, column], mask, lengths)
+
+
+def spread_over_tokens(values, mask, lengths):
+    share = values / jnp.maximum(lengths, 1) * mask.sum() / mask.shape[0]
+    return jnp.where(mask, share[:, None], 0.0)
+
+
+def half(mask):
+    return jnp.full(mask.shape, 0.5)
+
+
+def half_of_each_group(scores, group_ids):
+    return jnp.arange(scores.shape[0]) % 2 == 0
+
+
+def none_at_all(scores, group_ids):
+    return jnp.zeros(scores.shape, bool)
+
+
+def numbers(scores):
+    return scores
+
+
+def baseline_of_values(rewards, values):
+    return rewards - values
+
+
+def nan_weights(mask):
+    return jnp.where(mask, jnp.nan, 0.0)
+
+
+def weight_of_an_answer(lengths):
+    return 1.0 / lengths
