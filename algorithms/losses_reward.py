@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.losses_token import TokenLoss
 def implicit_reward_loss(
     logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
-    scores: Float[Array, " B"],
+    raw_scores: Float[Array, " B"],
     mask: Bool[Array, "B T"],
     *,
     beta: float = 0.05,
@@ -27,7 +27,7 @@ def implicit_reward_loss(
     Args:
         logprobs: log-probs under the reward model φ that is being updated.
         ref_logprobs: the same under the reference.
-        scores: score of each answer, a label or a share from 0 to 1.
+        raw_scores: score of each answer as its scorer gave it, a label or a share from 0 to 1.
         mask: true on tokens that the policy generated.
         beta: scale of the reward, in reward per nat.
 
@@ -45,7 +45,7 @@ def implicit_reward_loss(
     if beta <= 0:
         raise ValueError(f"beta: got {beta}, wanted a positive number")
     z = beta * ratios.sequence_sum(ratios.log_ratio(logprobs, ref_logprobs), mask)
-    label = scores.astype(jnp.float32)[:, None]
+    label = raw_scores.astype(jnp.float32)[:, None]
     loss = label * jax.nn.softplus(-z) + (1.0 - label) * jax.nn.softplus(z)
     right = ((z > 0) == (label > 0.5)).astype(jnp.float32)
     shape = logprobs.shape

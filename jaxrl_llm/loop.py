@@ -49,8 +49,8 @@ class Job:
         keep: batch -> which answers to train on [B].
         penalty: batch -> what is added to the scores [B].
         greedy_scores: (rollouts, step) -> scores of the greedy answers to their prompts [B].
-        old_logprobs: (params, batch) -> the batch with `old_logprobs`, `entropy` and what else is
-            asked for, and the part of it on which the trainer's log-probs were computed.
+        old_logprobs: (params, batch) -> the batch with `old_logprobs` and, unless they are the
+            engine's, what else the policy says; and a batch with the policy's `logprobs`.
         advantage: adds `advantages`, and `returns` if there is a critic.
         correct: adds `correction`.
         kl: estimator (logprobs, ref_logprobs) -> [B T].
@@ -274,7 +274,8 @@ def update(
             state, metrics = role.learner.update(state, marked, coefs)
             found.append(metrics)
     found = jax.device_get(found)
-    check_skipped(max(int(m["skipped"]) for m in found), role.max_skipped)
+    key = "optim" if role.name == "actor" else f"{role.name}.optim"
+    check_skipped(max(int(m["skipped"]) for m in found), role.max_skipped, key)
     applied = [m for m in found if not m["skipped"]] or found
     means = {k: float(np.mean([m[k] for m in applied])) for k in found[0]}
     means["skipped"] = float(sum(m["skipped"] > 0 for m in found))

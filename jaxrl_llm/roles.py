@@ -70,10 +70,11 @@ def make_roles(
     roles, trainees = {}, {}
     paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
     for name, how in functions.learning.items():
-        key = f"{name}.path" if paths.get(name) else "model.path"
-        path = paths.get(name) or config.model.path
-        is_critic = name == "critic"
-        model = actor if name == "actor" else open_role(path, key, mesh, value_head=is_critic)
+        is_critic, path = name == "critic", paths.get(name)
+        key = f"{name}.path" if path else "model.path"
+        model = read_role(path, key, mesh, value_head=is_critic) if path else actor
+        if is_critic:
+            model = as_critic(model, key, mesh)
         settings = forward_settings(config.model, model.spec, config.rollout.temperature)
         learner = make_learner(
             how.objective,
@@ -103,25 +104,29 @@ def make_roles(
     return roles, trainees
 
 
-def open_role(path: str, key: str, mesh: Mesh, *, value_head: bool) -> Model:
+def read_role(path: str, key: str, mesh: Mesh, *, value_head: bool) -> Model:
     """Load the model of a critic or of a reward model.
 
     Args:
         path: Hugging Face directory.
         key: its config key, for messages.
         mesh: the devices.
-        value_head: whether it is a critic; a language model then gets a new head of zeros.
+        value_head: whether the model may end in a value head.
     """
     with blamed_on(key):
         spec = read_spec(path)
         if spec.value_head and not value_head:
             raise ValueError(f"{path} ends in a value head, wanted a language model")
-        model = read_model(path, spec, mesh)
-        if spec.value_head == value_head:
-            return model
-        log.info("%s: %s has no value head, so the critic begins with one of zeros", key, path)
-        params, spec = with_value_head(model.params, spec)
-        return laid_out(spec, jax.device_put(params, split(spec, mesh)), mesh)
+        return read_model(path, spec, mesh)
+
+
+def as_critic(model: Model, key: str, mesh: Mesh) -> Model:
+    """Return a model with a value head: its own, or one of zeros."""
+    if model.spec.value_head:
+        return model
+    log.info("the critic starts from %s, with a new value head of zeros", key)
+    params, spec = with_value_head(model.params, model.spec)
+    return laid_out(spec, jax.device_put(params, split(spec, mesh)), mesh)
 
 
 class LabelError(RunError):

@@ -219,12 +219,18 @@ def apply_gradients(
     return state, {"grad_norm": norm, "skipped": state.skipped}
 
 
-def check_skipped(skipped: int, limit: int) -> None:
-    """Raise TrainingError when more than `limit` updates in a row were skipped."""
+def check_skipped(skipped: int, limit: int, key: str = "optim") -> None:
+    """Raise TrainingError when more than `limit` updates in a row were skipped.
+
+    Args:
+        skipped: updates in a row.
+        limit: the most that may be.
+        key: the config key of the optimizer.
+    """
     if skipped > limit:
         raise TrainingError(
             f"{skipped} updates in a row had a gradient that is not finite "
-            f"(optim.max_skipped={limit}); the last checkpoint is untouched. "
+            f"({key}.max_skipped={limit}); the last checkpoint is untouched. "
             "Look at the loss's inputs, lower the learning rate, or compute in float32"
         )
 
@@ -233,12 +239,17 @@ def _state_shardings(
     optimizer: optax.GradientTransformation, params_like: Any, mesh: Mesh
 ) -> TrainState:
     scalar: Any = replicated(mesh)
+
+    def masked(leaf: Any) -> bool:  # what an optimizer for some of the parameters has of the others
+        return isinstance(leaf, optax.MaskedNode)
+
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, like: like.sharding,
+        lambda leaf, like: leaf if masked(leaf) else like.sharding,
         jax.eval_shape(optimizer.init, params_like),
         params_like,
         transform_non_params=lambda _: scalar,
+        is_leaf=masked,
     )
     return TrainState(
         jax.tree.map(lambda like: like.sharding, params_like), opt_state, scalar, scalar

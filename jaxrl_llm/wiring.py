@@ -89,23 +89,32 @@ class Functions:
             corrected=bool(self.corrections),
         )
         self.learning = {"actor": learning(policy, wanted.reduce, "algorithm", config.optim)}
-        asking = [self.advantage, self.keep, self.penalty, *self.corrections]
-        self.needs = policy.asks_for().union(*(asks_for(f) for f in asking if f))
-        self._add_reward_model(config.reward_model)
-        self._add_critic(config.critic)
+        asking = [self.advantage, self.kl, self.keep, self.penalty, *self.corrections]
+        asked = {name for f in asking if f for name in asks_for(f)}
+        self.needs = policy.asks_for() | (asked - {"logprobs"})
+        for _ in range(2):  # each may ask for the other
+            self._add_critic(config.critic)
+            self._add_reward_model(config.reward_model)
+        for name, default, fields in (
+            ("critic", CriticConfig(), OF_CRITIC),
+            ("reward_model", RewardModelConfig(), {"reward_logprobs"}),
+        ):
+            if name not in self.learning and getattr(config, name) != default:
+                raise ConfigError(
+                    f"{name} is set, but no function asks for {' or '.join(sorted(fields))}: "
+                    "remove it, or name an advantage or a loss that does"
+                )
         self.needs_reference = self.kl is not None or "ref_logprobs" in self.needs
         self._check_producers(config)
 
     def _add_reward_model(self, config: RewardModelConfig) -> None:
-        if "reward_logprobs" not in self.needs:
-            refuse_unused("reward_model", config, RewardModelConfig(), ["reward_logprobs"])
+        if "reward_model" in self.learning or "reward_logprobs" not in self.needs:
             return
         loss = found(config.loss, keys.VALUES, "reward_model.loss", {"high_covariance"})
         self._add("reward_model", PolicyObjective(loss=loss), config.reduce, config.optim)
 
     def _add_critic(self, config: CriticConfig) -> None:
-        if not self.needs & OF_CRITIC:
-            refuse_unused("critic", config, CriticConfig(), sorted(OF_CRITIC))
+        if "critic" in self.learning or not self.needs & OF_CRITIC:
             return
         loss = found(config.loss, keys.VALUES, "critic.loss", UPDATING)
         self._add("critic", ValueObjective(loss=loss), config.reduce, config.optim)
@@ -174,17 +183,20 @@ def learning(
 
 
 def find_kl(config: AlgorithmConfig) -> Function | None:
-    """Return the KL estimator of the loss or of the reward, if there is one."""
+    """Return the KL estimator of the loss or of the reward, if there is one.
+
+    It is called before the advantages are known, with the old log-probs for the current ones.
+    """
+    later = {"advantages", "returns", "high_covariance"}
     if config.kl_loss:
-        return found(config.kl_loss, keys.KLS, "kl_loss")
-    return config.kl_reward and found(config.kl_reward, keys.KLS, "kl_reward")
+        return found(config.kl_loss, keys.KLS, "kl_loss", later)
+    return config.kl_reward and found(config.kl_reward, keys.KLS, "kl_reward", later)
 
 
 def find_mark(spec: FunctionSpec) -> Function:
     """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
     name = "algorithm.high_covariance"
-    passed = ("logprobs", "advantages", "mask", "key")
-    function = load_function(spec, keys.LOSSES, passed=passed, key=name)
+    function = load_function(spec, keys.LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, after=frozenset({"high_covariance"}))
     return function
 
@@ -195,13 +207,4 @@ def takes(function: Function, wanted: tuple[str, ...], key: str) -> None:
     if len(names) != len(wanted):
         raise ConfigError(
             f"{key}: {describe(function)} takes ({', '.join(names)}), wanted ({', '.join(wanted)})"
-        )
-
-
-def refuse_unused(section: str, config: Any, default: Any, fields: list[str]) -> None:
-    """Raise ConfigError where a section of the config is set that nothing will read."""
-    if config != default:
-        raise ConfigError(
-            f"{section} is set, but no function asks for {' or '.join(fields)}: remove it, or "
-            "name an advantage or a loss that does"
         )

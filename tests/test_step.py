@@ -332,3 +332,15 @@ def test_a_batch_wider_than_a_row_is_refused():
     batch = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
     with pytest.raises(ValueError, match="a batch of 17 columns, wanted at most a row's 16"):
         list(microbatches(batch, set(), shape, mesh))
+
+
+def test_an_optimizer_for_some_of_the_parameters(mesh, params):
+    """Its state holds placeholders for the others; the others are left to another optimizer."""
+    labels = {name: "rest" for name in params} | {"embed": "embedding"}
+    optimizer = optax.multi_transform(
+        {"embedding": optax.adam(1e-2), "rest": optax.sgd(0.0)}, labels
+    )
+    learner = learn(mesh, params, scaled, optimizer)
+    state, _ = learner.update(learner.init(params), make_batch(), {})
+    moved = {n: bits(state.params[n]) != bits(params[n]) for n in params}
+    assert {name for name, changed in moved.items() if changed} == {"embed"}

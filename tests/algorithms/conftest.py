@@ -37,6 +37,7 @@ def make_fields(seed: int = 0) -> dict:
     }
     answer = {
         "scores": rng.normal(size=B),
+        "raw_scores": rng.uniform(size=B),
         "greedy_scores": rng.normal(size=B),
         "score_components": rng.normal(size=(B, 3)),
     }

@@ -56,6 +56,32 @@ def test_huge_and_forbidden_logits():
     assert logprobs_from_logits(low, jnp.array([1, 0])).dtype == jnp.float32
 
 
+def test_by_hand():
+    """Probabilities 1/2, 1/4, 1/4: entropy 3/2 log 2, Σπ² = 3/8."""
+    logits = jnp.log(jnp.array([[2.0, 1.0, 1.0]]))
+    stats = token_stats(jnp.ones((1, 1)), logits, jnp.array([1]))
+    assert_allclose(stats.logprobs, [-2 * np.log(2)], rtol=1e-6)
+    assert_allclose(stats.entropy, [1.5 * np.log(2)], rtol=1e-6)
+    assert_allclose(stats.sum_pi_squared, [0.375], rtol=1e-6)
+    assert_allclose(logprobs_from_logits(logits, jnp.array([0])), [-np.log(2)], rtol=1e-6)
+    assert_allclose(entropy_from_logits(logits), [1.5 * np.log(2)], rtol=1e-6)
+
+
+def test_jit_and_vmap_agree_with_eager():
+    hidden, head, targets = make(12)
+    logits = (hidden @ head).reshape(3, 4, V)
+    for function, args in (
+        (logprobs_from_logits, (logits, targets.reshape(3, 4))),
+        (entropy_from_logits, (logits,)),
+        (lambda x, y: token_stats(x, head, y, chunk=3), (hidden.reshape(3, 4, D), targets)),
+    ):
+        rows = [x.reshape(3, 4, *x.shape[1:]) if x.ndim == 1 else x for x in args]
+        eager = [function(*row) for row in zip(*rows, strict=True)]
+        want = jax.tree.map(lambda *x: jnp.stack(x), *eager)
+        got = jax.jit(jax.vmap(function))(*rows)
+        jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=2e-5, atol=1e-6), got, want)
+
+
 @pytest.mark.parametrize(("tokens", "chunk"), [(5, 8), (8, 4), (10, 4)])  # one, even, padded
 def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk):
     hidden, head, targets = make(tokens)

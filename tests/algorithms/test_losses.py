@@ -209,9 +209,9 @@ def test_clipped_value_loss_by_hand():
 
 def test_implicit_reward_loss_is_the_cross_entropy_of_each_answer(fields, arguments):
     """Against the formula in float64, and its gradient β (σ(z) − y) on every token."""
-    fields["scores"] = jnp.array([1.0, 0.0, 0.25, 1.0, 0.0, 1.0])
+    fields["raw_scores"] = jnp.array([1.0, 0.0, 0.25, 1.0, 0.0, 1.0])
     args = arguments(values.implicit_reward_loss, fields)
-    mask, label = np.asarray(fields["mask"]), np.asarray(fields["scores"], np.float64)
+    mask, label = np.asarray(fields["mask"]), np.asarray(fields["raw_scores"], np.float64)
     ratio = np.asarray(fields["logprobs"], np.float64) - np.asarray(fields["ref_logprobs"])
     p = np.array([1 / (1 + np.exp(-0.5 * r[m].sum())) for r, m in zip(ratio, mask, strict=True)])
     want = -label * np.log(p) - (1 - label) * np.log(1 - p)
@@ -293,7 +293,7 @@ def test_splits_and_padding_change_nothing(name, fields, loss_of):
         return jax.value_and_grad(scalar)(part[key])
 
     def pad(name, x):
-        if name == "scores":
+        if name == "raw_scores":
             return jnp.pad(x, (0, 1), constant_values=-77.0)
         if x.ndim != 2 or name == "score_components":
             return x
@@ -331,7 +331,7 @@ def test_extreme_log_probs_stay_finite(name, fields, loss_of):
             "logprobs": jnp.asarray(np.resize(new, shape), jnp.float32),
             "old_logprobs": jnp.asarray(np.resize(old, shape), jnp.float32),
             "ref_logprobs": jnp.asarray(np.resize(old, shape), jnp.float32),
-            "scores": jnp.full(shape[0], 0.5 + 0.5 * sign),
+            "raw_scores": jnp.full(shape[0], 0.5 + 0.5 * sign),
             "advantages": jnp.full(shape, sign),
         }
 

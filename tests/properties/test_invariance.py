@@ -4,6 +4,10 @@ The reference runs the model over one whole sequence at a time, without packing,
 micro-batches or a mesh, and writes out loss, KL, entropy and weights by hand.
 """
 
+import inspect
+from functools import partial
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.algorithms import correction, losses, reduce, values
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
@@ -134,11 +139,20 @@ def place(params, mesh):
     return jax.device_put(params, shardings(declare(SPEC), mesh))
 
 
-def build(params, mesh, *, tokens, length=16, reduce=sequence_mean_token_mean, **model):
+def build(
+    params,
+    mesh,
+    *,
+    tokens,
+    length=16,
+    reduce=sequence_mean_token_mean,
+    objective=OBJECTIVE,
+    **model,
+):
     """Return a function from a batch to gradient, metrics and new parameters."""
     placed = place(params, mesh)
     learner = make_learner(
-        OBJECTIVE,
+        objective,
         Forward(spec=SPEC, temperature=TEMPERATURE, **model),
         KEEP_GRADIENT,
         reduce=reduce,
@@ -259,3 +273,176 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
             entropy = -(np.exp(logpi[t - 1]) * logpi[t - 1]).sum() if inside else 0.0
             np.testing.assert_allclose(found["logprobs"][i, t], logprob, atol=2e-5)
             np.testing.assert_allclose(found["entropy"][i, t], entropy, atol=2e-5)
+
+
+LOSSES = {
+    losses.ppo_clip: {},
+    losses.reinforce: {},
+    losses.cispo: {},
+    losses.sapo: {},
+    losses.dppo_tv: {},
+    losses.dppo_kl: {},
+    losses.dro: {"beta": 0.5},
+    losses.gspo: {"clip_low": 0.05, "clip_high": 0.05},
+    losses.gmpo: {},
+    losses.clip_cov: {},
+    losses.kl_cov: {},
+    values.squared_value_loss: {},
+    values.clipped_value_loss: {},
+    values.implicit_reward_loss: {"beta": 0.5},
+}
+REDUCTIONS = [
+    reduce.token_mean,
+    reduce.token_sum,
+    reduce.sequence_mean_token_sum,
+    reduce.sequence_mean_token_mean,
+    partial(reduce.sequence_mean_token_sum_norm, horizon=16.0),
+]
+CORRECTIONS = [
+    partial(correction.truncated_token, cap=1.1),
+    partial(correction.truncated_sequence, cap=1.2),
+    partial(correction.truncated_token_normalized, cap=1.1),
+    partial(correction.truncated_sequence_normalized, cap=1.2),
+    partial(correction.icepop, low=0.9, high=1.15),
+    partial(correction.reject_sequence, low=0.8, high=1.2),
+    partial(correction.reject_sequence_geometric, low=0.95, high=1.05),
+    partial(correction.reject_sequence_k3, cap=0.005),
+]
+SEQUENCES, WIDTH = 6, 9
+
+
+def test_no_loss_reduction_or_correction_is_left_out():
+    def own(module, *asks):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        public = [f for n, f in functions if not n.startswith("_") and f.__module__ in OWNERS]
+        return {f for f in public if [*inspect.signature(f).parameters][: len(asks)] == [*asks]}
+
+    unwrapped = [getattr(f, "func", f) for f in (*REDUCTIONS, *CORRECTIONS)]
+    policy = {vars(losses)[n] for n in losses.__all__ if not n.startswith(("Token", "select_"))}
+    assert policy | {vars(values)[n] for n in values.__all__} == LOSSES.keys()
+    assert own(reduce, "mask") == {*unwrapped[: len(REDUCTIONS)]}
+    found = own(correction, "old_logprobs", "rollout_logprobs", "mask")
+    assert found - {correction.mismatch_metrics} == {*unwrapped[len(REDUCTIONS) :]}
+
+
+OWNERS = {reduce.__name__, correction.__name__}
+
+
+def mini_batch(function):
+    """Fields of six answers, and the weights of every reduction with every correction."""
+    rng = np.random.default_rng(7)
+    shape, place = (SEQUENCES, WIDTH), np.arange(WIDTH)
+    mask = (place >= 1) & (place < np.array([[9], [4], [7], [2], [9], [5]]))
+    mask[:, 3] = False
+    old = -rng.exponential(1.0, shape)
+    token = {
+        "old_logprobs": old,
+        "logprobs": np.minimum(old + 0.3 * rng.normal(size=shape), -0.01),
+        "ref_logprobs": np.minimum(old + 0.3 * rng.normal(size=shape), -0.01),
+        "rollout_logprobs": np.minimum(old + 0.1 * rng.normal(size=shape), -0.01),
+        "advantages": rng.normal(size=shape),
+        "returns": rng.normal(size=shape),
+        "old_values": rng.normal(size=shape),
+        "values": rng.normal(size=shape),
+        "raw_scores": rng.uniform(size=SEQUENCES),
+    }
+    fields = {k: jnp.asarray(v, jnp.float32) for k, v in token.items()}
+    fields["mask"] = jnp.asarray(mask)
+    about = fields["logprobs"], fields["advantages"], fields["mask"]
+    if function is losses.clip_cov:
+        drawn = {"key": jax.random.key(0), "ratio": 0.2, "low": -0.5, "high": 5.0}
+        fields["high_covariance"] = losses.select_clip_cov(*about, **drawn)
+    else:
+        fields["high_covariance"] = losses.select_kl_cov(*about, ratio=0.2)
+    pair = fields["old_logprobs"], fields["rollout_logprobs"], fields["mask"]
+    single = [weigh(*pair) for weigh in CORRECTIONS]
+    for weights in single:  # no correction keeps everything, or nothing
+        assert weights.any()
+        assert (weights != 1)[fields["mask"]].any()
+    corrections = [jnp.ones(shape), *single, single[0] * single[6]]
+    kinds = [kind(fields["mask"]) for kind in REDUCTIONS]
+    return fields, jnp.stack([kind * weights for kind in kinds for weights in corrections])
+
+
+splits = st.tuples(
+    st.permutations(range(SEQUENCES)), st.sets(st.integers(1, SEQUENCES - 1), max_size=5)
+)
+
+
+@pytest.mark.parametrize("function", LOSSES, ids=lambda f: f.__name__)
+def test_no_split_changes_any_loss_under_any_reduction_and_correction(function):
+    """sum(weights · loss) and its gradient: added up over parts, each filled up with empty rows."""
+    asked = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    learned = "values" if "values" in asked else "logprobs"
+    fields, weights = mini_batch(function)
+
+    @jax.jit
+    def contribution(part, weights):
+        def loss(x):
+            found = function(*({**part, learned: x}[name] for name in asked), **LOSSES[function])
+            return jnp.where(part["mask"], found.loss, 0.0)
+
+        per_token, back = jax.vjp(loss, part[learned])
+        gradients = jax.vmap(lambda w: back(w)[0])(weights)
+        return jnp.einsum("wbt,bt->w", weights, per_token), gradients
+
+    def filled(x, rows):
+        return np.concatenate([x[rows], np.zeros_like(x[len(rows) :])])
+
+    fields, weights = jax.device_get((fields, weights))
+    value, gradient = jax.device_get(contribution(fields, weights))
+    scale = np.abs(gradient).max(axis=(1, 2), keepdims=True)
+    assert (scale > 1e-3).all(), "the comparison needs gradients that are not tiny"
+
+    @settings(max_examples=12)
+    @given(splits)
+    def same(split):
+        order, cuts = split
+        edges = [0, *sorted(cuts), SEQUENCES]
+        total, gradients = np.zeros_like(value), np.zeros_like(gradient)
+        for start, stop in pairwise(edges):
+            rows = order[start:stop]
+            part = {name: filled(x, rows) for name, x in fields.items()}
+            shares = filled(weights.swapaxes(0, 1), rows).swapaxes(0, 1)
+            share, grads = jax.device_get(contribution(part, shares))
+            total += share
+            gradients[:, rows] = grads[:, : len(rows)]
+            assert not grads[:, len(rows) :].any()
+        np.testing.assert_allclose(total, value, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(gradients / scale, gradient / scale, rtol=1e-5, atol=1e-6)
+
+    same()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(f, marks=() if f is losses.gmpo else pytest.mark.slow, id=f.__name__)
+        for f in [*LOSSES][:-3]  # those of a policy
+    ],
+)
+def test_micro_batches_change_no_corrected_update(params, one_device, function):
+    """Through the learner: all rows at once, and one at a time."""
+    batch = make_batch(SIZES, 16)
+    rng = np.random.default_rng(3)
+    mask, old = batch["mask"], batch["old_logprobs"]
+    rollout = old + rng.normal(scale=0.1, size=old.shape).astype(np.float32)
+    weights = correction.truncated_token(*map(jnp.asarray, (old, rollout, mask)), cap=1.1)
+    marked = mask & (rng.uniform(size=mask.shape) < 0.2)
+    batch = batch.add(correction=np.asarray(weights), high_covariance=marked)
+    objective = PolicyObjective(loss=partial(function, **LOSSES[function]), corrected=True)
+    runs = [
+        build(params, one_device, tokens=tokens, reduce=token_mean, objective=objective)
+        for tokens in (16, 16 * len(SIZES))
+    ]
+    (gradient, metrics, _), (wanted, wanted_metrics, _) = (run(batch) for run in runs)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    assert scale > 1e-3
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6 * scale)
+    jax.tree.map(close, gradient, wanted)
+    for name, value in wanted_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
