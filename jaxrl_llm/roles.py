@@ -172,7 +172,7 @@ def old_logprob_step(
         infer: (params, batch) -> `logprobs` and more [B T].
         bypass: take the engine's log-probs; the policy then runs over the first sequences only, to
             compare the two.
-        probe_tokens: about how many tokens these sequences hold.
+        probe_tokens: the most tokens that these sequences hold.
 
     Returns:
         (params, batch) -> the batch with the fields, and the part of it that holds `logprobs` and
@@ -181,8 +181,8 @@ def old_logprob_step(
 
     def add(params: Any, batch: Batch) -> tuple[Batch, Batch]:
         if bypass:
-            count = max(1, int(np.searchsorted(np.cumsum(batch.sizes), probe_tokens)))
-            part = batch.take(slice(0, count))
+            # the same number in every step, or what compares the two would compile again
+            part = batch.take(slice(0, max(1, probe_tokens // batch.tokens.shape[1])))
             probe = part.add(**infer(params, part))
             return batch.add(old_logprobs=batch["rollout_logprobs"]), probe
         found = infer(params, batch)

@@ -212,12 +212,12 @@ def test_bypass_runs_the_policy_over_the_first_sequences_only():
         zeros = np.zeros(batch.tokens.shape, np.float32)
         return {"logprobs": zeros, "entropy": zeros + 2, "sum_pi_squared": zeros + 3}
 
-    full, probe = old_logprob_step(infer, bypass=False, probe_tokens=12)(None, batch)
+    full, probe = old_logprob_step(infer, bypass=False, probe_tokens=17)(None, batch)
     assert not full["old_logprobs"].any() and full["sum_pi_squared"][0, 0] == 3
     assert "logprobs" not in full.fields and len(probe.sizes) == 4
-    trusted, probe = old_logprob_step(infer, bypass=True, probe_tokens=12)(None, batch)
+    trusted, probe = old_logprob_step(infer, bypass=True, probe_tokens=17)(None, batch)
     np.testing.assert_array_equal(trusted["old_logprobs"], batch["rollout_logprobs"])
-    assert widths == [4, 2], "8 + 3 tokens are fewer than 12"
+    assert widths == [4, 2], "17 tokens hold two sequences of up to 8"
     assert probe["rollout_logprobs"].all() and not probe["logprobs"].any()
 
 

@@ -171,6 +171,27 @@ def test_bypass_trusts_the_engine_s_log_probs(run):
         assert mine["actor/entropy"] == pytest.approx(wanted["actor/entropy"], rel=0.2)
 
 
+# ----------------------------------------------------------------------------- compiling only once
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.advantage=remax", "algorithm.correction=[icepop]", *REFILL),
+        ("algorithm.advantage=gae", "algorithm.bypass=true", "batch.epochs_per_step=2"),
+        ("algorithm.advantage=prime", "reward.scorer=arithmetic"),
+    ],
+    ids=["remax", "gae", "prime"],
+)
+def test_nothing_compiles_after_the_second_step(run, workshop, overrides):
+    scorer = f"reward.scorer={workshop.mine('spread_if_even')}"
+    penalty = "algorithm.penalty={fn: overlong_penalty, max_tokens: 4, buffer: 2}"
+    lines = run(scorer, penalty, *overrides, "steps=6").ok().metrics[1:]
+    assert len({line["perf/total_num_tokens"] for line in lines}) > 1, "shapes could vary"
+    assert lines[0]["perf/compilations"] > 0, "the counter counts nothing"
+    assert [line["perf/compilations"] for line in lines[2:]] == [0] * 4
+
+
 # ----------------------------------------------------------------------------- dynamic sampling
 
 

@@ -12,32 +12,66 @@ import pytest
 
 from jaxrl_llm.config import load
 from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.wiring import Functions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.slow
-def test_the_quickstart_learns_to_add(tmp_path):
-    """Three seeds, from one base model."""
-    shutil.copytree(CONFIGS, tmp_path / "configs")
+METRIC = "val-core/arithmetic/acc/mean@1"
+
+
+@pytest.fixture(scope="module")
+def train_config(tmp_path_factory):
+    """Runs a config of the library as a newcomer would; returns the held-out accuracies."""
+    root = tmp_path_factory.mktemp("newcomer")
+    shutil.copytree(CONFIGS, root / "configs")
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
-    for seed in range(3):
+
+    def run(name, *overrides):
+        run_dir = root / f"runs/{name}{'_'.join(overrides)}"
         begin = time.monotonic()
-        words = ["--config", "configs/quickstart.yaml", f"seed={seed}", f"run_dir=runs/{seed}"]
+        words = ["--config", f"configs/{name}.yaml", f"run_dir={run_dir}", *overrides]
         subprocess.run(
             [sys.executable, "-m", "jaxrl_llm.train", *words],
-            cwd=tmp_path,
+            cwd=root,
             env=env | {"JAX_PLATFORMS": "cpu"},
             check=True,
             timeout=1800,
         )
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        found = [line[METRIC] for line in lines if METRIC in line]
         seconds = time.monotonic() - begin
-        lines = (tmp_path / f"runs/{seed}/metrics.jsonl").read_text().splitlines()
-        name = "val-core/arithmetic/acc/mean@1"
-        found = [line[name] for line in map(json.loads, lines) if name in line]
-        print(f"seed {seed}: {found[0]:.3f} -> {found[-1]:.3f} in {seconds:.0f} s")
-        assert found[0] <= 0.5
-        assert found[-1] >= 0.9
+        print(f"{name} {overrides}: {found[0]:.3f} -> {found[-1]:.3f} in {seconds:.0f} s")
+        return found
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_quickstart_learns_to_add(train_config, seed):
+    """From one base model."""
+    found = train_config("quickstart", f"seed={seed}")
+    assert found[0] <= 0.5
+    assert found[-1] >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "dapo", "prime"])
+def test_recipes_with_more_than_a_policy_learn(train_config, name):
+    """A critic, dynamic sampling, a reward model; benchmarks/learning.py trains all the others."""
+    found = train_config(f"recipes/{name}", "steps=40")
+    assert found[-1] >= found[0] + 0.2
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("recipes/*.yaml")), ids=lambda p: p.stem)
+def test_recipes_are_short_and_whole(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 60
+    assert f"python -m jaxrl_llm.train --config configs/recipes/{path.name}" in text
+    config = load(TrainConfig, path)
+    assert Functions(config).needs
+    assert config.model.path == load(TrainConfig, CONFIGS / "quickstart.yaml").model.path
 
 
 def test_gsm8k_runs_with_a_small_model_and_small_numbers(run, workshop, tmp_path, monkeypatch):
