@@ -114,6 +114,12 @@ class Checkpoints:
         """
         return self._read(step, state_like)
 
+    def extra(self, step: int | None = None) -> dict[str, Any]:
+        """Read what a checkpoint holds besides arrays."""
+        step = self._known(step)
+        found = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))
+        return found["extra"]
+
     def restore_params(
         self, params_like: Any, step: int | None = None, *, role: str = "actor"
     ) -> Saved:
@@ -121,11 +127,15 @@ class Checkpoints:
         saved = self._read(step, {role: {"params": params_like}}, partial_restore=True)
         return saved._replace(state=saved.state[role]["params"])
 
-    def _read(self, step: int | None, like: Any, *, partial_restore: bool = False) -> Saved:
+    def _known(self, step: int | None) -> int:
         known = sorted(self._manager.all_steps())
         step = self.latest() if step is None else step
         if step is None or step not in known:
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; have {known}")
+        return step
+
+    def _read(self, step: int | None, like: Any, *, partial_restore: bool = False) -> Saved:
+        step, known = self._known(step), sorted(self._manager.all_steps())
         wanted = ocp.args.PyTreeRestore(
             like, restore_args=jax.tree.map(_restore_as, like), partial_restore=partial_restore
         )

@@ -1,5 +1,6 @@
 """From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -126,10 +127,11 @@ def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
         if score.error is not None:
             return score.score
         found = score.extra.get(name, score.score if name == "score" else None)
-        if not isinstance(found, int | float):
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            reported = f"{name}={found!r}" if name in score.extra else sorted(score.extra)
             raise ScoreError(
                 f"reward.components names {name!r}, but the scorer reported "
-                f"{sorted(score.extra) or 'a bare number'}, and no number under that name"
+                f"{reported or 'a bare number'}: wanted a finite number under that name"
             )
         return float(found)
 

@@ -47,6 +47,9 @@ def export(
         spec = dataclasses.replace(read_spec(source), value_head=role == "critic")
         checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
         like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+        trained = [name for name in checkpoints.extra(step)["origin"] if name != "data"]
+        if role not in trained:
+            raise ConfigError(f"{str(run_dir)!r} trains no {role}, only {', '.join(trained)}")
         saved = checkpoints.restore_params(like, step, role=role)
         params = jax.tree.map(np.asarray, saved.state)
         save_params(out, params, spec, source=source, dtype=jax.numpy.dtype(dtype))

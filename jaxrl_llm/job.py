@@ -20,6 +20,7 @@ from jaxrl_llm.data.dataset import (
     tokenize_prompts,
 )
 from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.dataflow import describe
 from jaxrl_llm.evaluate import validation_metrics
 from jaxrl_llm.experience import (
     Rollouts,
@@ -138,7 +139,7 @@ def build(
         correct=correction_step(functions.corrections) if functions.corrections else None,
         kl=functions.kl,
         kl_reward=config.algorithm.kl_reward is not None,
-        next_kl_coef=lambda *seen: float(functions.controller(*seen)),
+        next_kl_coef=checked_controller(functions.controller),
         reference=make_reference(config, model) if functions.needs_reference else None,
         actor=roles["actor"],
         critic=roles.get("critic"),
@@ -247,18 +248,20 @@ def make_greedy(
     score: Callable[[Rollouts], list[Score]],
     lay_out: Callable[..., Batch],
     penalty: Callable[[Batch], np.ndarray] | None,
-) -> Callable[[Rollouts, int], np.ndarray]:
+) -> Callable[[Rollouts, int], tuple[np.ndarray, int]]:
     """Return the function from a step's answers to the scores of its prompts' greedy answers."""
     samples = config.rollout.samples_per_prompt
     longest = config.rollout.max_new_tokens
     sampling = Sampling(max_new_tokens=longest, temperature=0.0, stop_ids=stops)
 
-    def greedy_scores(rollouts: Rollouts, step: int) -> np.ndarray:
+    def greedy_scores(rollouts: Rollouts, step: int) -> tuple[np.ndarray, int]:
         prompts = rollouts.prompts[::samples]
         greedy = draw(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
-        batch = lay_out(greedy, score(greedy), samples=1)
+        scores = score(greedy)
+        batch = lay_out(greedy, scores, samples=1)
         added = penalty(batch) if penalty else np.float32(0)
-        return np.repeat(batch["scores"] + added, samples)
+        errors = sum(found.error is not None for found in scores)
+        return np.repeat(batch["scores"] + added, samples), errors
 
     return greedy_scores
 
@@ -307,6 +310,22 @@ def make_validator(
         return validation_metrics(rollouts.prompts, score(rollouts), samples=how.samples)
 
     return validate
+
+
+def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float, int], float]:
+    """Return the KL controller, with its result checked to be a coefficient."""
+
+    def next_coef(coef: float, observed_kl: float, batch_size: int) -> float:
+        found = controller(coef, observed_kl, batch_size)
+        is_number = isinstance(found, int | float | jax.Array | np.number) and np.ndim(found) == 0
+        if not is_number or not 0 <= float(found) < float("inf"):
+            raise ScoreError(
+                f"algorithm.kl_controller: {describe(controller)!r} returned {found!r} for "
+                f"coef={coef:g} and observed_kl={observed_kl:g}; wanted a number of 0 or more"
+            )
+        return float(found)
+
+    return next_coef
 
 
 def check_model(config: TrainConfig, model: Model) -> None:

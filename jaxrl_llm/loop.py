@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.dataflow import call
+from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.evaluate import headline
 from jaxrl_llm.experience import Rollouts, add_to_scores, penalize
 from jaxrl_llm.keys import TrainConfig
@@ -26,6 +26,7 @@ from jaxrl_llm.metrics import (
     memory_metrics,
     summary,
 )
+from jaxrl_llm.objective import LossError, per_token
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.roles import Role
 from jaxrl_llm.rollout.engine import Engine, EngineError
@@ -48,7 +49,8 @@ class Job:
         lay_out: (rollouts, scores) -> batch.
         keep: batch -> which answers to train on [B].
         penalty: batch -> what is added to the scores [B].
-        greedy_scores: (rollouts, step) -> scores of the greedy answers to their prompts [B].
+        greedy_scores: (rollouts, step) -> scores of the greedy answers to their prompts [B], and
+            how many of them could not be scored.
         old_logprobs: (params, batch) -> the batch with `old_logprobs` and, unless they are the
             engine's, what else the policy says; and a batch with the policy's `logprobs`.
         advantage: adds `advantages`, and `returns` if there is a critic.
@@ -71,7 +73,7 @@ class Job:
     lay_out: Callable[[Rollouts, list[Score]], Batch]
     keep: Callable[[Batch], np.ndarray] | None
     penalty: Callable[[Batch], np.ndarray] | None
-    greedy_scores: Callable[[Rollouts, int], np.ndarray] | None
+    greedy_scores: Callable[[Rollouts, int], tuple[np.ndarray, int]] | None
     old_logprobs: Callable[[Any, Batch], tuple[Batch, Batch]]
     advantage: Callable[[Batch], Batch]
     correct: Callable[[Batch], Batch] | None
@@ -116,7 +118,7 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
         batch, agreement = assess(job, states, rollouts, scores, step, clock)
         with clock("adv"):
             observed_kl = kl_to_reference(job.kl, batch)
-            batch = job.advantage(penalize(batch, observed_kl, kl_coef if job.kl_reward else 0.0))
+            batch = job.advantage(penalize(batch, observed_kl, kl_coef) if job.kl_reward else batch)
             batch = job.correct(batch) if job.correct else batch
         states, learned = learn(job, states, batch, step, kl_coef, clock)
         with clock("update_weights"):
@@ -148,26 +150,32 @@ def gather(
     """
     config = job.config
     wanted = config.batch.prompts_per_step * config.rollout.samples_per_prompt
-    rollouts, scores, dropped = Rollouts([], [], []), [], 0
+    rollouts, scores, dropped, errors = Rollouts([], [], []), [], 0, 0
     for draw in range(config.algorithm.max_draws):
         with clock("gen"):
             drawn = job.sample(next(prompt_batches), step, draw)
         with clock("reward"):
             found = job.score(drawn)
+        errors += sum(score.error is not None for score in found)
         if job.keep is None:
-            return drawn, found, {}
+            return drawn, found, {"reward/errors": float(errors)}
         rows = np.flatnonzero(job.keep(job.lay_out(drawn, found))).tolist()
         dropped += (len(found) - len(rows)) // config.rollout.samples_per_prompt
         rollouts = rollouts.join(drawn.take(rows))
         scores += [found[row] for row in rows]
         if len(scores) >= wanted:
-            metrics = {"batch/draws": draw + 1.0, "batch/dropped_groups": float(dropped)}
+            metrics = {
+                "batch/draws": draw + 1.0,
+                "batch/dropped_groups": float(dropped),
+                "reward/errors": float(errors),
+            }
             return rollouts.take(range(wanted)), scores[:wanted], metrics
     raise TrainingError(
         f"step {step}: algorithm.keep kept {len(scores) // config.rollout.samples_per_prompt} of "
         f"{config.batch.prompts_per_step * config.algorithm.max_draws} groups, wanted "
-        f"{config.batch.prompts_per_step}: the prompts are too easy or too hard for the policy; "
-        "choose others, draw more samples_per_prompt, or raise algorithm.max_draws"
+        f"{config.batch.prompts_per_step}: the prompts are too easy or too hard for the policy. "
+        "Raise algorithm.max_draws and run the same command again, or begin a run with other "
+        "prompts or more samples_per_prompt"
     )
 
 
@@ -175,12 +183,13 @@ def assess(
     job: Job, states: States, rollouts: Rollouts, scores: list[Score], step: int, clock: Clock
 ) -> tuple[Batch, dict[str, float]]:
     """Lay answers out as a batch, and ask each model for what the algorithm needs of them."""
-    batch = job.lay_out(rollouts, scores)
+    batch, errors = job.lay_out(rollouts, scores), 0
     if job.penalty:
         batch = add_to_scores(batch, job.penalty(batch))
     if job.greedy_scores:
         with clock("gen_max"):
-            batch = batch.add(greedy_scores=job.greedy_scores(rollouts, step))
+            greedy, errors = job.greedy_scores(rollouts, step)
+            batch = batch.add(greedy_scores=greedy)
     with clock("old_log_prob"):
         batch, probe = job.old_logprobs(states["actor"].params, batch)
         agreement = check_agreement(probe, step, job.config.rollout.logprob_tolerance)
@@ -196,7 +205,7 @@ def assess(
         with clock("values"):
             found = job.critic.infer(states["critic"].params, batch)
             batch = batch.add(values=found["values"], old_values=found["values"])
-    return batch, agreement
+    return batch, agreement | ({"reward/greedy_errors": errors} if job.greedy_scores else {})
 
 
 def learn(
@@ -253,8 +262,11 @@ def kl_to_reference(kl: Callable[..., Any] | None, batch: Batch) -> np.ndarray:
     if kl is None:
         return np.zeros(batch.tokens.shape, np.float32)
     fields = {name: jnp.asarray(values) for name, values in batch.fields.items()}
-    values = call(kl, {**fields, "logprobs": fields["old_logprobs"]})
-    return np.where(batch["mask"], np.asarray(values, np.float32), 0)
+    found = call(kl, {**fields, "logprobs": fields["old_logprobs"]})
+    values = np.asarray(per_token(found, kl, "kl", batch.tokens.shape), np.float32)
+    if not np.isfinite(values[batch["mask"]]).all():
+        raise LossError(f"kl {describe(kl)!r} returned NaN or infinity")
+    return np.where(batch["mask"], values, 0)
 
 
 def update(
@@ -305,7 +317,6 @@ def batch_metrics(batch: Batch, rollouts: Rollouts, scores: list[Score]) -> dict
         ),
         **summary("prompt_length", batch.sizes - lengths),
         "critic/groups_without_spread": float(np.mean(np.ptp(per_group, axis=1) == 0)),
-        "reward/errors": float(sum(s.error is not None for s in scores)),
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),

@@ -146,7 +146,8 @@ class PolicyObjective:
         loss = _total(policy.loss, corrected, mask)
         metrics = {"pg_loss": loss} | _diagnostics(policy, micro)
         if self.kl:
-            metrics["kl_loss"] = _total(call(self.kl, fields), weights, mask)
+            kl = per_token(call(self.kl, fields), self.kl, "kl", mask.shape)
+            metrics["kl_loss"] = _total(kl, weights, mask)
             loss = loss + coefs["kl_coef"] * metrics["kl_loss"]
         if self.entropy:
             metrics["entropy_loss"] = _total(stats.entropy, weights, mask)
@@ -195,13 +196,32 @@ def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, .
     """
     found = result if isinstance(result, TokenLoss) else TokenLoss(result, {})
     for name, value in {"loss": found.loss, **found.diagnostics}.items():
-        got = f"{type(value).__name__}"
-        if isinstance(value, jax.Array):
-            got = f"{value.dtype}{list(value.shape)}"
-            if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
-                continue
-        raise LossError(
-            f"loss {describe(function)!r} returned {got} as {name!r}; "
-            f"wanted a floating-point array [B T], here {list(shape)}: one loss per token"
-        )
+        per_token(value, function, "loss", shape, part=f" as {name!r}")
     return found
+
+
+def per_token(
+    value: Any, function: Callable[..., Any], kind: str, shape: tuple[int, ...], *, part: str = ""
+) -> Array:
+    """Return what a function returned if it is one number per token.
+
+    Args:
+        value: what it returned.
+        function: for the message, as are `kind` and `part`, which of its results it is.
+        shape: [B T].
+
+    Raises:
+        LossError: it is no floating-point array of this shape.
+    """
+    got = f"{type(value).__name__}"
+    if isinstance(value, jax.Array):
+        got = f"{value.dtype}{list(value.shape)}"
+        if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+    raise LossError(
+        f"{kind} {describe(function)!r} returned {got}{part}; wanted a floating-point array [B T], "
+        f"here {list(shape)}: one {ONE_OF.get(kind, 'number')} per token"
+    )
+
+
+ONE_OF = {"loss": "loss", "reduce": "weight"}

@@ -13,11 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.dataflow import call
+from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.functions import RunError
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.setup import (
     Model,
     Trainee,
@@ -72,7 +73,7 @@ def make_roles(
     for name, how in functions.learning.items():
         is_critic, path = name == "critic", paths.get(name)
         key = f"{name}.path" if path else "model.path"
-        model = read_role(path, key, mesh, value_head=is_critic) if path else actor
+        model = read_role(path, key, mesh, actor.spec, value_head=is_critic) if path else actor
         if is_critic:
             model = as_critic(model, key, mesh)
         settings = forward_settings(config.model, model.spec, config.rollout.temperature)
@@ -99,24 +100,29 @@ def make_roles(
     if functions.mark:
         mark = covariance_marker(functions.mark, roles["actor"].infer, config.seed)
         roles["actor"] = dataclasses.replace(roles["actor"], mark=mark)
-    if "reward_model" in roles:
+    if functions.learns_labels:
         roles["reward_model"] = dataclasses.replace(roles["reward_model"], mark=check_labels)
     return roles, trainees
 
 
-def read_role(path: str, key: str, mesh: Mesh, *, value_head: bool) -> Model:
+def read_role(path: str, key: str, mesh: Mesh, actor: ModelSpec, *, value_head: bool) -> Model:
     """Load the model of a critic or of a reward model.
 
     Args:
         path: Hugging Face directory.
         key: its config key, for messages.
         mesh: the devices.
+        actor: the policy, whose tokens and positions it must know.
         value_head: whether the model may end in a value head.
     """
     with blamed_on(key):
         spec = read_spec(path)
         if spec.value_head and not value_head:
             raise ValueError(f"{path} ends in a value head, wanted a language model")
+        for name in ("vocab_size", "max_positions"):
+            got, wanted = getattr(spec, name), getattr(actor, name)
+            if got < wanted:
+                raise ValueError(f"{path} has {name}={got}, wanted the policy's {wanted} or more")
         return read_model(path, spec, mesh)
 
 
@@ -130,7 +136,7 @@ def as_critic(model: Model, key: str, mesh: Mesh) -> Model:
 
 
 class LabelError(RunError):
-    """Scores that can't be labels."""
+    """Marks or labels that an update can't learn from."""
 
 
 def check_labels(state: TrainState, batch: Batch) -> Batch:
@@ -140,7 +146,7 @@ def check_labels(state: TrainState, batch: Batch) -> Batch:
     if scores.min() < 0 or scores.max() > 1:
         raise LabelError(
             f"reward_model: scores from {scores.min()} to {scores.max()}; an implicit reward model "
-            "learns from labels in [0, 1]: rescale what the scorer returns"
+            "learns from labels in [0, 1]: rescale what the scorer returns, or reward.on_error"
         )
     return batch
 
@@ -158,7 +164,14 @@ def covariance_marker(
     def mark(state: TrainState, batch: Batch) -> Batch:
         key = jax.random.fold_in(jax.random.key(seed), state.updates)
         fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
-        return batch.add(high_covariance=np.asarray(compute(fields, key)))
+        marked = np.asarray(compute(fields, key))
+        if marked.shape != batch.tokens.shape or marked.dtype != bool:
+            raise LabelError(
+                f"algorithm.high_covariance: {describe(select)!r} returned "
+                f"{marked.dtype}{list(marked.shape)}; wanted true or false for each token [B T], "
+                f"here {list(batch.tokens.shape)}"
+            )
+        return batch.add(high_covariance=marked)
 
     return mark
 

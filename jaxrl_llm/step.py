@@ -18,13 +18,16 @@ from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape, pack_rows, plan
+from jaxrl_llm.dataflow import describe
 from jaxrl_llm.functions import RunError
 from jaxrl_llm.objective import (
     Fields,
     Forward,
+    LossError,
     MicroBatch,
     Objective,
     Params,
+    per_token,
     token_fields,
     value_fields,
 )
@@ -181,13 +184,15 @@ def make_learner(
 
     @jax.jit
     def weigh(mask: Array) -> tuple[Array, Array]:
-        return reduce(mask), token_mean(mask)
+        return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
 
     def update(
         state: TrainState, batch: Batch, coefs: dict[str, float]
     ) -> tuple[TrainState, dict[str, Any]]:
-        weights, token_weights = weigh(batch["mask"])
-        batch = batch.add(weights=np.asarray(weights), token_weights=np.asarray(token_weights))
+        weights, token_weights = map(np.asarray, weigh(batch["mask"]))
+        if not np.isfinite(weights[batch["mask"]]).all():
+            raise LossError(f"reduce {describe(reduce)!r} returned NaN or infinity as a weight")
+        batch = batch.add(weights=weights, token_weights=token_weights)
         total = None
         for _, micro in microbatches(batch, names, shape, mesh):
             part = differentiate(state.params, micro, coefs)

@@ -29,7 +29,7 @@ FIELDS: Mapping[str, str] = {
     "returns": "[B T] what it returned besides: the targets of the critic",
     "values": "[B T] value of the state before each token; in the critic's loss, as it is updated",
     "old_values": "[B T] the same at the start of the step",
-    "entropy": "[B T] entropy of the policy that is being updated",
+    "entropy": "[B T] entropy of the policy; in its loss, as it is updated",
     "sum_pi_squared": "[B T] sum of the squared probabilities of all tokens, at the step's start",
     "high_covariance": "[B T] the tokens that algorithm.high_covariance marks in a mini-batch",
     "greedy_scores": "[B] score of the greedy answer to the same prompt",

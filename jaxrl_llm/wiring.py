@@ -4,11 +4,16 @@ What a function asks for by parameter name decides which models a run has: a cri
 for `values`, a reference where one asks for `ref_logprobs`, and so on.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl_llm import keys
-from jaxrl_llm.dataflow import asks_for, check_fields, describe
+from jaxrl_llm.dataflow import asks_for, call, check_fields, describe
 from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
 from jaxrl_llm.keys import (
     AlgorithmConfig,
@@ -17,7 +22,7 @@ from jaxrl_llm.keys import (
     RewardModelConfig,
     TrainConfig,
 )
-from jaxrl_llm.objective import Objective, PolicyObjective, ValueObjective
+from jaxrl_llm.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.setup import make_optimizer
 from jaxrl_llm.types import FIELDS
 
@@ -46,7 +51,7 @@ OF_CRITIC = frozenset({"values", "old_values", "returns"})
 class Learning(NamedTuple):
     """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
 
-    objective: Objective
+    objective: PolicyObjective | ValueObjective
     reduce: Function
     optimizer: Any
     schedule: Callable[[int], Any]
@@ -59,6 +64,7 @@ class Functions:
     Attributes:
         advantage, kl, controller, keep, penalty, corrections: as named.
         mark: produces `high_covariance`.
+        learns_labels: whether the reward model learns from scores as labels.
         learning: of the actor, and of the critic and the reward model where something asks for
             them, by name.
         needs: every field that one of them asks for.
@@ -88,8 +94,9 @@ class Functions:
             entropy=wanted.entropy_coef != 0,
             corrected=bool(self.corrections),
         )
+        self.learns_labels = False
         self.learning = {"actor": learning(policy, wanted.reduce, "algorithm", config.optim)}
-        asking = [self.advantage, self.kl, self.keep, self.penalty, *self.corrections]
+        asking = [self.advantage, self.kl, self.keep, self.penalty, self.mark, *self.corrections]
         asked = {name for f in asking if f for name in asks_for(f)}
         self.needs = policy.asks_for() | (asked - {"logprobs"})
         for _ in range(2):  # each may ask for the other
@@ -104,13 +111,22 @@ class Functions:
                     f"{name} is set, but no function asks for {' or '.join(sorted(fields))}: "
                     "remove it, or name an advantage or a loss that does"
                 )
-        self.needs_reference = self.kl is not None or "ref_logprobs" in self.needs
+        self.needs_reference = "ref_logprobs" in self.needs
         self._check_producers(config)
+        self._try_out(config)
 
     def _add_reward_model(self, config: RewardModelConfig) -> None:
         if "reward_model" in self.learning or "reward_logprobs" not in self.needs:
             return
         loss = found(config.loss, keys.VALUES, "reward_model.loss", {"high_covariance"})
+        self.learns_labels = "raw_scores" in asks_for(loss)
+        betas = {beta_of(self.advantage), beta_of(loss)} - {None}
+        if len(betas) > 1:
+            raise ConfigError(
+                f"algorithm.advantage has beta={beta_of(self.advantage)}, reward_model.loss has "
+                f"beta={beta_of(loss)}: the rewards are not those that the model learns; "
+                "give both the same"
+            )
         self._add("reward_model", PolicyObjective(loss=loss), config.reduce, config.optim)
 
     def _add_critic(self, config: CriticConfig) -> None:
@@ -120,7 +136,11 @@ class Functions:
         self._add("critic", ValueObjective(loss=loss), config.reduce, config.optim)
 
     def _add(
-        self, name: str, objective: Objective, reduce: FunctionSpec, optim: OptimConfig
+        self,
+        name: str,
+        objective: PolicyObjective | ValueObjective,
+        reduce: FunctionSpec,
+        optim: OptimConfig,
     ) -> None:
         self.learning[name] = learning(objective, reduce, name, optim, f"{name}.optim")
         self.needs |= objective.asks_for()
@@ -136,12 +156,84 @@ class Functions:
                 raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
             if value and field not in self.needs:
                 raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
+        changed = {
+            "algorithm.penalty": self.penalty,
+            "algorithm.kl_reward": config.algorithm.kl_reward,
+        }
+        if not self.needs & {"scores", "rewards"}:
+            for key in (key for key, value in changed.items() if value):
+                raise ConfigError(
+                    f"{key} changes the scores and rewards, but no function asks for them: "
+                    "remove it, or name an advantage that does"
+                )
         passed_over = sorted(self.needs & {"entropy", "sum_pi_squared"})
         if config.algorithm.bypass and passed_over:
             raise ConfigError(
                 f"algorithm.bypass skips the pass that computes {passed_over[0]!r}, "
                 "which a function asks for: set it to false"
             )
+
+    def _try_out(self, config: TrainConfig) -> None:
+        """Trace every function once, so that keywords out of range are found before sampling."""
+        size = config.batch.prompts_per_step * config.rollout.samples_per_prompt
+        fields = abstract_fields(
+            size,
+            config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            len(config.reward.components),
+        )
+        policy = self.learning["actor"].objective
+        functions = {
+            "algorithm.advantage": self.advantage,
+            "algorithm.loss": policy.loss,
+            f"algorithm.{'kl_loss' if config.algorithm.kl_loss else 'kl_reward'}": self.kl,
+            "algorithm.keep": self.keep,
+            "algorithm.penalty": self.penalty,
+            **{f"algorithm.correction[{i}]": f for i, f in enumerate(self.corrections)},
+            **{f"{n}.loss": how.objective.loss for n, how in self.learning.items() if n != "actor"},
+        }
+        for key, function in functions.items():
+            if function:
+                try_out(key, function, lambda f, function=function: call(function, f), fields)
+        if self.mark:
+            try_out("algorithm.high_covariance", self.mark, with_key(self.mark), fields)
+        for name, how in self.learning.items():
+            key = "algorithm.reduce" if name == "actor" else f"{name}.reduce"
+            try_out(key, how.reduce, lambda f, how=how: how.reduce(f["mask"]), fields)
+
+
+def abstract_fields(size: int, length: int, components: int) -> dict[str, Any]:
+    """Return shape and dtype of every field of a batch [B T]."""
+    sizes = {"[B]": (size,), "[B T]": (size, length), "[B C]": (size, components)}
+    dtypes: dict[str, Any] = dict.fromkeys(("mask", "high_covariance"), jnp.bool_)
+    dtypes |= dict.fromkeys(("group_ids", "lengths"), jnp.int32)
+    return {
+        name: jax.ShapeDtypeStruct(
+            sizes[meaning[: meaning.index("]") + 1]], dtypes.get(name, jnp.float32)
+        )
+        for name, meaning in FIELDS.items()
+    }
+
+
+def try_out(key: str, function: Function, run: Function, fields: dict[str, Any]) -> None:
+    """Raise ConfigError where a function raises ValueError, as for keywords out of range."""
+    try:
+        jax.eval_shape(run, fields)
+    except ValueError as error:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"{key}: {describe(function)}: {text[0]}") from error
+
+
+def with_key(mark: Function) -> Function:
+    """Return a selector as a function of fields, with a random key if it takes one."""
+    takes_key = "key" in inspect.signature(mark).parameters
+    keyed = functools.partial(mark, key=jax.random.key(0)) if takes_key else mark
+    return lambda fields: call(keyed, fields)
+
+
+def beta_of(function: Function) -> float | None:
+    """Return a function's keyword `beta`, if it has one."""
+    parameter = inspect.signature(function).parameters.get("beta")
+    return parameter and parameter.default
 
 
 def found(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) -> Function:
@@ -160,7 +252,7 @@ def found(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) ->
 
 
 def learning(
-    objective: Objective,
+    objective: PolicyObjective | ValueObjective,
     reduce: FunctionSpec,
     section: str,
     optim: OptimConfig,

@@ -213,6 +213,23 @@ def test_groups_without_spread_are_drawn_again(refilled):
         assert all(answers[i] == answers[i - i % 4] for i in range(len(answers))), "whole groups"
 
 
+def test_errors_of_answers_that_are_dropped_are_counted(run, workshop):
+    scorer = f"reward.scorer={workshop.mine('raises_on_odd')}"
+    line = run(*REFILL, scorer, "steps=1").ok().metrics[1]
+    assert line["reward/errors"] == 4 * line["batch/dropped_groups"] > 0
+    greedy = run("algorithm.advantage=remax", scorer, "steps=1").ok().metrics[1]
+    assert 0 < greedy["reward/greedy_errors"] < greedy["reward/errors"]
+
+
+def test_a_run_that_drew_too_often_goes_on_with_more_draws(run, workshop):
+    scorer = f"reward.scorer={workshop.mine('spread_if_even')}"
+    words = (*REFILL, scorer, "checkpoint.every=1")
+    first = run(*words, "steps=1").ok()
+    stopped = run(*words, "steps=2", "algorithm.max_draws=1", run_dir=first.run_dir)
+    refused(stopped, 1, "Raise algorithm.max_draws and run the same command again")
+    assert run(*words, "steps=2", run_dir=first.run_dir).ok().metrics[-1]["step"] == 2
+
+
 def test_no_prompt_is_used_twice_in_an_epoch(refilled, workshop):
     assert sum(line["batch/draws"] for line in refilled.metrics[1:]) <= 8, "of 8 prompts, of 64"
     used = Counter(
@@ -274,6 +291,22 @@ def test_what_has_no_producer_is_refused(run, workshop):
         ("critic.loss.clp=1", "algorithm.advantage=gae"): "critic.loss: 'clipped_value_loss' takes",
         ("critic.optim.schedule=x", "algorithm.advantage=gae"): "critic.optim.schedule: ",
         ("critic.path=nowhere", "algorithm.advantage=gae"): "critic.path: ",
+        ("algorithm.loss.clip_low=-1.0",): "algorithm.loss: ppo_clip: got clip_low -1.0",
+        ("critic.loss.clip=-1.0", "algorithm.advantage=gae"): "critic.loss: clipped_value_loss: ",
+        ("algorithm.correction=[{fn: icepop, low: 9.0}]",): "algorithm.correction[0]: icepop: ",
+        (
+            "algorithm.penalty={fn: overlong_penalty, max_tokens: 1, buffer: 2}",
+        ): "algorithm.penalty:",
+        (
+            "algorithm.advantage={fn: gdpo, weights: [1.0, 2.0]}",
+            "reward.components=[score]",
+        ): "algorithm.advantage: gdpo: ",
+        ("algorithm.advantage={fn: prime, beta: 0.5}",): "reward_model.loss has beta=0.05",
+        (
+            "algorithm.advantage=gdpo",
+            "reward.components=[score]",
+            "algorithm.kl_reward=k1",
+        ): "algorithm.kl_reward changes the scores and rewards, but no function asks for them",
     }.items():
         refused(run(*overrides), 2, text)
 
@@ -299,6 +332,24 @@ def test_what_a_function_returns_is_checked(run, workshop):
         ): "learns from labels in [0, 1]",
     }.items():
         refused(run(*overrides, "validation.before=false", "steps=1"), 1, text)
+
+
+def test_a_role_that_was_not_trained_is_not_exported(finished, tmp_path, capsys):
+    status = export.main([str(finished.run_dir), str(tmp_path / "out"), "--role", "critic"])
+    assert status == 2
+    assert "trains no critic, only actor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("vocab_size", 8), ("max_position_embeddings", 8)], ids=["tokens", "places"]
+)
+def test_a_critic_must_know_the_policy_s_tokens(run, workshop, tmp_path, name, size):
+    saved = tmp_path / "small"
+    config = json.loads((workshop.base / "config.json").read_text()) | {name: size}
+    saved.mkdir()
+    (saved / "config.json").write_text(json.dumps(config))
+    result = run("algorithm.advantage=gae", f"critic.path={saved}")
+    refused(result, 2, f"={size}, wanted the policy's ")
 
 
 def test_a_critic_is_no_policy(run, ppo, tmp_path):

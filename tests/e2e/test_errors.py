@@ -97,8 +97,16 @@ def test_an_export_that_exists(run):
     ("key", "name", "pattern"),
     [
         ("loss", "loss_of_answers", r"'loss_of_answers' returned float32\[\d+\].* \[B T\]"),
-        ("advantage", "advantage_nan", r"'advantage_nan' returned NaN or infinity for \d+ of 32"),
-        ("advantage", "advantage_of_prompts", r"returned shape \[8\]; wanted .* \[32\] or"),
+        (
+            "advantage",
+            "advantage_nan",
+            r"'advantage_nan' returned NaN or infinity as advantages for \d+ of 32",
+        ),
+        (
+            "advantage",
+            "advantage_of_prompts",
+            r"returned shape \[8\] as advantages; wanted .* \[32\] or",
+        ),
     ],
 )
 def test_a_function_that_returns_something_else(run, workshop, key, name, pattern):

@@ -161,3 +161,37 @@ def nan_weights(mask):
 
 def weight_of_an_answer(lengths):
     return 1.0 / lengths
+
+
+def kl_scalar(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).mean()
+
+
+def kl_nan(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs) * jnp.nan
+
+
+def reduce_columns(mask):
+    return mask[:, :1] * 1.0
+
+
+def reduce_nan(mask):
+    return jnp.where(mask, jnp.nan, 0.0)
+
+
+def mark_answers(logprobs, mask):
+    return mask[:, 0]
+
+
+def controller_nan(coef, observed_kl, batch_size):
+    return math.nan
+
+
+def nan_component(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, "style": math.nan}
+
+
+def raises_on_odd(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] % 2:
+        raise LookupError("no such answer")
+    return digit_sum(data_source, solution_str, ground_truth)

@@ -12,8 +12,8 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
-from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.objective import Forward, PolicyObjective
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.step import logprob_pass, make_learner
