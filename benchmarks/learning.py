@@ -1,0 +1,225 @@
+"""Train every recipe of configs/recipes from one base model; write table, curves and numbers.
+
+    python benchmarks/learning.py
+    python benchmarks/learning.py --recipes dapo ppo --seeds 0 --out curves
+
+One run after the other, each its own process. A finished run is kept in the work folder and not
+repeated while its recipe's file stays the same, so that an interrupted benchmark can go on; remove
+the folder to measure other code.
+`--out` gets a curve for each recipe (NAME.png) and the numbers behind it (results.json). The table
+goes to stdout and, once every recipe has its runs, between the two marks of docs/algorithms.md.
+
+Exit status 1: a run failed, or gained less than 0.2 in held-out accuracy.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "configs/recipes"
+PAGE = ROOT / "docs/algorithms.md"
+MARKS = ("<!-- learning: begin -->\n", "<!-- learning: end -->\n")
+METRIC = "val-core/arithmetic/acc/mean@1"
+LEAST_GAIN = 0.2
+REFERENCE = "grpo"
+
+
+def arguments(everything: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=everything, default=everything, metavar="NAME"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/learning")
+    return parser.parse_args()
+
+
+def train(name: str, *overrides: str, work: Path, log: Path) -> float:
+    """Run one recipe in the work folder; return its seconds."""
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", f"configs/recipes/{name}.yaml"]
+    start = time.perf_counter()
+    with log.open("w") as file:
+        subprocess.run(
+            [*command, "log.tensorboard=false", *overrides],
+            cwd=work,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            check=True,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return time.perf_counter() - start
+
+
+def finished(name: str, seed: int, work: Path) -> dict[str, Any] | None:
+    """Return the result of a run, or None where it is still to be done."""
+    file = work / f"runs/{name}/{seed}.json"
+    if not file.exists():
+        return None
+    result = json.loads(file.read_text())
+    return result if result["config"] == (RECIPES / f"{name}.yaml").read_text() else None
+
+
+def run(name: str, seed: int, work: Path) -> None:
+    """Train a recipe from the start with one seed, and keep its result."""
+    folder = f"runs/{name}/{seed}"
+    shutil.rmtree(work / folder, ignore_errors=True)  # what an interruption left
+    (work / folder).parent.mkdir(parents=True, exist_ok=True)
+    config = (RECIPES / f"{name}.yaml").read_text()
+    seconds = train(
+        name, f"seed={seed}", f"run_dir={folder}", work=work, log=work / f"{folder}.log"
+    )
+    lines = map(json.loads, (work / folder / "metrics.jsonl").read_text().splitlines())
+    result = {
+        "recipe": name,
+        "seed": seed,
+        "curve": {line["step"]: line[METRIC] for line in lines if METRIC in line},
+        "seconds": round(seconds, 1),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": json.loads((work / folder / "versions.json").read_text()),
+        "config": config,
+    }
+    (work / f"{folder}.json").write_text(json.dumps(result))
+
+
+def base_and_final(result: dict[str, Any]) -> tuple[float, float]:
+    """Return the accuracies before the first step and after the last."""
+    values = list(result["curve"].values())
+    return values[0], values[-1]
+
+
+def mean_final(results: list[dict[str, Any]], name: str) -> float:
+    """Return the mean over seeds of a recipe's final accuracy."""
+    finals = [base_and_final(r)[1] for r in results if r["recipe"] == name]
+    return sum(finals) / len(finals)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the Markdown table: one row per run."""
+    rows = ["| recipe | seed | base | final | gain | seconds | mean final less GRPO's |"]
+    rows.append("|---" * 7 + "|")
+    compared = any(r["recipe"] == REFERENCE for r in results)
+    first = {r["recipe"]: r["seed"] for r in reversed(results)}
+    for result in results:
+        name, seed = result["recipe"], result["seed"]
+        base, final = base_and_final(result)
+        verdict = ""
+        if compared and seed == first[name] and name != REFERENCE:
+            ahead = mean_final(results, name) - mean_final(results, REFERENCE)
+            verdict = f"{ahead:+.3f}" + ("" if ahead > 0 else ", not better")
+        numbers = f"{base:.3f} | {final:.3f} | {final - base:+.3f} | {result['seconds']:.0f}"
+        rows.append(f"| `{name}` | {seed} | {numbers} | {verdict} |")
+    return "\n".join(rows) + "\n"
+
+
+def draw(name: str, results: list[dict[str, Any]], picture: Path) -> None:
+    """Draw a recipe's curves over GRPO's in grey."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    figure, axes = plt.subplots(figsize=(4, 2.5), layout="constrained")
+    for result in results:
+        steps = [int(step) for step in result["curve"]]
+        if result["recipe"] == name:
+            line, label = {"marker": "o", "markersize": 3}, f"seed {result['seed']}"
+        elif result["recipe"] == REFERENCE:
+            line = {"color": "0.75", "zorder": 1}
+            label = "grpo" if result["seed"] == results[0]["seed"] else None
+        else:
+            continue
+        axes.plot(steps, list(result["curve"].values()), label=label, **line)
+    axes.set_title(name, fontsize=9)
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("held-out accuracy", fontsize=8)
+    axes.set_ylim(0.3, 1.0)
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="lower right")
+    figure.savefig(picture, dpi=100)
+    plt.close(figure)
+    with Image.open(picture) as image:  # few colours make a small file
+        image.convert("RGB").quantize(64).save(picture, optimize=True)
+
+
+def write(results: list[dict[str, Any]], out: Path, words: list[str]) -> None:
+    """Write results.json, with the words of the command line, and the pictures."""
+    out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "metric": METRIC,
+        "command": " ".join(["python benchmarks/learning.py", *words]),
+        "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
+        "runs": [
+            {k: r[k] for k in ("recipe", "seed", "seconds", "curve", "date", "versions")}
+            for r in results
+        ],
+    }
+    (out / "results.json").write_text(json.dumps(about, indent=1) + "\n")
+    for name in dict.fromkeys(r["recipe"] for r in results):
+        draw(name, results, out / f"{name}.png")
+
+
+def write_page(text: str) -> None:
+    """Put the table between the two marks of the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    begin = page.index(MARKS[0]) + len(MARKS[0])
+    PAGE.write_text(page[:begin] + text + page[page.index(MARKS[1]) :], encoding="utf-8")
+
+
+def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
+    """Run what is not finished; return a line for each run that failed."""
+    failed = []
+    for name, seed in ((n, s) for n in names for s in seeds):
+        if finished(name, seed, work):
+            continue
+        print(f"{name} seed {seed}", flush=True)
+        try:
+            run(name, seed, work)
+        except subprocess.CalledProcessError:
+            failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
+    return failed
+
+
+def main() -> int:
+    """Train what is missing, report everything that is there."""
+    everything = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    wanted = arguments(everything)
+    work = wanted.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "configs").exists():
+        (work / "configs").symlink_to(ROOT / "configs")
+    if not (work / "runs/quickstart/base").exists():  # so that no run's seconds hold it
+        train(REFERENCE, "steps=1", "run_dir=runs/base", work=work, log=work / "base.log")
+    failed = train_missing(wanted.recipes, wanted.seeds, work)
+    pairs = [(name, seed) for name in everything for seed in wanted.seeds]
+    results = [found for pair in pairs if (found := finished(*pair, work))]
+    if results:
+        print("\n" + table(results))
+        write(results, wanted.out, sys.argv[1:])
+    if len(results) == len(pairs):
+        write_page(table(results))
+    for result in results:
+        base, final = base_and_final(result)
+        if final - base < LEAST_GAIN:
+            failed.append(f"{result['recipe']} seed {result['seed']} gained {final - base:.3f}")
+    if failed:
+        print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
