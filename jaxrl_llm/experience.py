@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.functions import RunError
@@ -139,10 +140,7 @@ def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
 
 
 def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
-    rewards = np.zeros(mask.shape, np.float32)
-    rewards[np.arange(len(scores)), last] = scores
-    return rewards
+    return np.asarray(rewards_from_scores(jnp.asarray(scores), jnp.asarray(mask)))
 
 
 def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
@@ -155,7 +153,8 @@ def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
 
 def penalize(batch: Batch, kl: np.ndarray, coef: float) -> Batch:
     """Subtract the KL penalty from the token rewards, and its sum from the scores."""
-    rewards = batch["rewards"] - np.float32(coef) * np.where(batch["mask"], kl, 0)
+    arrays = map(jnp.asarray, (batch["rewards"], kl, batch["mask"]))
+    rewards = np.asarray(kl_penalized_rewards(*arrays, coef=coef))
     return batch.add(rewards=rewards, scores=rewards.sum(1))
 
 

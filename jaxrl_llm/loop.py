@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.dataflow import call, describe
+from jaxrl_llm.dataflow import asks_for, call, describe
 from jaxrl_llm.evaluate import headline
 from jaxrl_llm.experience import Rollouts, add_to_scores, penalize
 from jaxrl_llm.keys import TrainConfig
@@ -183,16 +183,17 @@ def assess(
     job: Job, states: States, rollouts: Rollouts, scores: list[Score], step: int, clock: Clock
 ) -> tuple[Batch, dict[str, float]]:
     """Lay answers out as a batch, and ask each model for what the algorithm needs of them."""
-    batch, errors = job.lay_out(rollouts, scores), 0
+    batch, metrics = job.lay_out(rollouts, scores), {}
     if job.penalty:
         batch = add_to_scores(batch, job.penalty(batch))
     if job.greedy_scores:
         with clock("gen_max"):
             greedy, errors = job.greedy_scores(rollouts, step)
             batch = batch.add(greedy_scores=greedy)
+            metrics["reward/greedy_errors"] = float(errors)
     with clock("old_log_prob"):
         batch, probe = job.old_logprobs(states["actor"].params, batch)
-        agreement = check_agreement(probe, step, job.config.rollout.logprob_tolerance)
+        metrics |= check_agreement(probe, step, job.config.rollout.logprob_tolerance)
     if job.reference is not None:
         with clock("ref"):
             found = job.actor.infer(job.reference, batch)
@@ -205,7 +206,7 @@ def assess(
         with clock("values"):
             found = job.critic.infer(states["critic"].params, batch)
             batch = batch.add(values=found["values"], old_values=found["values"])
-    return batch, agreement | ({"reward/greedy_errors": errors} if job.greedy_scores else {})
+    return batch, metrics
 
 
 def learn(
@@ -261,8 +262,8 @@ def kl_to_reference(kl: Callable[..., Any] | None, batch: Batch) -> np.ndarray:
     """Return the KL of every token to the reference, or zeros without one."""
     if kl is None:
         return np.zeros(batch.tokens.shape, np.float32)
-    fields = {name: jnp.asarray(values) for name, values in batch.fields.items()}
-    found = call(kl, {**fields, "logprobs": fields["old_logprobs"]})
+    fields = {**batch.fields, "logprobs": batch["old_logprobs"]}
+    found = call(kl, {name: jnp.asarray(fields[name]) for name in asks_for(kl)})
     values = np.asarray(per_token(found, kl, "kl", batch.tokens.shape), np.float32)
     if not np.isfinite(values[batch["mask"]]).all():
         raise LossError(f"kl {describe(kl)!r} returned NaN or infinity")

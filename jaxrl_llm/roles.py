@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from jaxrl_llm.setup import (
 )
 from jaxrl_llm.step import Learner, TrainState, logprob_pass, make_learner, value_pass
 from jaxrl_llm.types import Batch
-from jaxrl_llm.wiring import Functions
+from jaxrl_llm.wiring import Functions, with_key
 
 log = logging.getLogger(__name__)
 
@@ -155,11 +154,10 @@ def covariance_marker(
     select: Callable[..., Any], infer: Callable[..., Any], seed: int
 ) -> Callable[[TrainState, Batch], Batch]:
     """Return a function that adds `high_covariance` to a mini-batch, by the current log-probs."""
-    takes_key = "key" in inspect.signature(select).parameters
 
     @jax.jit
     def compute(fields: dict[str, Any], key: Any) -> Any:
-        return call(functools.partial(select, key=key) if takes_key else select, fields)
+        return call(with_key(select, key), fields)
 
     def mark(state: TrainState, batch: Batch) -> Batch:
         key = jax.random.fold_in(jax.random.key(seed), state.updates)

@@ -224,8 +224,6 @@ def open_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
 
 def read_model(path: str, spec: ModelSpec, mesh: Mesh) -> Model:
     """Load the weights of a Hugging Face directory in the training layout."""
-    for name, left in fallbacks(declare(spec), mesh, DEFAULT_RULES).items():
-        log.warning("%s is not split as the rules say: %s", name, left)
     return laid_out(spec, load_params(path, spec, shardings=split(spec, mesh)), mesh)
 
 
@@ -235,7 +233,9 @@ def split(spec: ModelSpec, mesh: Mesh) -> Any:
 
 
 def laid_out(spec: ModelSpec, params: Any, mesh: Mesh) -> Model:
-    """Return parameters that are in the training layout as a Model."""
+    """Return parameters that are in the training layout as a Model; log where rules don't apply."""
+    for name, left in fallbacks(declare(spec), mesh, DEFAULT_RULES).items():
+        log.warning("%s is not split as the rules say: %s", name, left)
     like = jax.tree.map(
         lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, split(spec, mesh)
     )

@@ -62,7 +62,7 @@ class Functions:
     """The functions that a config names, found and checked against the dataflow.
 
     Attributes:
-        advantage, kl, controller, keep, penalty, corrections: as named.
+        advantage, kl, controller, keep, penalty, corrections: as the config names them.
         mark: produces `high_covariance`.
         learns_labels: whether the reward model learns from scores as labels.
         learning: of the actor, and of the critic and the reward model where something asks for
@@ -75,21 +75,24 @@ class Functions:
         """Find them all; raise ConfigError where one is wrong."""
         wanted = config.algorithm
         estimating = UPDATING | {"advantages", "returns"}
-        self.advantage = found(wanted.advantage, keys.ADVANTAGES, "advantage", estimating)
+        self.advantage = find(wanted.advantage, keys.ADVANTAGES, "algorithm.advantage", estimating)
         self.kl = find_kl(wanted)
         self.controller = load_function(
             wanted.kl_controller, keys.KLS, passed=None, key="algorithm.kl_controller"
         )
         takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
         later = frozenset(FIELDS) - SCORED
-        self.keep = wanted.keep and found(wanted.keep, keys.SHAPING, "keep", later)
-        self.penalty = wanted.penalty and found(wanted.penalty, keys.SHAPING, "penalty", later)
+        self.keep = wanted.keep and find(wanted.keep, keys.SHAPING, "algorithm.keep", later)
+        self.penalty = wanted.penalty and find(
+            wanted.penalty, keys.SHAPING, "algorithm.penalty", later
+        )
         self.corrections = [
-            found(spec, keys.CORRECTIONS, "correction", UPDATING) for spec in wanted.correction
+            find(spec, keys.CORRECTIONS, "algorithm.correction", UPDATING)
+            for spec in wanted.correction
         ]
         self.mark = wanted.high_covariance and find_mark(wanted.high_covariance)
         policy = PolicyObjective(
-            loss=found(wanted.loss, keys.LOSSES, "loss"),
+            loss=find(wanted.loss, keys.LOSSES, "algorithm.loss"),
             kl=self.kl if wanted.kl_loss else None,
             entropy=wanted.entropy_coef != 0,
             corrected=bool(self.corrections),
@@ -118,7 +121,7 @@ class Functions:
     def _add_reward_model(self, config: RewardModelConfig) -> None:
         if "reward_model" in self.learning or "reward_logprobs" not in self.needs:
             return
-        loss = found(config.loss, keys.VALUES, "reward_model.loss", {"high_covariance"})
+        loss = find(config.loss, keys.VALUES, "reward_model.loss", {"high_covariance"})
         self.learns_labels = "raw_scores" in asks_for(loss)
         betas = {beta_of(self.advantage), beta_of(loss)} - {None}
         if len(betas) > 1:
@@ -132,7 +135,7 @@ class Functions:
     def _add_critic(self, config: CriticConfig) -> None:
         if "critic" in self.learning or not self.needs & OF_CRITIC:
             return
-        loss = found(config.loss, keys.VALUES, "critic.loss", UPDATING)
+        loss = find(config.loss, keys.VALUES, "critic.loss", UPDATING)
         self._add("critic", ValueObjective(loss=loss), config.reduce, config.optim)
 
     def _add(
@@ -156,15 +159,11 @@ class Functions:
                 raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
             if value and field not in self.needs:
                 raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
-        changed = {
-            "algorithm.penalty": self.penalty,
-            "algorithm.kl_reward": config.algorithm.kl_reward,
-        }
-        if not self.needs & {"scores", "rewards"}:
-            for key in (key for key, value in changed.items() if value):
+        for name in ("penalty", "kl_reward"):
+            if getattr(config.algorithm, name) and not self.needs & {"scores", "rewards"}:
                 raise ConfigError(
-                    f"{key} changes the scores and rewards, but no function asks for them: "
-                    "remove it, or name an advantage that does"
+                    f"algorithm.{name} changes the scores and rewards, but no function asks for "
+                    "them: remove it, or name an advantage that does"
                 )
         passed_over = sorted(self.needs & {"entropy", "sum_pi_squared"})
         if config.algorithm.bypass and passed_over:
@@ -188,14 +187,13 @@ class Functions:
             f"algorithm.{'kl_loss' if config.algorithm.kl_loss else 'kl_reward'}": self.kl,
             "algorithm.keep": self.keep,
             "algorithm.penalty": self.penalty,
+            "algorithm.high_covariance": self.mark and with_key(self.mark, jax.random.key(0)),
             **{f"algorithm.correction[{i}]": f for i, f in enumerate(self.corrections)},
             **{f"{n}.loss": how.objective.loss for n, how in self.learning.items() if n != "actor"},
         }
         for key, function in functions.items():
             if function:
                 try_out(key, function, lambda f, function=function: call(function, f), fields)
-        if self.mark:
-            try_out("algorithm.high_covariance", self.mark, with_key(self.mark), fields)
         for name, how in self.learning.items():
             key = "algorithm.reduce" if name == "actor" else f"{name}.reduce"
             try_out(key, how.reduce, lambda f, how=how: how.reduce(f["mask"]), fields)
@@ -223,11 +221,10 @@ def try_out(key: str, function: Function, run: Function, fields: dict[str, Any])
         raise ConfigError(f"{key}: {describe(function)}: {text[0]}") from error
 
 
-def with_key(mark: Function) -> Function:
-    """Return a selector as a function of fields, with a random key if it takes one."""
-    takes_key = "key" in inspect.signature(mark).parameters
-    keyed = functools.partial(mark, key=jax.random.key(0)) if takes_key else mark
-    return lambda fields: call(keyed, fields)
+def with_key(select: Function, key: Any) -> Function:
+    """Return a selector with its random key bound, if it takes one."""
+    takes_key = "key" in inspect.signature(select).parameters
+    return functools.partial(select, key=key) if takes_key else select
 
 
 def beta_of(function: Function) -> float | None:
@@ -236,16 +233,15 @@ def beta_of(function: Function) -> float | None:
     return parameter and parameter.default
 
 
-def found(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) -> Function:
+def find(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) -> Function:
     """Return a function that asks for fields.
 
     Args:
         spec: as a config names it.
         home: the module of bare names.
-        key: its config key; without a dot, one of `algorithm`.
+        key: its config key, for messages.
         after: fields that exist only later in the step.
     """
-    key = key if "." in key else f"algorithm.{key}"
     function = load_function(spec, home, passed=None, key=key)
     check_fields(function, key, after=frozenset(after))
     return function
@@ -281,8 +277,8 @@ def find_kl(config: AlgorithmConfig) -> Function | None:
     """
     later = {"advantages", "returns", "high_covariance"}
     if config.kl_loss:
-        return found(config.kl_loss, keys.KLS, "kl_loss", later)
-    return config.kl_reward and found(config.kl_reward, keys.KLS, "kl_reward", later)
+        return find(config.kl_loss, keys.KLS, "algorithm.kl_loss", later)
+    return config.kl_reward and find(config.kl_reward, keys.KLS, "algorithm.kl_reward", later)
 
 
 def find_mark(spec: FunctionSpec) -> Function:
