@@ -13,14 +13,25 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import attend, attend_cache
 from jaxrl_llm.models.spec import ModelSpec, Params
-from jaxrl_llm.models.transformer import decoder_layer, rms_norm, rotation
+from jaxrl_llm.models.transformer import (
+    Layer,
+    attending,
+    decoder_layer,
+    embed,
+    final_norm,
+    rotations,
+    stacked_layers,
+)
 
 
 class Cache(NamedTuple):
-    """Keys (after rotation) and values of all layers; slot s of row b holds position s of row b."""
+    """Keys (after rotation) and values of all layers; slot s of row b holds position s of row b.
+
+    Latent attention in its absorbed form has the keys as values too; `values` then has width 0.
+    """
 
     keys: Float[Array, "layers B S K H"]
-    values: Float[Array, "layers B S K H"]
+    values: Float[Array, "layers B S K value"]
 
 
 def init_cache(
@@ -43,8 +54,13 @@ def init_cache(
     >>> init_cache(spec, 3, 5).keys.shape
     (1, 3, 5, 1, 2)
     """
-    shape = (spec.layers, batch, length, spec.kv_heads, spec.head_width)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    shape = (spec.layers, batch, length, spec.kv_heads)
+    values = 0 if _keys_are_values(spec) else spec.head_width
+    return Cache(jnp.zeros((*shape, spec.head_width), dtype), jnp.zeros((*shape, values), dtype))
+
+
+def _keys_are_values(spec: ModelSpec) -> bool:
+    return spec.latent is not None and spec.latent.absorbed
 
 
 def prefill(
@@ -88,18 +104,28 @@ def prefill(
         raise ValueError(f"prompts of {length} tokens do not fit into cache_length={cache_length}")
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-    by = rotation(positions, head_width=spec.head_width, theta=spec.rope_theta)
+    by = rotations(spec, positions)
 
-    def attention(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-        room = ((0, 0), (0, cache_length - length), (0, 0), (0, 0))
-        return attend(q, k, v, segment_ids), Cache(jnp.pad(k, room), jnp.pad(v, room))
+    def body(x: Array, of_layer: tuple[Params, Layer]) -> tuple[Array, Cache]:
+        weights, layer = of_layer
+        how = attending(spec, layer)
 
-    x = params["embed"][tokens].astype(dtype)
-    x, cache = jax.lax.scan(
-        lambda x, weights: decoder_layer(weights, spec, x, by, attention), x, params["layers"]
-    )
+        def attention(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+            room = ((0, 0), (0, cache_length - length), (0, 0), (0, 0))
+            held = v[..., :0] if _keys_are_values(spec) else v
+            return attend(q, k, v, segment_ids, how), Cache(jnp.pad(k, room), jnp.pad(held, room))
+
+        x, cache, _ = decoder_layer(weights, spec, x, by.of(layer), attention)
+        return x, cache
+
+    x = embed(params, spec, tokens, dtype=dtype)
+    caches = []
+    for stack in stacked_layers(params, spec):
+        x, cache = jax.lax.scan(body, x, stack)
+        caches.append(cache)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return rms_norm(last, params["final_norm"], eps=spec.norm_eps), cache
+    joined = caches[0] if len(caches) == 1 else jax.tree.map(lambda *x: jnp.concat(x), *caches)
+    return final_norm(params, spec, last), joined
 
 
 def take(cache: Cache, rows: Int[Array, " B"]) -> Cache:
@@ -147,23 +173,30 @@ def decode_step(
     >>> hidden.shape
     (2, 4)
     """
-    by = rotation(positions[:, None], head_width=spec.head_width, theta=spec.rope_theta)
+    by = rotations(spec, positions[:, None])
     rows = jnp.arange(tokens.shape[0])
 
-    def body(carry: tuple[Array, Cache], at: tuple[Params, Array]) -> tuple[tuple, None]:
+    def body(
+        carry: tuple[Array, Cache], of_layer: tuple[Params, Layer]
+    ) -> tuple[tuple[Array, Cache], None]:
         x, cache = carry
-        weights, layer = at
+        weights, layer = of_layer
+        how, number = attending(spec, layer), layer.number
 
         def attention(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-            new = Cache(
-                cache.keys.at[layer, rows, positions].set(k[:, 0].astype(cache.keys.dtype)),
-                cache.values.at[layer, rows, positions].set(v[:, 0].astype(cache.values.dtype)),
-            )
-            mixed = attend_cache(q[:, 0], new.keys[layer], new.values[layer], positions + 1)
-            return mixed[:, None], new
+            keys = cache.keys.at[number, rows, positions].set(k[:, 0].astype(cache.keys.dtype))
+            values = cache.values
+            if not _keys_are_values(spec):
+                values = values.at[number, rows, positions].set(v[:, 0].astype(values.dtype))
+            mixed_in = keys if _keys_are_values(spec) else values
+            mixed = attend_cache(q[:, 0], keys[number], mixed_in[number], positions + 1, how)
+            return mixed[:, None], Cache(keys, values)
 
-        return decoder_layer(weights, spec, x, by, attention), None
+        x, cache, _ = decoder_layer(weights, spec, x, by.of(layer), attention)
+        return (x, cache), None
 
-    x = params["embed"][tokens][:, None].astype(dtype)
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (params["layers"], jnp.arange(spec.layers)))
-    return rms_norm(x[:, 0], params["final_norm"], eps=spec.norm_eps), cache
+    carry = embed(params, spec, tokens[:, None], dtype=dtype), cache
+    for stack in stacked_layers(params, spec):
+        carry, _ = jax.lax.scan(body, carry, stack)
+    x, cache = carry
+    return final_norm(params, spec, x[:, 0]), cache

@@ -7,52 +7,28 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.models.hf_families import FAMILIES, Family, read_family, write_family
+from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ModelSpec
 
-LANGUAGE_MODEL = "Qwen3ForCausalLM"
-VALUE_MODEL = "Qwen3ForTokenClassification"  # with one label: the value
-VALUE_CONFIG = {
-    "architectures": [VALUE_MODEL],
-    "num_labels": 1,
-    "id2label": {"0": "LABEL_0"},
-    "label2id": {"LABEL_0": 0},
-    "classifier_dropout": 0.0,
-}
-SUPPORTED_VALUES = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "rope_scaling": None,
-    "quantization_config": None,
-}
-SUPPORTED_ROPE = {"rope_type": "default", "partial_rotary_factor": 1.0}
-SPEC_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_width",
-    "intermediate_size": "ff_width",
-    "rms_norm_eps": "norm_eps",
-    "max_position_embeddings": "max_positions",
-}
+ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+VALUE_CONFIG = {**ONE_LABEL, "classifier_dropout": 0.0}
 
 
 def read_spec(directory: str | Path) -> ModelSpec:
     """Read the spec of a model from the `config.json` of its directory.
 
     Args:
-        directory: Holds `config.json`, in the form of transformers 4 (`rope_theta`) or 5
-            (`rope_parameters`).
+        directory: Holds `config.json`, in the form of transformers 4 (`rope_theta`,
+            `rope_scaling`) or 5 (`rope_parameters`); or a hub repository, as `resolve` takes it.
 
     Returns:
-        The spec; a token classifier with one label has a value head.
+        The spec; a token classifier with one label has a value head, and a sequence classifier with
+        one label has a reward head.
 
     Raises:
-        ValueError: The architecture, the number of labels or the value of a key is not supported;
-            or a key is missing.
+        ValueError: The architecture, the number of labels, a key or its value is not supported; or
+            a key is missing.
         FileNotFoundError: There is no `config.json`.
 
     >>> import tempfile
@@ -64,70 +40,53 @@ def read_spec(directory: str | Path) -> ModelSpec:
     ...     read_spec(directory) == spec
     True
     """
-    path = Path(directory) / "config.json"
+    path = resolve(directory) / "config.json"
     config = read_json(path)
-    architectures = config.get("architectures")
-    if architectures not in ([LANGUAGE_MODEL], [VALUE_MODEL]):
-        raise ValueError(
-            f"{path}: architectures {architectures!r}; supported are "
-            f"[{LANGUAGE_MODEL!r}] and [{VALUE_MODEL!r}]"
-        )
-    value_head = architectures == [VALUE_MODEL]
-    if value_head:
-        _check_labels(path, config)
-    for key, supported in SUPPORTED_VALUES.items():
-        if config.get(key, supported) != supported:
-            raise ValueError(f"{path}: {key}={config[key]!r}; supported is {supported!r}")
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other_layers:
-        raise ValueError(
-            f"{path}: layer_types has {sorted(other_layers)}; supported is 'full_attention'"
-        )
-    missing = sorted(SPEC_KEYS.keys() - config.keys())
-    if missing:
-        raise ValueError(f"{path}: the keys {missing} are missing")
-    return ModelSpec(
-        **{ours: config[theirs] for theirs, ours in SPEC_KEYS.items()},
-        rope_theta=_read_rope_theta(path, config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        init_std=config.get("initializer_range", 0.02),
-        value_head=value_head,
-    )
+    try:
+        family, head = _family_of(config)
+        if head:
+            _check_labels(config)
+        spec = read_family(family, config, value_head=head == "value")
+        return dataclasses.replace(spec, reward_head=head == "reward")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def make_config(spec: ModelSpec) -> dict[str, Any]:
     """Make the `config.json` of a model that has no Hugging Face ancestor.
 
     Args:
-        spec: The model; `qk_norm` must be True, as no supported architecture lacks it.
+        spec: The model. It is written as the first family of `FAMILIES` that has such models.
 
     Returns:
         The config as a dict, readable by transformers 4 and 5.
 
     Raises:
-        ValueError: `qk_norm` is False.
+        ValueError: No family has such a model.
 
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
-    >>> make_config(spec)["hidden_size"]
-    4
+    >>> make_config(spec)["architectures"], make_config(spec)["hidden_size"]
+    (['Qwen3ForCausalLM'], 4)
     """
-    if not spec.qk_norm:
-        raise ValueError("Qwen3 norms queries and keys, got a spec with qk_norm=False")
-    return {
-        "architectures": [LANGUAGE_MODEL],
-        "model_type": "qwen3",
-        **{theirs: getattr(spec, ours) for theirs, ours in SPEC_KEYS.items()},
-        "rope_theta": spec.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "tie_word_embeddings": spec.tied_embeddings,
-        "initializer_range": spec.init_std,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        **(VALUE_CONFIG if spec.value_head else {}),
-    }
+    closest: tuple[Family, dict[str, Any]] | None = None
+    for family in FAMILIES:
+        if family.write_parts(spec) is None:
+            continue
+        config = write_family(family, spec)
+        found = read_family(family, config, value_head=spec.value_head)
+        differing = _differing(spec, dataclasses.replace(found, reward_head=spec.reward_head))
+        if not differing and spec.reward_head:
+            return config | {"architectures": [family.reward_model], **ONE_LABEL}
+        if not differing:
+            return config | (_value_config(family) if spec.value_head else {})
+        if closest is None or len(differing) < len(closest[1]):
+            closest = family, differing
+    assert closest is not None
+    raise ValueError(
+        f"no supported family has such a model; the closest, {closest[0].name}, has {closest[1]}"
+    )
 
 
 def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) -> dict[str, Any]:
@@ -135,15 +94,16 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
 
     Args:
         spec: The model.
-        source: The directory the model came from, whose config is kept but for the dtype; a model
-            with a value head may come from a language model. None makes a new config.
+        source: The directory the model came from, whose config is kept but for the dtype and the
+            layers for multi-token prediction, which we do not load; a model with a value head may
+            come from a language or reward model. None makes a new config.
         dtype: Of the saved arrays.
 
     Returns:
         The config as a dict.
 
     Raises:
-        ValueError: The spec does not fit the source.
+        ValueError: The spec does not fit the source, or the family has no architecture for it.
 
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
@@ -155,15 +115,20 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
         return make_config(spec) | {"dtype": dtype.name, "torch_dtype": dtype.name}
     origin = read_spec(source)
     new_head = spec.value_head and not origin.value_head
-    if spec != (dataclasses.replace(origin, value_head=True) if new_head else origin):
+    critic = dataclasses.replace(origin, value_head=True, reward_head=False)
+    if spec != (critic if new_head else origin):
         raise ValueError(
             f"the model's spec is not that of its source {source}: "
             f"got {spec}, the source has {origin}"
         )
-    config = read_json(Path(source) / "config.json")
+    config = read_json(resolve(source) / "config.json")
+    if new_head:
+        config |= _value_config(_family_of(config)[0])
+    if "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = 0
     # transformers 4 knows only the first
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return config | (VALUE_CONFIG if new_head else {}) | {key: dtype.name}
+    return config | {key: dtype.name}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -185,25 +150,43 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
-def _check_labels(path: Path, config: dict[str, Any]) -> None:
+def _family_of(config: dict[str, Any]) -> tuple[Family, str]:
+    """Return the family that a config's architecture names, and the head: "value", "reward", ""."""
+    architectures = config.get("architectures")
+    for family in FAMILIES:
+        if architectures == [family.language_model]:
+            return family, ""
+        if architectures == [family.value_model]:
+            return family, "value"
+        if architectures == [family.reward_model]:
+            return family, "reward"
+    language = ", ".join(family.language_model for family in FAMILIES)
+    value = ", ".join(family.value_model for family in FAMILIES if family.value_model)
+    raise ValueError(
+        f"architectures {architectures!r}; supported are one of {language} and, as critics, "
+        f"one of {value} and, as reward models, the families' …ForSequenceClassification"
+    )
+
+
+def _value_config(family: Family) -> dict[str, Any]:
+    if family.value_model is None:
+        raise ValueError(
+            f"transformers has no token classifier for {family.name}, so its critics have no "
+            "config.json; wanted a model without a value head"
+        )
+    return {"architectures": [family.value_model], **VALUE_CONFIG}
+
+
+def _differing(spec: ModelSpec, other: ModelSpec) -> dict[str, Any]:
+    return {name: value for name, value in vars(other).items() if value != vars(spec)[name]}
+
+
+def _check_labels(config: dict[str, Any]) -> None:
     names = config.get("id2label")
     # transformers leaves both keys out when there are two labels
     labels = config.get("num_labels", 2) if names is None else len(names)
     if labels != 1:
-        raise ValueError(f"{path}: {VALUE_MODEL} with {labels} labels; supported is 1, the value")
+        name = config["architectures"][0]
+        raise ValueError(f"{name} with {labels} labels; supported is 1, the value or score")
     if not config.get("token_classification_bias", True):
-        raise ValueError(f"{path}: token_classification_bias=False; supported is True")
-
-
-def _read_rope_theta(path: Path, config: dict[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    for key, value in rope.items():
-        if key != "rope_theta" and SUPPORTED_ROPE.get(key) != value:
-            raise ValueError(
-                f"{path}: rope_parameters has {key}={value!r}; "
-                f"supported are rope_theta and {SUPPORTED_ROPE}"
-            )
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ValueError(f"{path}: neither rope_theta nor rope_parameters.rope_theta is given")
-    return float(theta)
+        raise ValueError("token_classification_bias=False; supported is True")

@@ -5,67 +5,255 @@ used, inside the scan over layers. RMS norms and rotations are computed in float
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.models.attention import attend
+from jaxrl_llm.models.attention import Attending, attend
+from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
+from jaxrl_llm.models.moe import mixture
+from jaxrl_llm.models.remat import rematerialize
+from jaxrl_llm.models.rope import Rotation, rotate, rotation
 from jaxrl_llm.models.spec import ModelSpec, Params
 
 State = TypeVar("State")
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines of the rotary angles, one per position and pair of head dimensions."""
-
-    cos: Float32[Array, "R L half"]
-    sin: Float32[Array, "R L half"]
+Router = dict[str, Any]  # what the experts of a layer report; empty for a plain feed-forward
+ACTIVATION_FUNCTIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
 
 def rms_norm(
-    x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float, unit_offset: bool = False
 ) -> Float[Array, "*B D"]:
-    r"""Normalize in float32 by the root mean square, $x\,g / \sqrt{\mathrm{mean}(x^2)+\epsilon}$.
+    r"""Normalize by the root mean square, $x\,g / \sqrt{\mathrm{mean}(x^2)+\epsilon}$.
 
-    Zhang & Sennrich 2019, eq. 4 (https://arxiv.org/abs/1910.07467), with ε inside the root.
+    Zhang & Sennrich 2019, eq. 4 (https://arxiv.org/abs/1910.07467), with ε inside the root. All of
+    it is in float32, the product with g included, and only the result is rounded to the dtype of x.
+    Gemma's code does the same; that of Llama and Qwen rounds before the product, which in bfloat16
+    costs up to one more bit.
+
+    Args:
+        x: Input.
+        scale: The scale g.
+        eps: Added to the mean square.
+        unit_offset: Whether g is 1 + `scale` (Gemma).
+
+    Returns:
+        The normed input, in its dtype.
 
     >>> rms_norm(jnp.array([3.0, -3.0]), jnp.array([1.0, 2.0]), eps=0.0).round(5).tolist()
     [1.0, -2.0]
     """
-    wide = x.astype(jnp.float32)
+    wide, gain = x.astype(jnp.float32), scale.astype(jnp.float32) + float(unit_offset)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return (scaled * scale.astype(jnp.float32)).astype(x.dtype)
+    return (scaled * gain).astype(x.dtype)
 
 
-def rotation(positions: Int[Array, "R L"], *, head_width: int, theta: float) -> Rotation:
-    r"""Compute the rotary angles $p\,\theta^{-2i/H}$ for $i < H/2$ (https://arxiv.org/abs/2104.09864).
+class Layer(NamedTuple):
+    """What tells the layers of a stack apart, besides their weights.
 
-    >>> rotation(jnp.array([[0, 5]]), head_width=4, theta=1e4).cos.shape
-    (1, 2, 2)
+    Attributes:
+        number: Index among all layers of the model.
+        windowed: Whether it has the window; None where all layers of the model are alike.
     """
-    exponents = jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width
-    angles = positions[..., None].astype(jnp.float32) * (1.0 / theta**exponents)
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+    number: Int[Array, "*layers"]
+    windowed: Bool[Array, "*layers"] | None
 
 
-def rotate(x: Float[Array, "R L N H"], by: Rotation) -> Float[Array, "R L N H"]:
-    """Rotate each pair of dimensions (i, i + H/2) of every head, in float32.
+class Rotations(NamedTuple):
+    """Rotations of the rows' positions: of most layers, and of those with the window."""
 
-    Su et al. 2021, eq. 34 (https://arxiv.org/abs/2104.09864) pairs neighbours (2i, 2i + 1);
-    published weights of this family pair the two halves.
+    main: Rotation
+    windowed: Rotation
 
-    >>> quarter = Rotation(jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))
-    >>> rotate(jnp.array([[[[3.0, 5.0]]]]), quarter)[0, 0, 0].tolist()
-    [-5.0, 3.0]
+    def of(self, layer: Layer) -> Rotation:
+        """Return the rotation of one layer."""
+        windowed = layer.windowed
+        if self.main is self.windowed or windowed is None:
+            return self.main
+        return jax.tree.map(lambda a, b: jnp.where(windowed, b, a), self.main, self.windowed)
+
+
+def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
+    """Compute the rotations that the layers of a model choose from.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> rotations(spec, jnp.array([[0, 1]])).main.cos.shape
+    (1, 2, 1)
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = by.cos[:, :, None], by.sin[:, :, None]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    width, theta = spec.rotary_width, spec.rope_theta
+    main = rotation(positions, head_width=width, theta=theta, scaling=spec.rope_scaling)
+    if spec.local_rope_theta is None:
+        return Rotations(main, main)
+    return Rotations(main, rotation(positions, head_width=width, theta=spec.local_rope_theta))
+
+
+def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
+    """Yield the weights of each stack of layers, and what else tells its layers apart.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> [layer.number.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
+    [[0, 1]]
+    """
+    for name, layers in spec.stacks.items():
+        windowed = spec.windowed_layers[layers.start : layers.stop]
+        yield params[name], Layer(jnp.array(layers), jnp.array(windowed) if windowed else None)
+
+
+def attending(spec: ModelSpec, layer: Layer) -> Attending:
+    """Return how one layer attends: the scale of its scores, its window and its soft-cap.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=4,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> attending(spec, Layer(jnp.array(0), None)).scale
+    0.5
+    """
+    window = spec.window
+    if window is not None and layer.windowed is not None:
+        window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
+    return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
+
+
+def linear(
+    weights: Params, spec: ModelSpec, name: str, x: Float[Array, "R L ..."], *, inputs: int = 1
+) -> Array:
+    r"""Apply the projection `name` of a layer, $x W + b + \mathrm{scale}\,(x A) B$.
+
+    The bias `{name}_bias` and the low-rank factors `{name}_lora_a` [in…, r] and `{name}_lora_b`
+    [r, out…] (https://arxiv.org/abs/2106.09685) take part where `weights` holds them. All are cast
+    to the dtype of x.
+
+    Args:
+        weights: One layer's arrays.
+        spec: The model; its `lora` gives the scale.
+        name: Of the matrix W [in…, out…].
+        x: Input; its last `inputs` dimensions are contracted.
+        inputs: How many dimensions of W are inputs.
+
+    Returns:
+        The projection [R, L, out…].
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> weights = {"up": jnp.ones((4, 6)), "up_bias": jnp.ones(6)}
+    >>> linear(weights, spec, "up", jnp.ones((1, 1, 4)))[0, 0].tolist()
+    [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+    """
+    y = project(x, weights[name].astype(x.dtype), inputs=inputs)
+    if f"{name}_bias" in weights:
+        y = y + weights[f"{name}_bias"].astype(x.dtype)
+    if spec.lora is not None and f"{name}_lora_a" in weights:
+        low, high = (weights[f"{name}_lora_{factor}"].astype(x.dtype) for factor in "ab")
+        y = y + project(project(x, low, inputs=inputs), high) * spec.lora.scale
+    return y
+
+
+def adapted_matrix(weights: Params, spec: ModelSpec, name: str) -> Array:
+    r"""Return the matrix that `linear` applies, $W + \mathrm{scale}\,A B$.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> adapted_matrix({"up": jnp.ones((4, 6))}, spec, "up").shape
+    (4, 6)
+    """
+    if spec.lora is None or f"{name}_lora_a" not in weights:
+        return weights[name]
+    low, high = (weights[f"{name}_lora_{factor}"] for factor in "ab")
+    return weights[name] + jnp.tensordot(low, high, axes=1) * spec.lora.scale
+
+
+def feed_forward(
+    weights: Params,
+    spec: ModelSpec,
+    h: Float[Array, "R L D"],
+    real: Bool[Array, "R L"] | None = None,
+) -> tuple[Float[Array, "R L D"], Router]:
+    """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
+
+    Shazeer 2020 (https://arxiv.org/abs/2002.05202). In a layer with a router it is the routed
+    experts of `models.moe.mixture`, and the shared ones beside them.
+
+    Args:
+        weights: One layer's arrays.
+        spec: The model.
+        h: Normed residual stream.
+        real: Which positions are not padding; None means all. Only what is reported depends on it.
+
+    Returns:
+        What is added to the residual stream, and what the experts report: the fields of
+        `models.moe.RouterStats`.
+
+    >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
+    >>> feed_forward(weights, spec, jnp.full((1, 1, 1), 100.0))
+    (Array([[[10000.]]], dtype=float32), {})
+    """
+    activation = ACTIVATION_FUNCTIONS[spec.activation]
+
+    def plain(prefix: str) -> Array:
+        gate, up = (linear(weights, spec, f"{prefix}{name}", h) for name in ("gate", "up"))
+        return linear(weights, spec, f"{prefix}down", activation(gate) * up)
+
+    if spec.moe is None or "router" not in weights:
+        return plain(""), {}
+    real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
+    scale = spec.lora.scale if spec.lora else 0.0
+    out, stats = mixture(weights, spec.moe, h, real, activation=activation, lora_scale=scale)
+    out = out + plain("shared_") if spec.moe.shared_ff_width else out
+    return out, stats._asdict()
+
+
+def queries_keys_values(
+    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation
+) -> tuple[Float[Array, "R L N H"], Float[Array, "R L K H"], Float[Array, "R L K H"]]:
+    """Compute what a layer's attention takes: queries and keys, both rotated, and values.
+
+    Args:
+        weights: One layer's arrays.
+        spec: The model.
+        h: Normed residual stream.
+        by: Rotations for the rows' positions.
+
+    Returns:
+        q, k and v; with latent attention those of `models.mla`.
+
+    >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32, qk_norm=False)
+    >>> weights = {name: jnp.ones((1, n, 2)) for name, n in dict(query=2, key=1, value=1).items()}
+    >>> by = rotations(spec, jnp.array([[0]])).main
+    >>> queries_keys_values(weights, spec, jnp.ones((1, 1, 1)), by)[0].tolist()
+    [[[[1.0, 1.0], [1.0, 1.0]]]]
+    """
+
+    def apply(name: str, x: Array) -> Array:
+        return linear(weights, spec, name, x)
+
+    def latent_norm(name: str, x: Array) -> Array:
+        return rms_norm(x, weights[name], eps=LATENT_NORM_EPS)
+
+    if spec.latent is not None and spec.latent.absorbed:
+        kv_b = adapted_matrix(weights, spec, "kv_b")
+        return absorb(spec.latent, h, by, apply, latent_norm, kv_b)
+    if spec.latent is not None:
+        return expand(spec.latent, h, by, apply, latent_norm)
+    q, k, v = (apply(name, h) for name in ("query", "key", "value"))
+    if spec.qk_norm:
+        q, k = _norm(spec, q, weights["query_norm"]), _norm(spec, k, weights["key_norm"])
+    return rotate(q, by), rotate(k, by), v
 
 
 def decoder_layer(
@@ -74,8 +262,11 @@ def decoder_layer(
     x: Float[Array, "R L D"],
     by: Rotation,
     attention: Callable[[Array, Array, Array], tuple[Array, State]],
-) -> tuple[Float[Array, "R L D"], State]:
-    """Apply one layer: x += attention(norm(x)), then x += down(silu(gate(h)) * up(h)), h = norm(x).
+    real: Bool[Array, "R L"] | None = None,
+) -> tuple[Float[Array, "R L D"], State, Router]:
+    """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
+
+    With `spec.post_norms` what is added is normed too.
 
     Args:
         weights: One layer's arrays, without the leading `layers` axis.
@@ -84,21 +275,28 @@ def decoder_layer(
         by: Rotations for the rows' positions.
         attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
             attends within the row; decoding writes into a cache and returns it as the state.
+        real: Which positions are not padding; None means all.
 
     Returns:
-        The residual stream and what `attention` returned as its state.
+        The residual stream, what `attention` returned as its state, and what the experts report.
     """
-    matrix = {name: array.astype(x.dtype) for name, array in weights.items() if array.ndim > 1}
-    h = rms_norm(x, weights["attention_norm"], eps=spec.norm_eps)
-    q, k, v = (project(h, matrix[name]) for name in ("query", "key", "value"))
-    if spec.qk_norm:
-        q = rms_norm(q, weights["query_norm"], eps=spec.norm_eps)
-        k = rms_norm(k, weights["key_norm"], eps=spec.norm_eps)
-    mixed, state = attention(rotate(q, by), rotate(k, by), v)
-    x = x + project(mixed, matrix["output"], inputs=2)
-    h = rms_norm(x, weights["mlp_norm"], eps=spec.norm_eps)
-    gate, up = jax.nn.silu(project(h, matrix["gate"])), project(h, matrix["up"])
-    return x + project(gate * up, matrix["down"]), state
+
+    def norm(x: Array, name: str) -> Array:
+        return _norm(spec, x, weights[name])
+
+    h = norm(x, "attention_norm")
+    q, k, v = queries_keys_values(weights, spec, h, by)
+    mixed, state = attention(q, k, v)
+    if spec.latent is not None:
+        mixed = mixed_values(spec.latent, mixed, adapted_matrix(weights, spec, "kv_b"))
+    out = linear(weights, spec, "output", mixed, inputs=2)
+    x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
+    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real)
+    return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+
+
+def _norm(spec: ModelSpec, x: Array, scale: Array) -> Array:
+    return rms_norm(x, scale, eps=spec.norm_eps, unit_offset=spec.unit_offset_norms)
 
 
 def project(x: Float[Array, "R L ..."], matrix: Array, *, inputs: int = 1) -> Array:
@@ -115,6 +313,33 @@ def project(x: Float[Array, "R L ..."], matrix: Array, *, inputs: int = 1) -> Ar
     return flat.reshape(*x.shape[:2], *matrix.shape[inputs:])
 
 
+def embed(
+    params: Params, spec: ModelSpec, tokens: Int[Array, "*B"], *, dtype: DTypeLike
+) -> Float[Array, "*B D"]:
+    """Look tokens up; √D, by which Gemma multiplies, is rounded to the compute dtype as there.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32, scaled_embeddings=True)
+    >>> embed({"embed": jnp.ones((8, 4))}, spec, jnp.array([3]), dtype="float32").tolist()
+    [[2.0, 2.0, 2.0, 2.0]]
+    """
+    x = params["embed"][tokens].astype(dtype)
+    return x * jnp.asarray(spec.width**0.5, dtype) if spec.scaled_embeddings else x
+
+
+def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Norm the residual stream after the last layer.
+
+    >>> spec = ModelSpec(vocab_size=8, width=2, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> final_norm({"final_norm": jnp.ones(2)}, spec, jnp.array([3.0, -3.0])).round(5).tolist()
+    [1.0, -1.0]
+    """
+    return _norm(spec, x, params["final_norm"])
+
+
 def forward(
     params: Params,
     spec: ModelSpec,
@@ -123,7 +348,7 @@ def forward(
     segment_ids: Int[Array, "R L"],
     *,
     dtype: DTypeLike = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
     activation_sharding: jax.sharding.Sharding | None = None,
 ) -> Float[Array, "R L D"]:
     """Run the decoder over packed rows.
@@ -135,7 +360,7 @@ def forward(
         positions: Index of each token within its own sequence.
         segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
         dtype: Of the computation, whatever the parameters' dtype.
-        remat: Whether the backward pass recomputes each layer instead of storing its inner values.
+        remat: Policy of `models.remat`: what of a layer is stored for the backward pass.
         activation_sharding: Where the residual stream [R L D] stands, usually the rows' own layout.
             With sharded parameters it must be given: left to itself, the compiler may copy
             activations to all devices rather than gather weights. None leaves it to the compiler.
@@ -152,31 +377,89 @@ def forward(
     >>> forward(params, spec, tokens, positions, jnp.array([[1, 1, 2, 2]])).shape
     (1, 4, 4)
     """
-    by = rotation(positions, head_width=spec.head_width, theta=spec.rope_theta)
+    hidden, _ = forward_with_router(
+        params,
+        spec,
+        tokens,
+        positions,
+        segment_ids,
+        dtype=dtype,
+        remat=remat,
+        activation_sharding=activation_sharding,
+    )
+    return hidden
+
+
+def forward_with_router(
+    params: Params,
+    spec: ModelSpec,
+    tokens: Int[Array, "R L"],
+    positions: Int[Array, "R L"],
+    segment_ids: Int[Array, "R L"],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "none",
+    activation_sharding: jax.sharding.Sharding | None = None,
+) -> tuple[Float[Array, "R L D"], Router]:
+    """Run the decoder over packed rows and return what the experts of its layers report too.
+
+    Args:
+        params: As `forward`.
+        spec: As `forward`.
+        tokens: As `forward`.
+        positions: As `forward`.
+        segment_ids: As `forward`.
+        dtype: As `forward`.
+        remat: As `forward`.
+        activation_sharding: As `forward`.
+
+    Returns:
+        The hidden states of `forward`, and the reports of `feed_forward`, stacked over the layers
+        that have experts; an empty dict for a model without.
+
+    >>> from jaxrl_llm.models.spec import initialize
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> row = jnp.ones((1, 4), jnp.int32)
+    >>> forward_with_router(initialize(spec, key=jax.random.key(0)), spec, row, row, row)[1]
+    {}
+    """
+    by = rotations(spec, positions)
+    real = segment_ids != 0
 
     def place(x: Array) -> Array:
         if activation_sharding is None:
             return x
         return jax.lax.with_sharding_constraint(x, activation_sharding)
 
-    def body(x: Array, weights: Params) -> tuple[Array, None]:
-        x, _ = decoder_layer(
-            weights, spec, x, by, lambda q, k, v: (attend(q, k, v, segment_ids), None)
+    def body(x: Array, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
+        weights, layer = of_layer
+        how = attending(spec, layer)
+        x, _, router = decoder_layer(
+            weights,
+            spec,
+            x,
+            by.of(layer),
+            lambda q, k, v: (attend(q, k, v, segment_ids, how), None),
+            real,
         )
-        return place(x), None
+        return place(x), router
 
-    if remat:
-        body = jax.checkpoint(body, prevent_cse=False)  # a scan body needs no barrier against CSE
-    x = place(params["embed"][tokens].astype(dtype))
-    x, _ = jax.lax.scan(body, x, params["layers"])
-    return rms_norm(x, params["final_norm"], eps=spec.norm_eps)
+    step = rematerialize(body, remat)
+    x = place(embed(params, spec, tokens, dtype=dtype))
+    reports: Router = {}
+    for stack in stacked_layers(params, spec):
+        x, router = jax.lax.scan(step, x, stack)
+        reports |= router
+    return final_norm(params, spec, x), reports
 
 
 def head_matrix(params: Params, spec: ModelSpec) -> Float[Array, "D V"]:
     """Return the output projection: the transposed embedding when tied, else its own array.
 
     Raises:
-        ValueError: The model ends in a value head.
+        ValueError: The model ends in a value head or in a reward head.
 
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
@@ -184,13 +467,17 @@ def head_matrix(params: Params, spec: ModelSpec) -> Float[Array, "D V"]:
     >>> head_matrix({"embed": jnp.ones((8, 4))}, spec).shape
     (4, 8)
     """
-    if spec.value_head:
-        raise ValueError("a model with a value head has no logits; wanted a language model")
+    if spec.value_head or spec.reward_head:
+        head = "value" if spec.value_head else "reward"
+        raise ValueError(f"a model with a {head} head has no logits; wanted a language model")
     return params["embed"].T if spec.tied_embeddings else params["head"]
 
 
 def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
     """Project hidden states onto the vocabulary: inputs in the dtype of `hidden`, sums in float32.
+
+    With a soft-cap c the product z becomes c·tanh(z/c), in float32 (Gemma 2,
+    https://arxiv.org/abs/2408.00118, section 2).
 
     Args:
         params: Parameters nested as `declare(spec)`.
@@ -207,4 +494,6 @@ def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Flo
     dtype('float32')
     """
     head = head_matrix(params, spec).astype(hidden.dtype)
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    z = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    cap = spec.logit_softcap
+    return z if cap is None else cap * jnp.tanh(z / cap)

@@ -23,7 +23,11 @@ DEFAULT_RULES: Rules = {
     "kv_heads": "tensor",
     "head_width": None,
     "ff": "tensor",
+    "experts": None,
+    "expert_ff": "tensor",
     "label": None,
+    "rank": None,
+    "latent": None,
 }
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.attention import attend, attend_cache
+from jaxrl_llm.models.attention import Attending, attend, attend_cache
 
 SEGMENTS = [
     [1, 1, 1, 1, 1, 1],
@@ -21,15 +21,30 @@ def arrays(*shape, kv_heads):
     return [rng.normal(size=s).astype(np.float32) for s in (shape, kv_shape, kv_shape)]
 
 
-def looped(q, k, v, allowed):
+HOW = {
+    "plain": Attending(),
+    "window": Attending(window=3),
+    "window of one": Attending(window=1),
+    "traced window": Attending(window=jnp.array(2)),
+    "no window among windows": Attending(window=jnp.array(jnp.iinfo(jnp.int32).max)),
+    "scale and soft-cap": Attending(scale=0.7, softcap=1.5),
+    "soft-cap and window": Attending(softcap=0.8, window=2),
+}
+each_how = pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
+
+
+def looped(q, k, v, allowed, how=HOW["plain"]):
     """Attend one query at a time over the keys that `allowed(row, i, j)` admits, in float64."""
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     out = np.full(q.shape, np.nan)
-    rows, length, heads, width = q.shape
+    rows, length, heads, _ = q.shape
     for r, i, n in np.ndindex(rows, length, heads):
         kv = n * k.shape[2] // heads
         keys = [j for j in range(k.shape[1]) if allowed(r, i, j)]
         if keys:
-            scores = [float(q[r, i, n].astype(float) @ k[r, j, kv]) / width**0.5 for j in keys]
+            scores = scale * np.array([q[r, i, n].astype(float) @ k[r, j, kv] for j in keys])
+            if how.softcap is not None:
+                scores = how.softcap * np.tanh(scores / how.softcap)
             weights = np.exp(scores) / np.exp(scores).sum()
             out[r, i, n] = sum(w * v[r, j, kv] for w, j in zip(weights, keys, strict=True))
     return out
@@ -58,13 +73,36 @@ def test_cached_equals_loops(heads, kv_heads):
     np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
 
 
+@each_how
+def test_windows_scales_and_caps_equal_loops(how):
+    q, k, v = arrays(4, 6, 4, 8, kv_heads=2)
+    segments = np.array(SEGMENTS)
+    window = 6 if how.window is None else int(how.window)
+
+    def allowed(r, i, j):
+        return i - window < j <= i and segments[r, i] == segments[r, j] and segments[r, i] > 0
+
+    wanted = looped(q, k, v, allowed, how)
+    got = np.asarray(attend(*map(jnp.array, (q, k, v, segments)), how))
+    real = segments > 0
+    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    assert np.isfinite(got).all()
+
+    lengths = np.array([1, 4, 5, 6])
+    last = lengths - 1
+    wanted = looped(q[:, :1], k, v, lambda r, i, j: last[r] - window < j <= last[r], how)
+    got = attend_cache(*map(jnp.array, (q[:, 0], k, v, lengths)), how)
+    np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [HOW["plain"], HOW["soft-cap and window"]], ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_are_finite_and_do_not_cross_segments(dtype):
+def test_gradients_are_finite_and_do_not_cross_segments(dtype, how):
     qkv = [jnp.array(x, dtype) for x in arrays(4, 6, 4, 8, kv_heads=2)]
     segments = jnp.array(SEGMENTS)
 
     def second_segment(q, k, v):
-        mixed = attend(q, k, v, segments)
+        mixed = attend(q, k, v, segments, how)
         assert mixed.dtype == dtype
         weights = jnp.arange(1.0, 9.0) * (segments == 2)[..., None, None]
         return (mixed * weights).sum()
@@ -74,14 +112,15 @@ def test_gradients_are_finite_and_do_not_cross_segments(dtype):
         assert not gradient[segments != 2].any()
         assert gradient[segments == 2].any()
 
-    everything = jax.grad(lambda *a: attend(*a, segments).sum(), argnums=(0, 1, 2))(*qkv)
+    everything = jax.grad(lambda *a: attend(*a, segments, how).sum(), argnums=(0, 1, 2))(*qkv)
     assert all(jnp.isfinite(gradient).all() for gradient in everything)
 
 
-def test_softmax_is_float32_in_bfloat16():
+@pytest.mark.parametrize("how", [Attending(), Attending(softcap=1e6)], ids=["plain", "capped"])
+def test_softmax_is_float32_in_bfloat16(how):
     """Scores near 64 that differ by 1/8 are one number in bfloat16, whose step there is 1/2."""
     q = jnp.full((1, 2, 1, 4), 8.0, jnp.bfloat16)
     k = jnp.array([[[[4.0, 4.0, 4.0, 4.0]], [[4.0, 4.0, 4.0, 4.03125]]]], jnp.bfloat16)
     v = jnp.array([[[[0.0] * 4], [[1.0] * 4]]], jnp.bfloat16)
-    got = attend(q, k, v, jnp.ones((1, 2), jnp.int32))[0, 1, 0, 0]
+    got = attend(q, k, v, jnp.ones((1, 2), jnp.int32), how)[0, 1, 0, 0]
     assert abs(float(got) - 1 / (1 + np.exp(-0.125))) < 4e-3

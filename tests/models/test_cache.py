@@ -1,3 +1,4 @@
+import dataclasses
 from functools import partial
 
 import jax
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.cache import decode_step, init_cache, prefill, take
+from jaxrl_llm.models.rope import YarnScaling
 from jaxrl_llm.models.transformer import forward, logits
 
 PROMPTS, NEW, SLOTS = np.array([1, 4, 7]), 5, 14
@@ -25,7 +27,8 @@ def step(params, spec):
 @pytest.fixture(scope="module")
 def prefilled(spec, params, tokens):
     """Prefill prompts whose padding holds arbitrary tokens."""
-    return prefill(params, spec, tokens[:, :7], jnp.array(PROMPTS), cache_length=SLOTS)
+    run = jax.jit(partial(prefill, params, spec, cache_length=SLOTS))
+    return run(tokens[:, :7], jnp.array(PROMPTS))
 
 
 def log_probs(params, spec, hidden):
@@ -34,7 +37,7 @@ def log_probs(params, spec, hidden):
 
 def test_decoding_equals_the_teacher_forced_forward(spec, params, tokens, prefilled, step):
     positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
-    whole = forward(params, spec, tokens, positions, jnp.ones_like(tokens))
+    whole = jax.jit(forward, static_argnums=1)(params, spec, tokens, positions, positions * 0 + 1)
     wanted = np.asarray(log_probs(params, spec, whole))
     rows = np.arange(3)
 
@@ -45,6 +48,39 @@ def test_decoding_equals_the_teacher_forced_forward(spec, params, tokens, prefil
         at = PROMPTS + done
         hidden, cache = step(cache, tokens[rows, at], jnp.array(at))
         got = log_probs(params, spec, hidden)
+        np.testing.assert_allclose(got, wanted[rows, at], atol=1e-4, err_msg=f"token {done}")
+
+
+def test_decoding_equals_forward_with_windows_caps_and_two_rotations(spec, params, tokens):
+    """Only some layers have a window of 3 tokens, and rotate otherwise; scores are capped."""
+    mixed = dataclasses.replace(
+        spec,
+        window=3,
+        windowed_layers=(True, False, True),
+        rope_scaling=YarnScaling(factor=4.0, original_positions=16),
+        local_rope_theta=50.0,
+        rotary_fraction=0.67,
+        query_scalar=3.0,
+        score_softcap=2.0,
+        logit_softcap=3.0,
+        unit_offset_norms=True,
+        scaled_embeddings=True,
+        activation="gelu_tanh",
+    )
+    assert mixed.rotary_width == 4  # of 6
+    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+    whole = jax.jit(forward, static_argnums=1)(params, mixed, tokens, positions, positions * 0 + 1)
+    wanted = np.asarray(log_probs(params, mixed, whole))
+    rows, prompts = np.arange(3), jnp.array(PROMPTS)
+    fill = jax.jit(partial(prefill, params, mixed, cache_length=SLOTS))
+    hidden, cache = fill(tokens[:, :7], prompts)
+    got = log_probs(params, mixed, hidden)
+    np.testing.assert_allclose(got, wanted[rows, PROMPTS - 1], atol=1e-4)
+    step = jax.jit(partial(decode_step, params, mixed))
+    for done in range(NEW):
+        at = PROMPTS + done
+        hidden, cache = step(cache, tokens[rows, at], jnp.array(at))
+        got = log_probs(params, mixed, hidden)
         np.testing.assert_allclose(got, wanted[rows, at], atol=1e-4, err_msg=f"token {done}")
 
 
@@ -109,16 +145,16 @@ def test_the_cache_is_updated_in_place(spec, params):
     assert stats.temp_size_in_bytes < size
 
 
-def test_bfloat16_cache(spec, params, tokens, prefilled):
-    prompts = tokens[:, :7], jnp.array(PROMPTS)
-    hidden, cache = prefill(params, spec, *prompts, cache_length=SLOTS, dtype=jnp.bfloat16)
+def test_bfloat16_cache(spec, params, tokens, prefilled, step):
+    fill = partial(prefill, params, spec, cache_length=SLOTS, dtype=jnp.bfloat16)
+    hidden, cache = jax.jit(fill)(tokens[:, :7], jnp.array(PROMPTS))
     assert {hidden.dtype, cache.keys.dtype, cache.values.dtype} == {jnp.dtype(jnp.bfloat16)}
     next_tokens = jnp.array([3, 4, 5])
-    narrow, after = decode_step(
-        params, spec, cache, next_tokens, jnp.array(PROMPTS), dtype=jnp.bfloat16
+    narrow, after = jax.jit(partial(decode_step, params, spec, dtype=jnp.bfloat16))(
+        cache, next_tokens, jnp.array(PROMPTS)
     )
     assert {narrow.dtype, after.keys.dtype} == {jnp.dtype(jnp.bfloat16)}
-    wide, _ = decode_step(params, spec, prefilled[1], next_tokens, jnp.array(PROMPTS))
+    wide, _ = step(prefilled[1], next_tokens, jnp.array(PROMPTS))
     assert np.abs(np.asarray(narrow, np.float32) - wide).mean() < 0.05
 
 

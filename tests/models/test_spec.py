@@ -34,6 +34,14 @@ def test_spec_is_a_static_argument(spec):
     [
         ({"heads": 3}, "kv_heads must divide heads, got heads=3, kv_heads=2"),
         ({"head_width": 5}, "head_width must be even .* got 5"),
+        ({"head_width": 8, "rotary_fraction": 0.4}, "got 8, of which 3 are rotated"),
+        ({"head_width": 8, "rotary_fraction": 1.5}, "got 8, of which 12 are rotated"),
+        ({"activation": "relu"}, "activation 'relu'; wanted one of"),
+        ({"window": 2, "windowed_layers": (True,)}, "1 entries for 3 layers"),
+        ({"windowed_layers": (True, False, True)}, "needs a window and both kinds"),
+        ({"window": 2, "windowed_layers": (True,) * 3}, "needs a window and both kinds"),
+        ({"local_rope_theta": 1e4}, "local_rope_theta needs windowed_layers"),
+        ({"score_softcap": 0.0}, r"must be positive, got \{'score_softcap': 0.0"),
         ({"layers": 0, "norm_eps": -1.0}, r"must be positive, got \{'layers': 0, 'norm_eps': -1"),
     ],
 )
@@ -84,6 +92,43 @@ def test_parameter_count_by_hand(spec):
         critic = dataclasses.replace(other, value_head=True)
         assert parameter_count(critic) == v * d + 3 * layer + d + d + 1
         assert "head" not in declare(critic)
+
+
+def test_optional_arrays_by_hand(spec):
+    rich = dataclasses.replace(
+        spec, qkv_bias=True, output_bias=True, mlp_bias=True, post_norms=True
+    )
+    d, h, f = 16, 6, 20
+    biases = (4 + 2 + 2) * h + d + 2 * f + d
+    assert parameter_count(rich) == parameter_count(spec) + 3 * (biases + 2 * d)
+    layers = declare(rich)["layers"]
+    names = {
+        ours: decl.hf_name.removeprefix("model.layers.{layers}.") for ours, decl in layers.items()
+    }
+    assert names["mlp_norm"] == "pre_feedforward_layernorm.weight"
+    assert names["attention_post_norm"] == "post_attention_layernorm.weight"
+    assert names["query_bias"] == "self_attn.q_proj.bias"
+    assert layers["query_bias"].hf_shape == (24,)
+    assert len(set(names.values())) == len(names)
+
+
+def test_initial_norms_with_unit_offset(spec, draw):
+    drawn = draw(dataclasses.replace(spec, unit_offset_norms=True), key=jax.random.key(0))
+    for name, array in paths(drawn).items():
+        if "norm" in name:
+            np.testing.assert_array_equal(array, 0.0)
+
+
+def test_a_stack_numbers_its_layers_from_its_first():
+    decl = ArrayDecl(
+        shape=(2, 4),
+        axes=("layers", "norm"),
+        initializer=NORMAL,
+        hf_name="{layers}.norm",
+        hf_axes=(("norm",),),
+        first_layer=3,
+    )
+    assert list(decl.hf_indices()) == [("3.norm", (0,)), ("4.norm", (1,))]
 
 
 def test_initial_value_head(spec, draw):

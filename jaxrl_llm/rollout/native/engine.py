@@ -72,19 +72,20 @@ class NativeEngine:
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
         self.prompts_per_fill = prompts_per_fill
         self._everywhere = replicated(mesh)
+        run_as = spec.for_decoding
         self._by_slot = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         by_row: Any = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
         self._cache_layout = Cache(by_row, by_row)
         self._fill = jax.jit(
-            functools.partial(_fill, spec), donate_argnums=1, out_shardings=self._cache_layout
+            functools.partial(_fill, run_as), donate_argnums=1, out_shardings=self._cache_layout
         )
         self._decode = jax.jit(
-            functools.partial(_decode, spec, steps),
+            functools.partial(_decode, run_as, steps),
             donate_argnums=(1, 2),
             out_shardings=(self._cache_layout, self._by_slot),
         )
         make: Callable[[], Cache] = functools.partial(
-            init_cache, spec, slots, max_tokens, dtype=self.dtype
+            init_cache, run_as, slots, max_tokens, dtype=self.dtype
         )
         self._make_cache = jax.jit(make, out_shardings=self._cache_layout)
         self._params: Any = None

@@ -1,0 +1,482 @@
+"""The families of models that we read from and write to Hugging Face directories, as one table.
+
+A family says which keys of `config.json` give which fields of a spec, what transformers takes for
+a key that is absent, and what all its models have in common. Reading and writing are the same for
+all of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_llm.models.hf_parts import (
+    BALANCE_KEYS,
+    DEEPSEEK_V3_KEYS,
+    MIXTRAL_KEYS,
+    QWEN3_MOE_KEYS,
+    read_deepseek_v3,
+    read_mixtral,
+    read_qwen3_moe,
+    write_deepseek_v3,
+    write_mixtral,
+    write_qwen3_moe,
+)
+from jaxrl_llm.models.hf_rope import LOCAL_ROPE_KEY, ROPE_KEYS, Ropes, read_ropes, write_rope
+from jaxrl_llm.models.spec import ModelSpec
+
+Config = Mapping[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_width",
+    "intermediate_size": "ff_width",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_positions",
+    "tie_word_embeddings": "tied_embeddings",
+    "initializer_range": "init_std",
+}
+FLOATS = {"norm_eps", "init_std", "query_scalar", "logit_softcap", "score_softcap"}
+NULLABLE = {"final_logit_softcapping", "attn_logit_softcapping"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Keys that do not change what a model computes for given tokens and weights.
+WITHOUT_EFFECT = {
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "pretraining_tp",
+    "_name_or_path",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "attn_implementation",
+    "cache_implementation",
+    "auto_map",
+    "is_decoder",
+    "is_llama_config",
+    "transformers.js_config",
+    "unsloth_fixed",
+    "unsloth_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "tokenizer_class",
+    "finetuning_task",
+    "task_specific_params",
+    "problem_type",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "classifier_dropout",
+    "token_classification_bias",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "torchscript",
+    "use_bfloat16",
+    "chunk_size_feed_forward",
+    # how to generate, which transformers 4 wrote here too
+    "do_sample",
+    "early_stopping",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "repetition_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "diversity_penalty",
+    "encoder_no_repeat_ngram_size",
+    "no_repeat_ngram_size",
+    "output_scores",
+    "return_dict_in_generate",
+    "remove_invalid_values",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Describe how one family of models is written in `config.json`.
+
+    Args:
+        name: What the names of its classes in transformers begin with.
+        model_type: Its name in `config.json`.
+        keys: Config keys to spec fields, besides those of `SIZES`.
+        defaults: Keys that may be absent, and what transformers takes then.
+        derived: Keys that may be absent or null, and what follows from the others then.
+        common: Spec fields that all models of the family share.
+        activation_key: The key of the activation function.
+        layer_types: `config -> list`, what transformers takes for an absent `layer_types`.
+        mixed_layers: Whether the family reads `layer_types`.
+        unread: Keys that the family's code in transformers does not look at.
+        rope_theta: Base of the rotary frequencies if none is given; None if it must be.
+        local_rope_theta: The same for layers with a window, if these have their own.
+        token_classifier: Whether transformers has such a class, which holds a critic.
+        sequence_classifier: What follows the family's name in that of the class with one score per
+            sequence.
+        read_parts: `config -> spec fields` that several keys give together, over all others.
+        write_parts: `spec -> config keys`, its inverse, over all others; None for a spec that has
+            no such parts.
+
+    >>> FAMILIES[0].language_model
+    'Qwen3ForCausalLM'
+    """
+
+    name: str
+    model_type: str
+    keys: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    derived: dict[str, Callable[[Config], Any]] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    layer_types: Callable[[Config], list[str]]
+    mixed_layers: bool = True
+    unread: frozenset[str] = frozenset()
+    rope_theta: float | None = None
+    local_rope_theta: float | None = None
+    token_classifier: bool = True
+    sequence_classifier: str = "ForSequenceClassification"
+    read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
+    write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
+
+    @property
+    def language_model(self) -> str:
+        """Return the name of the class with logits."""
+        return f"{self.name}ForCausalLM"
+
+    @property
+    def reward_model(self) -> str:
+        """Return the name of the class with one score per sequence."""
+        return f"{self.name}{self.sequence_classifier}"
+
+    @property
+    def value_model(self) -> str | None:
+        """Return the name of the class that holds a critic, if there is one."""
+        return f"{self.name}ForTokenClassification" if self.token_classifier else None
+
+
+def read_family(family: Family, config: Config, *, value_head: bool = False) -> ModelSpec:
+    """Read a spec from the keys of a `config.json`.
+
+    Args:
+        family: The family that its architecture names.
+        config: Its keys.
+        value_head: Whether the architecture ends in one label.
+
+    Returns:
+        The spec.
+
+    Raises:
+        ValueError: A key is missing, has a value that we do not support, or is one that we do not
+            know and is set. An unknown key that is null, false, 0 or empty counts as switched off.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> read_family(FAMILIES[0], write_family(FAMILIES[0], spec)) == spec
+    True
+    """
+    _refuse_unknown(family, config)
+    filled = _fill(family, config)
+    values = {ours: filled[theirs] for theirs, ours in (SIZES | family.keys).items()}
+    for name in FLOATS & values.keys():
+        values[name] = None if values[name] is None else float(values[name])
+    if "qkv_bias" in values:
+        values["output_bias"] = values["qkv_bias"]
+    if values.get("query_scalar") == values["head_width"]:
+        values["query_scalar"] = None
+    activation = filled[family.activation_key]
+    if activation not in ACTIVATIONS:
+        wanted = sorted(ACTIVATIONS)
+        raise ValueError(f"{family.activation_key}={activation!r}; supported are {wanted}")
+    return ModelSpec(
+        **(values | _read_layers(family, filled) | family.common | family.read_parts(filled)),
+        activation=ACTIVATIONS[activation],
+        value_head=value_head,
+    )
+
+
+def _refuse_unknown(family: Family, config: Config) -> None:
+    if quantization := config.get("quantization_config"):
+        raise ValueError(
+            f"the weights are quantized by {quantization.get('quant_method')!r}; wanted a copy of "
+            "the model in bfloat16, float16 or float32"
+        )
+    known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.unread}
+    known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT
+    if family.local_rope_theta is not None:
+        known |= {LOCAL_ROPE_KEY}
+    unknown = {key: value for key, value in config.items() if value and key not in known}
+    if unknown:
+        raise ValueError(
+            f"{unknown}: not supported in a {family.name} model; supported are "
+            f"{sorted(known - WITHOUT_EFFECT)}. What does not change what the model computes "
+            "can be removed from the file"
+        )
+
+
+def _fill(family: Family, config: Config) -> dict[str, Any]:
+    filled = {"initializer_range": 0.02, "tie_word_embeddings": False} | family.defaults
+    filled |= config
+    wanted = {*SIZES, *family.keys, family.activation_key} - NULLABLE
+    missing = sorted(k for k in wanted - family.derived.keys() if filled.get(k) is None)
+    if missing:
+        raise ValueError(f"the keys {missing} are missing")
+    for key, derive in family.derived.items():
+        if filled.get(key) is None:
+            filled[key] = derive(filled)
+    return filled
+
+
+def _read_layers(family: Family, config: Config) -> dict[str, Any]:
+    """Return the spec's fields on windows and rotations, which may differ between layers."""
+    types = family.layer_types(config)
+    given = config.get("layer_types")
+    if given is not None and not family.mixed_layers and given != types:
+        raise ValueError(f"layer_types={given}; the code of {family.name} takes {types}")
+    types = types if given is None else given
+    if len(types) != config["num_hidden_layers"] or not set(types) <= {FULL, SLIDING}:
+        raise ValueError(
+            f"layer_types={types}; wanted {config['num_hidden_layers']} of {FULL!r} and {SLIDING!r}"
+        )
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if SLIDING in types and window is None:
+        raise ValueError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
+    ropes = read_ropes(config, theta=family.rope_theta, local_theta=family.local_rope_theta)
+    mixed = len(set(types)) > 1
+    if not mixed and ropes.local_rope_theta is not None:
+        local = types[0] == SLIDING
+        ropes = (
+            Ropes(ropes.local_rope_theta, None, None)
+            if local
+            else ropes._replace(local_rope_theta=None)
+        )
+    return {
+        "window": window if SLIDING in types else None,
+        "windowed_layers": tuple(kind == SLIDING for kind in types) if mixed else (),
+        **ropes._asdict(),
+    }
+
+
+def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    """Write a spec as the keys of a `config.json`, readable by transformers 4 and 5.
+
+    Args:
+        family: The family to write it as. What the family cannot say is left out, so read it again
+            and compare.
+        spec: The model.
+
+    Returns:
+        The config as a dict.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> write_family(FAMILIES[0], spec)["model_type"]
+    'qwen3'
+    """
+    values = {theirs: getattr(spec, ours) for theirs, ours in (SIZES | family.keys).items()}
+    if "query_pre_attn_scalar" in values:
+        scalar = spec.head_width if spec.query_scalar is None else spec.query_scalar
+        values["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    theirs = {ours: key for key, ours in ACTIVATIONS.items()}
+    return {
+        "architectures": [family.language_model],
+        "model_type": family.model_type,
+        **values,
+        family.activation_key: theirs[spec.activation],
+        **_write_layers(family, spec),
+        **(family.write_parts(spec) or {}),
+    }
+
+
+def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    windowed = spec.windowed_layers or (spec.window is not None,) * spec.layers
+    config: dict[str, Any] = {}
+    if family.mixed_layers:
+        config["layer_types"] = [SLIDING if slides else FULL for slides in windowed]
+    if "sliding_window" in family.defaults:
+        config["sliding_window"] = spec.window
+    if "use_sliding_window" in family.defaults:
+        config["use_sliding_window"] = spec.window is not None
+        config["max_window_layers"] = windowed.index(True) if True in windowed else spec.layers
+    rope = write_rope(spec.rope_theta, spec.rope_scaling)
+    config["rope_theta"] = spec.rope_theta
+    if spec.rope_scaling:
+        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if family.local_rope_theta is None:
+        return config | {"rope_parameters": rope}
+    local = spec.rope_theta if spec.local_rope_theta is None else spec.local_rope_theta
+    return config | {
+        LOCAL_ROPE_KEY: local,
+        "rope_parameters": {FULL: rope, SLIDING: write_rope(local, None)},
+    }
+
+
+def _all_full(config: Config) -> list[str]:
+    return [FULL] * config["num_hidden_layers"]
+
+
+def _all_alike(config: Config) -> list[str]:
+    kind = FULL if config["sliding_window"] is None else SLIDING
+    return [kind] * config["num_hidden_layers"]
+
+
+def _last_slide(config: Config) -> list[str]:
+    slides = config["use_sliding_window"] and config["sliding_window"] is not None
+    first = config["max_window_layers"] if slides else config["num_hidden_layers"]
+    return [SLIDING if i >= first else FULL for i in range(config["num_hidden_layers"])]
+
+
+def _every_nth_is_full(config: Config) -> list[str]:
+    period = config["sliding_window_pattern"]
+    return [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
+
+
+def _width_per_head(config: Config) -> int:
+    return config["hidden_size"] // config["num_attention_heads"]
+
+
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+GEMMA: dict[str, Any] = {
+    "activation_key": "hidden_activation",
+    "layer_types": _every_nth_is_full,
+    "unread": frozenset({"hidden_act", "_sliding_window_pattern", "sliding_window_size"}),
+}
+GEMMA_KEYS = {
+    "attention_bias": "qkv_bias",
+    "query_pre_attn_scalar": "query_scalar",
+    "final_logit_softcapping": "logit_softcap",
+}
+GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+GEMMA_COMMON = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True}
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="Qwen3",
+        model_type="qwen3",
+        keys={"attention_bias": "qkv_bias"},
+        defaults={"hidden_act": "silu", "attention_bias": False} | QWEN_WINDOW,
+        common={"qk_norm": True},
+        layer_types=_last_slide,
+    ),
+    Family(
+        name="Qwen2",
+        model_type="qwen2",
+        defaults={"hidden_act": "silu"} | QWEN_WINDOW,
+        derived={"head_dim": _width_per_head},
+        common={"qk_norm": False, "qkv_bias": True},
+        layer_types=_last_slide,
+    ),
+    Family(
+        name="Llama",
+        model_type="llama",
+        keys={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
+        defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        derived={
+            "head_dim": _width_per_head,
+            "num_key_value_heads": lambda config: config["num_attention_heads"],
+        },
+        common={"qk_norm": False},
+        layer_types=_all_full,
+        mixed_layers=False,
+        rope_theta=1e4,
+    ),
+    Family(
+        name="Mistral",
+        model_type="mistral",
+        defaults={"hidden_act": "silu", "sliding_window": 4096},
+        derived={"head_dim": _width_per_head},
+        common={"qk_norm": False},
+        layer_types=_all_alike,
+        mixed_layers=False,
+        rope_theta=1e4,
+    ),
+    Family(
+        name="Gemma2",
+        model_type="gemma2",
+        keys=GEMMA_KEYS | {"attn_logit_softcapping": "score_softcap"},
+        defaults=GEMMA_DEFAULTS
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+        | {"sliding_window_pattern": 2},
+        common=GEMMA_COMMON | {"qk_norm": False},
+        rope_theta=1e4,
+        **GEMMA,
+    ),
+    Family(
+        name="Gemma3",
+        model_type="gemma3_text",
+        keys=GEMMA_KEYS,
+        # its code in transformers does not apply attn_logit_softcapping, so a value is refused
+        defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
+        common=GEMMA_COMMON | {"qk_norm": True},
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        token_classifier=False,
+        sequence_classifier="TextForSequenceClassification",  # without Text it sees images too
+        **GEMMA,
+    ),
+    Family(
+        name="Qwen3Moe",
+        model_type="qwen3_moe",
+        keys={"attention_bias": "qkv_bias"},
+        defaults={"hidden_act": "silu", "attention_bias": False},
+        derived={"head_dim": _width_per_head},
+        common={"qk_norm": True},
+        layer_types=_all_full,
+        mixed_layers=False,
+        unread=frozenset(QWEN3_MOE_KEYS | BALANCE_KEYS | {"sliding_window", "max_window_layers"}),
+        read_parts=read_qwen3_moe,
+        write_parts=write_qwen3_moe,
+    ),
+    Family(
+        name="Mixtral",
+        model_type="mixtral",
+        defaults={"hidden_act": "silu", "sliding_window": None},
+        derived={
+            "head_dim": _width_per_head,
+            "num_key_value_heads": lambda config: config["num_attention_heads"],
+        },
+        common={"qk_norm": False},
+        layer_types=_all_alike,
+        mixed_layers=False,
+        unread=frozenset(MIXTRAL_KEYS | BALANCE_KEYS),
+        rope_theta=1e6,
+        read_parts=read_mixtral,
+        write_parts=write_mixtral,
+    ),
+    Family(
+        name="DeepseekV3",
+        model_type="deepseek_v3",
+        defaults={"hidden_act": "silu"},
+        derived={
+            "head_dim": lambda config: config["qk_rope_head_dim"],
+            "num_key_value_heads": lambda config: config["num_attention_heads"],
+        },
+        common={"qk_norm": False},
+        layer_types=_all_full,
+        mixed_layers=False,
+        unread=frozenset(DEEPSEEK_V3_KEYS | BALANCE_KEYS),
+        rope_theta=1e4,
+        read_parts=read_deepseek_v3,
+        write_parts=write_deepseek_v3,
+    ),
+)

@@ -1,0 +1,245 @@
+"""Mixtures of experts and latent attention in `config.json`, where several keys give one part.
+
+Each pair of functions reads the fields of a spec from the keys of a family, and writes them back.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm.models.hf_rope import read_ropes
+from jaxrl_llm.models.mla import LatentSpec
+from jaxrl_llm.models.moe import MoeSpec, SigmoidRouter, SoftmaxRouter
+from jaxrl_llm.models.rope import Scaling, YarnScaling
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.spec import ModelSpec
+
+Config = Mapping[str, Any]
+
+MIXTRAL_NAMES: dict[str, Any] = {
+    "hf_module": "block_sparse_moe",
+    "hf_projections": ("w1", "w3", "w2"),
+}
+# Keys that only training in transformers looks at: the balance loss and what reports it.
+BALANCE_KEYS = {"router_aux_loss_coef", "output_router_logits", "aux_loss_alpha", "seq_aux"}
+QWEN3_MOE_KEYS = {
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "use_qk_norm",
+}
+MIXTRAL_KEYS = {"num_local_experts", "num_experts_per_tok"}
+DEEPSEEK_V3_KEYS = {
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+    "num_nextn_predict_layers",  # multi-token prediction, which is no part of the language model
+    "ep_size",
+}
+
+
+def read_qwen3_moe(config: Config) -> dict[str, Any]:
+    """Read the experts of a Qwen3-MoE model, of which every layer must be a mixture.
+
+    Raises:
+        ValueError: A key is missing, or some layers have no experts.
+
+    >>> config = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    >>> read_qwen3_moe(config)["moe"].router
+    SoftmaxRouter(normalize=False)
+    """
+    _only(config, decoder_sparse_step=1, mlp_only_layers=[])
+    names = ("num_experts", "num_local_experts")  # of transformers 4 and 5
+    given = {config[name] for name in names if config.get(name) is not None}
+    if len(given) != 1:
+        raise ValueError(f"num_experts or num_local_experts must give one number, got {given}")
+    return {
+        "moe": MoeSpec(
+            experts=given.pop(),
+            experts_per_token=_given(config, "num_experts_per_tok"),
+            ff_width=_given(config, "moe_intermediate_size"),
+            router=SoftmaxRouter(normalize=config.get("norm_topk_prob", False)),
+        )
+    }
+
+
+def write_qwen3_moe(spec: "ModelSpec") -> dict[str, Any] | None:
+    """Write what `read_qwen3_moe` reads; None for a model without such experts.
+
+    >>> from jaxrl_llm.models.spec import ModelSpec
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> write_qwen3_moe(spec) is None
+    True
+    """
+    if spec.moe is None or not isinstance(spec.moe.router, SoftmaxRouter):
+        return None
+    return {
+        "num_experts": spec.moe.experts,
+        "num_experts_per_tok": spec.moe.experts_per_token,
+        "moe_intermediate_size": spec.moe.ff_width,
+        "norm_topk_prob": spec.moe.router.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def read_mixtral(config: Config) -> dict[str, Any]:
+    """Read the experts of a Mixtral model.
+
+    Raises:
+        ValueError: A key is missing.
+
+    >>> config = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 6}
+    >>> read_mixtral(config)["moe"].hf_module
+    'block_sparse_moe'
+    """
+    return {
+        "moe": MoeSpec(
+            experts=_given(config, "num_local_experts"),
+            experts_per_token=_given(config, "num_experts_per_tok"),
+            ff_width=_given(config, "intermediate_size"),
+            router=SoftmaxRouter(normalize=True),
+            **MIXTRAL_NAMES,
+        )
+    }
+
+
+def write_mixtral(spec: "ModelSpec") -> dict[str, Any] | None:
+    """Write what `read_mixtral` reads; None for a model without such experts.
+
+    >>> from jaxrl_llm.models.spec import ModelSpec
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> write_mixtral(spec) is None
+    True
+    """
+    if spec.moe is None or not isinstance(spec.moe.router, SoftmaxRouter):
+        return None
+    return {
+        "num_local_experts": spec.moe.experts,
+        "num_experts_per_tok": spec.moe.experts_per_token,
+    }
+
+
+def read_deepseek_v3(config: Config) -> dict[str, Any]:
+    r"""Read the experts and the latent attention of a DeepSeek-V3 model.
+
+    With YaRN and `mscale_all_dim` m, scores are multiplied by $(0.1\,m \ln f + 1)^2$ for the factor
+    f, besides $1/\sqrt{H}$; in the spec that is a part of `query_scalar`.
+
+    Raises:
+        ValueError: A key is missing or has a value that we do not support.
+
+    >>> sizes = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=6)
+    >>> sizes |= dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+    >>> read_deepseek_v3(sizes | {"n_shared_experts": 1, "first_k_dense_replace": 3,
+    ...     "max_position_embeddings": 64, "n_group": 2, "topk_group": 1,
+    ...     "routed_scaling_factor": 2.5})["head_width"]
+    6
+    """
+    _only(config, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, ep_size=1)
+    latent = LatentSpec(
+        query_rank=config.get("q_lora_rank"),
+        kv_rank=_given(config, "kv_lora_rank"),
+        nope_width=_given(config, "qk_nope_head_dim"),
+        rope_width=_given(config, "qk_rope_head_dim"),
+        value_width=_given(config, "v_head_dim"),
+        interleaved=config.get("rope_interleave", True),
+    )
+    _only(config, qk_head_dim=latent.key_width)
+    width = _given(config, "moe_intermediate_size")
+    scaling = read_ropes(config, theta=1e4, local_theta=None).rope_scaling
+    return {
+        "latent": latent,
+        "head_width": latent.key_width,
+        "query_scalar": _query_scalar(latent.key_width, scaling),
+        "moe": MoeSpec(
+            experts=_given(config, "n_routed_experts"),
+            experts_per_token=_given(config, "num_experts_per_tok"),
+            ff_width=width,
+            dense_layers=_given(config, "first_k_dense_replace"),
+            shared_ff_width=width * _given(config, "n_shared_experts"),
+            router=SigmoidRouter(
+                groups=_given(config, "n_group"),
+                top_groups=_given(config, "topk_group"),
+                normalize=config.get("norm_topk_prob", True),
+                scale=float(_given(config, "routed_scaling_factor")),
+            ),
+        ),
+    }
+
+
+def write_deepseek_v3(spec: "ModelSpec") -> dict[str, Any] | None:
+    """Write what `read_deepseek_v3` reads; None for a model without these two parts.
+
+    >>> from jaxrl_llm.models.spec import ModelSpec
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> write_deepseek_v3(spec) is None
+    True
+    """
+    moe, latent = spec.moe, spec.latent
+    if latent is None or moe is None or not isinstance(moe.router, SigmoidRouter):
+        return None
+    return {
+        "head_dim": latent.rope_width,  # what transformers takes the frequencies' number from
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_width,
+        "qk_rope_head_dim": latent.rope_width,
+        "v_head_dim": latent.value_width,
+        "rope_interleave": latent.interleaved,
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.ff_width,
+        "n_shared_experts": moe.shared_ff_width // moe.ff_width,
+        "first_k_dense_replace": moe.dense_layers,
+        "n_group": moe.router.groups,
+        "topk_group": moe.router.top_groups,
+        "norm_topk_prob": moe.router.normalize,
+        "routed_scaling_factor": moe.router.scale,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _query_scalar(width: int, scaling: Scaling | None) -> float | None:
+    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return None
+    return width / (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 4
+
+
+def _given(config: Config, key: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"the key {key!r} is missing")
+    return config[key]
+
+
+def _only(config: Config, **supported: Any) -> None:
+    for key, value in supported.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"{key}={config[key]!r}; supported is {value!r}")

@@ -1,0 +1,180 @@
+"""Rotary positions in `config.json`: `rope_theta` and `rope_scaling`, or `rope_parameters`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxrl_llm.models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Scaling,
+    YarnScaling,
+)
+
+Config = Mapping[str, Any]
+
+
+class Ropes(NamedTuple):
+    """Fields of a spec: the base of the frequencies, their scaling, and the base where local."""
+
+    rope_theta: float
+    rope_scaling: Scaling | None
+    local_rope_theta: float | None
+
+
+FACTOR = {"factor": "factor"}
+ORIGINAL = {"original_max_position_embeddings": "original_positions"}
+# rope_type: our class, and its fields by their keys
+SCALINGS: dict[str, tuple[type[Any], dict[str, str]]] = {
+    "linear": (LinearScaling, FACTOR),
+    "dynamic": (DynamicScaling, FACTOR),
+    "llama3": (
+        Llama3Scaling,
+        FACTOR
+        | ORIGINAL
+        | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"},
+    ),
+    "yarn": (
+        YarnScaling,
+        FACTOR
+        | ORIGINAL
+        | {
+            key: key
+            for key in (
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            )
+        },
+    ),
+}
+LOCAL_ROPE_KEY = "rope_local_base_freq"
+ROPE_KEYS = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+}
+
+
+def read_ropes(config: Config, *, theta: float | None, local_theta: float | None) -> Ropes:
+    """Read the rotary positions of a model.
+
+    Args:
+        config: The keys of `config.json`, in the form of transformers 4 or 5.
+        theta: The family's base where the config gives none; None if it has to.
+        local_theta: The same for layers with a window, in a family that rotates these otherwise.
+
+    Returns:
+        The spec's fields.
+
+    Raises:
+        ValueError: A key or value is not supported, or the base is missing.
+
+    >>> read_ropes({"rope_theta": 5, "rope_scaling": {"type": "linear", "factor": 2}}, theta=None,
+    ...            local_theta=None)
+    Ropes(rope_theta=5.0, rope_scaling=LinearScaling(factor=2.0), local_rope_theta=None)
+    """
+    if config.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"partial_rotary_factor={config['partial_rotary_factor']!r}; this family's code in "
+            "transformers rotates the whole head, wanted 1.0"
+        )
+    given = _one_form(config)
+    if local_theta is None:
+        if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
+            raise ValueError(f"the rotary positions are given for {nested}; wanted one for all")
+        return Ropes(*_read_rope(config, given, theta), None)
+    if "full_attention" not in given and "sliding_attention" not in given:
+        local = config.get(LOCAL_ROPE_KEY)
+        local = local_theta if local is None else float(local)
+        if config.get("rope_parameters"):
+            raise ValueError(
+                f"rope_parameters={config['rope_parameters']!r}; wanted one entry for each of "
+                "full_attention and sliding_attention"
+            )
+        return Ropes(*_read_rope(config, given, theta), local)
+    if other := given.keys() - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"rope_parameters has {sorted(other)} beside entries for kinds of layers")
+    full = _read_rope(config, given.get("full_attention") or {}, theta)
+    local_config = {key: value for key, value in config.items() if key != "rope_theta"}
+    local, scaling = _read_rope(local_config, given.get("sliding_attention") or {}, local_theta)
+    if scaling is not None:
+        raise ValueError(
+            f"rope_parameters of sliding_attention have {scaling}; supported is rope_type='default'"
+        )
+    return Ropes(*full, local)
+
+
+def _one_form(config: Config) -> dict[str, Any]:
+    """Return `rope_parameters`, or `rope_scaling` of transformers 4; both must agree."""
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+
+    def scaling(rope: Config) -> dict[str, Any]:
+        kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        named = {"rope_type", "type", "rope_theta"}
+        return kind | {key: value for key, value in rope.items() if key not in named}
+
+    if old and new and scaling(old) != scaling(new.get("full_attention") or new):
+        raise ValueError(f"rope_scaling={old} and rope_parameters={new} disagree; wanted one")
+    return dict(new or old)
+
+
+def _read_rope(
+    config: Config, given: Config, default_theta: float | None
+) -> tuple[float, Scaling | None]:
+    rope = {key: value for key, value in given.items() if value is not None}
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    theta = default_theta if theta is None else theta
+    if theta is None:
+        raise ValueError("neither rope_theta nor rope_parameters.rope_theta is given")
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope_parameters has partial_rotary_factor in {given}; wanted 1.0")
+    if kind != "default" and kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind!r}; supported are {['default', *SCALINGS]}")
+    made, keys = SCALINGS.get(kind, (None, {}))
+    if "original_max_position_embeddings" in keys:
+        length = config.get("original_max_position_embeddings")
+        if length is not None:
+            rope["original_max_position_embeddings"] = length
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    unknown = {key: value for key, value in rope.items() if key not in keys and value}
+    if unknown:
+        raise ValueError(f"rope_type={kind!r} with {unknown}; supported are {sorted(keys)}")
+    if made is None:
+        return float(theta), None
+    return float(theta), _make(made, {keys[key]: rope[key] for key in keys if key in rope}, kind)
+
+
+def _make(made: type[Any], values: dict[str, Any], kind: str) -> Scaling:
+    fields = dataclasses.fields(made)
+    missing = [
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise ValueError(f"rope_type={kind!r} without {missing}")
+    whole = {"original_positions": int, "truncate": bool}
+    return made(**{name: whole.get(name, float)(value) for name, value in values.items()})
+
+
+def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
+    """Write one rotation as an entry of `rope_parameters`.
+
+    >>> write_rope(1e4, LinearScaling(factor=2.0))
+    {'rope_type': 'linear', 'rope_theta': 10000.0, 'factor': 2.0}
+    """
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    kind, keys = next((k, keys) for k, (made, keys) in SCALINGS.items() if type(scaling) is made)
+    values = {theirs: getattr(scaling, ours) for theirs, ours in keys.items()}
+    kept = {key: value for key, value in values.items() if value is not None}
+    return {"rope_type": kind, "rope_theta": theta, **kept}

@@ -1,0 +1,98 @@
+"""Rotary frequencies against `transformers`, at the sizes of published models."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+from jaxrl_llm.models.hf_rope import read_ropes
+from jaxrl_llm.models.rope import rotate, rotation
+
+PUBLISHED = {
+    "Llama 3.1": (
+        128,
+        dict(
+            rope_type="llama3",
+            rope_theta=5e5,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "Llama 3.2": (
+        64,
+        dict(
+            rope_type="llama3",
+            rope_theta=5e5,
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "Qwen2.5, YaRN": (
+        128,
+        dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768),
+    ),
+    "DeepSeek-V3": (
+        64,
+        dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            beta_fast=32,
+            beta_slow=1,
+            mscale=1.0,
+            mscale_all_dim=0.707,
+        ),
+    ),
+    "YaRN, not truncated": (
+        64,
+        dict(
+            rope_type="yarn",
+            rope_theta=15e4,
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            truncate=False,
+        ),
+    ),
+    "Gemma 3": (256, dict(rope_type="linear", rope_theta=1e6, factor=8.0)),
+    "dynamic": (128, dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
+}
+
+
+@pytest.mark.parametrize(("width", "rope"), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_frequencies_and_attention_factors_equal(width, rope):
+    config = transformers.LlamaConfig(
+        hidden_size=width, num_attention_heads=1, max_position_embeddings=1000, rope_parameters=rope
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    ropes = read_ropes(
+        {"rope_parameters": rope, "max_position_embeddings": 1000}, theta=None, local_theta=None
+    )
+    theta, scaling = ropes.rope_theta, ropes.rope_scaling
+    plain = np.float32(theta) ** (-np.arange(0, width, 2, dtype=np.float32) / width)
+    assert scaling is not None
+    ours, our_factor = scaling.apply(plain, theta=theta)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+    assert our_factor == pytest.approx(factor, rel=1e-12)
+
+    angles = 100 * theirs.double().numpy()
+    by = rotation(jnp.array([[100]]), head_width=width, theta=theta, scaling=scaling)
+    np.testing.assert_allclose(by.cos[0, 0], np.cos(angles) * factor, atol=3e-5)
+    np.testing.assert_allclose(by.sin[0, 0], np.sin(angles) * factor, atol=3e-5)
+
+
+def test_partial_rotation_equals():
+    q = torch.randn(2, 3, 5, 16, generator=torch.manual_seed(0))  # [rows, heads, tokens, width]
+    positions = np.tile(np.arange(5), (2, 1))
+    by = rotation(jnp.array(positions), head_width=12, theta=1e4)
+    cos, sin = (torch.from_numpy(np.tile(x, 2)) for x in by)
+    theirs, _ = apply_rotary_pos_emb(q, q, cos, sin)
+    ours = rotate(jnp.array(q.transpose(1, 2).numpy()), by)
+    np.testing.assert_allclose(ours, theirs.transpose(1, 2).numpy(), atol=1e-6)

@@ -1,0 +1,69 @@
+"""The engine on latent attention: it decodes over the latents, and holds each of them once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.mla import LatentSpec
+from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.types import Request, Sampling
+
+LATENT = LatentSpec(query_rank=None, kv_rank=6, nope_width=4, rope_width=2, value_width=4)
+SPEC = ModelSpec(
+    vocab_size=32,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_width=LATENT.head_width,
+    ff_width=24,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    qk_norm=False,
+    max_positions=64,
+    latent=LATENT,
+)
+SLOTS, LENGTH = 4, 24
+
+
+def test_answers_and_cache():
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda decl: jnp.asarray(
+            0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] == "norm"), jnp.float32
+        ),
+        declare(SPEC),
+    )
+    requests = [
+        Request(tuple(rng.integers(0, 32, n).tolist()), Sampling(7, temperature=1.0), seed=n)
+        for n in (1, 5, 9)
+    ]
+    engine = NativeEngine(
+        SPEC,
+        mesh=make_mesh({"fsdp": 1}, jax.devices()[:1]),
+        slots=SLOTS,
+        max_tokens=LENGTH,
+        max_prompt_tokens=12,
+        prompts_per_fill=2,
+    )
+    try:
+        engine.load(params, version=0)
+        answers = engine.sample(requests)
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._cache))
+    finally:
+        engine.close()
+    assert held == 4 * SPEC.layers * SLOTS * LENGTH * (LATENT.kv_rank + LATENT.rope_width)
+    assert dataclasses.replace(LATENT, absorbed=True) == SPEC.for_decoding.latent
+    for request, answer in zip(requests, answers, strict=True):
+        row = jnp.array([[*request.prompt, *answer.tokens]])
+        hidden = forward(params, SPEC, row, jnp.arange(row.size)[None], jnp.ones_like(row))
+        whole = np.asarray(jax.nn.log_softmax(logits(params, SPEC, hidden)))[0]
+        start = len(request.prompt) - 1
+        wanted = whole[np.arange(start, start + 7), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4)
