@@ -19,8 +19,9 @@ from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.dataflow import asks_for, call, describe
 from jaxrl_llm.functions import RunError
 from jaxrl_llm.models.heads import token_values
+from jaxrl_llm.models.moe import RouterStats
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, head_matrix
+from jaxrl_llm.models.transformer import forward_with_router, head_matrix
 from jaxrl_llm.sharding.mesh import over_batch
 from jaxrl_llm.types import Rows
 
@@ -30,13 +31,19 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """How the model is run in training: everything static about a forward pass."""
+    """How the model is run in training: everything static about a forward pass.
+
+    `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
+    update moves the bias of sigmoid routers.
+    """
 
     spec: ModelSpec
     dtype: str = "float32"
-    remat: bool = False
+    remat: str = "none"
     logprob_chunk: int = 1024
     temperature: float = 1.0
+    router_loss_coef: float = 0.0
+    router_bias_rate: float = 0.001
 
 
 class MicroBatch(NamedTuple):
@@ -56,16 +63,21 @@ def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Toke
     Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
     Activations stay where the rows are, so it is the weights that are gathered.
     """
-    hidden = _hidden(params, rows, model, mesh)
+    return _token_stats(params, _hidden(params, rows, model, mesh)[0], rows, model)
+
+
+def _token_stats(
+    params: Params, hidden: Float[Array, "R L D"], rows: Rows, model: Forward
+) -> TokenStats:
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
     stats = token_stats(
         hidden.reshape(-1, hidden.shape[-1]),
         head_matrix(params, model.spec),
         targets.reshape(-1),
         temperature=model.temperature,
+        softcap=model.spec.logit_softcap,
         chunk=model.logprob_chunk,
     )
-
     return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
 
 
@@ -74,11 +86,20 @@ def value_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Floa
 
     Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
     """
-    return _to_sequences(token_values(params, _hidden(params, rows, model, mesh)), rows)
+    return _to_sequences(token_values(params, _hidden(params, rows, model, mesh)[0]), rows)
 
 
-def _hidden(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Float[Array, "R L D"]:
-    return forward(
+def router_totals(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> RouterStats:
+    """Run a model with experts over packed rows and sum up what its routers did."""
+    router = _hidden(params, rows, model, mesh)[1]
+    assert router is not None, "the model has experts"
+    return router
+
+
+def _hidden(
+    params: Params, rows: Rows, model: Forward, mesh: Mesh
+) -> tuple[Float[Array, "R L D"], RouterStats | None]:
+    hidden, router = forward_with_router(
         params,
         model.spec,
         jnp.asarray(rows.tokens),
@@ -88,6 +109,7 @@ def _hidden(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Float[Arr
         remat=model.remat,
         activation_sharding=over_batch(mesh),
     )
+    return hidden, RouterStats(**router) if router else None
 
 
 def _to_sequences(packed: Float[Array, "R L"], rows: Rows) -> Float[Array, "b T"]:
@@ -99,7 +121,12 @@ def _to_sequences(packed: Float[Array, "R L"], rows: Rows) -> Float[Array, "b T"
 
 @runtime_checkable
 class Objective(Protocol):
-    """What an update minimises."""
+    """What an update minimises.
+
+    Where the model has experts, the loss of a micro-batch has its part of their load-balance loss,
+    weighted by `coefs["balance_weights"]` if they are given, and its metrics hold the statistics of
+    the routers as `router`.
+    """
 
     def asks_for(self) -> set[str]:
         """Return the fields that the batch must hold."""
@@ -137,7 +164,8 @@ class PolicyObjective:
         self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
-        stats = token_fields(params, micro.rows, model, mesh)
+        hidden, router = _hidden(params, micro.rows, model, mesh)
+        stats = _token_stats(params, hidden, micro.rows, model)
         mask, weights = micro.fields["mask"], micro.fields["weights"]
         logprobs = jnp.where(mask, stats.logprobs, 0.0)
         fields = micro.fields | {"logprobs": logprobs, "entropy": stats.entropy}
@@ -152,7 +180,8 @@ class PolicyObjective:
         if self.entropy:
             metrics["entropy_loss"] = _total(stats.entropy, weights, mask)
             loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
-        return loss, metrics | {"loss": loss}
+        loss, routed = _balanced(loss, router, coefs)
+        return loss, metrics | routed | {"loss": loss}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +198,28 @@ class ValueObjective:
         self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
-        del coefs
         mask = micro.fields["mask"]
-        values = jnp.where(mask, value_fields(params, micro.rows, model, mesh), 0.0)
+        hidden, router = _hidden(params, micro.rows, model, mesh)
+        values = _to_sequences(token_values(params, hidden), micro.rows)
+        values = jnp.where(mask, values, 0.0)
         found = call(self.loss, micro.fields | {"values": values})
         regression = as_token_loss(found, self.loss, mask.shape)
         loss = _total(regression.loss, micro.fields["weights"], mask)
         mean = _total(values, micro.fields["token_weights"], mask)
-        return loss, {"vf_loss": loss, "vpred_mean": mean} | _diagnostics(regression, micro)
+        metrics = {"vf_loss": loss, "vpred_mean": mean} | _diagnostics(regression, micro)
+        loss, routed = _balanced(loss, router, coefs)
+        return loss, metrics | routed
+
+
+def _balanced(
+    loss: Array, router: RouterStats | None, coefs: Fields
+) -> tuple[Float32[Array, ""], Fields]:
+    """Add the load-balance loss of the experts, if there are any, and return what they did."""
+    if router is None:
+        return loss, {}
+    if "balance_weights" in coefs:
+        loss = loss + jnp.sum(coefs["balance_weights"] * router.probabilities)
+    return loss, {"router": router}
 
 
 def _total(values: Array, weights: Array, mask: Array) -> Float32[Array, ""]:
