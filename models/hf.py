@@ -4,25 +4,27 @@ Names, shapes and merged dimensions all come from `models.spec.declare`, so one 
 every array in both directions.
 """
 
-import itertools
 import json
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, which safetensors asks for by name)
 import numpy as np
-import safetensors
-import safetensors.numpy
+from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jaxrl_llm.models.hf_config import config_to_save, read_json
+from jaxrl_llm.models.hf_config import config_to_save
+from jaxrl_llm.models.hf_files import FLOAT_TYPES, StoredArray, find_arrays, write_shards
+from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ArrayDecl, Declarations, ModelSpec, Params, declare
 
-FLOAT_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
+NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
+ALWAYS_FLOAT32 = "e_score_correction_bias"  # also in transformers, whatever the model's dtype
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -53,16 +55,37 @@ def hf_arrays(declaration: ArrayDecl, array: Any) -> Iterator[tuple[str, Any]]:
     >>> [(name, a.shape) for name, a in hf_arrays(decl, np.ones((2, 3, 4)))]
     [('0.down.weight', (4, 3)), ('1.down.weight', (4, 3))]
     """
+    for name, index in declaration.hf_indices():
+        yield name, to_hf(declaration, array[index])
+
+
+def to_hf(declaration: ArrayDecl, array: Any) -> Any:
+    """Convert one slice of ours (without the stacked axes) to one Hugging Face array.
+
+    It is the inverse of `from_hf`.
+
+    Args:
+        declaration: Of our array.
+        array: Of our dimensions after the stacked ones; numpy, or jax (also traced).
+
+    Returns:
+        The same numbers in shape `declaration.hf_shape`.
+
+    >>> from jaxrl_llm.models.spec import NORMAL
+    >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
+    ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
+    >>> to_hf(decl, np.ones((3, 4))).shape
+    (4, 3)
+    """
     own = declaration.axes[len(declaration.stacked) :]
     order = [own.index(axis) for group in declaration.hf_axes for axis in group]
-    for name, index in _hf_indices(declaration):
-        yield name, array[index].transpose(order).reshape(declaration.hf_shape)
+    return array.transpose(order).reshape(declaration.hf_shape)
 
 
 def from_hf(declaration: ArrayDecl, array: np.ndarray) -> np.ndarray:
     """Convert one Hugging Face array to one slice of ours (without the stacked axes).
 
-    It is the inverse of `hf_arrays`.
+    It is the inverse of `to_hf`.
 
     Args:
         declaration: Of our array.
@@ -93,10 +116,12 @@ def load_params(
 ) -> Params:
     """Load parameters from the safetensors files of a Hugging Face directory.
 
-    Arrays are read one at a time; host memory holds one of our (stacked) arrays at once.
+    Each device's part of each of our (stacked) arrays is read by itself and sent there: besides the
+    result, host memory holds one such part and one Hugging Face array at once.
 
     Args:
-        directory: Holds `model.safetensors`, or several files and `model.safetensors.index.json`.
+        directory: Holds `model.safetensors`, or several files and `model.safetensors.index.json`;
+            or the name of a repository of the Hugging Face hub, as `resolve` takes it.
         spec: The model.
         dtype: To convert to; float32 holds bfloat16 and float16 exactly.
         shardings: A tree as `declare(spec)` of shardings; None puts all on the default device.
@@ -107,23 +132,21 @@ def load_params(
     Raises:
         ValueError: Arrays are missing, surplus, misshapen or not of a float type (all are listed),
             or a file is damaged. A surplus `lm_head.weight` of a model with tied embeddings is
-            accepted and ignored.
+            accepted and ignored, and so are saved rotary frequencies and DeepSeek's layers for
+            multi-token prediction.
         FileNotFoundError: There are no safetensors files.
     """
-    declarations = declare(spec)
+    declarations, where = declare(spec), resolve(directory)
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
-    with ExitStack() as stack:
-        files = _open_arrays(Path(directory), stack)
-        may_carry_head = spec.tied_embeddings and not spec.value_head
-        _check_arrays(Path(directory), files, declarations, may_carry_head=may_carry_head)
+    stored = find_arrays(where)
+    _check_arrays(where, stored, spec)
 
-        def load(decl: ArrayDecl, place: Any) -> jax.Array:
-            array = np.empty(decl.shape, dtype)
-            for name, index in _hf_indices(decl):
-                array[index] = from_hf(decl, files[name].get_tensor(name))
-            return jax.device_put(array, place)
+    def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
+        if place is None:
+            return jax.device_put(_read_part(decl, stored, _everything(decl), dtype))
+        return _load_sharded(decl, stored, place, dtype)
 
-        return jax.tree.map(load, declarations, places)
+    return jax.tree.map(load, declarations, places)
 
 
 def save_params(
@@ -138,16 +161,18 @@ def save_params(
     """Save a model as a Hugging Face directory that `transformers` and vLLM load.
 
     The directory appears complete or not at all: it is written beside its place, then renamed.
+    Arrays are fetched from their devices as they are written, one layer of one array at a time.
 
     Args:
         directory: To create; it must not exist, unless empty.
         params: Parameters nested as `declare(spec)`.
         spec: The model.
-        source: The directory the model came from; its config, tokenizer files, chat template and
-            generation config are taken over. A model with a value head may come from a language
-            model. None for a model that has no ancestor: the config comes from `make_config`, and
-            there is no tokenizer.
-        dtype: Of the saved arrays: float32, bfloat16 or float16.
+        source: The directory or hub repository the model came from; its config, tokenizer files,
+            chat template and generation config are taken over. A model with a value head may come
+            from a language or reward model. None for a model that has no ancestor: the config comes
+            from `make_config`, and there is no tokenizer.
+        dtype: Of the saved arrays: float32, bfloat16 or float16. The bias of sigmoid routers stays
+            float32, as its updates are too small for the others.
         max_shard_bytes: Size above which the arrays are split over several files; one array larger
             than that gets its own file.
 
@@ -156,7 +181,7 @@ def save_params(
         ValueError: The parameters do not fit the spec, the spec does not fit the source, or the
             dtype cannot be saved.
     """
-    directory = Path(directory)
+    directory, source = Path(directory), source if source is None else resolve(source)
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} exists and is not empty; give a new directory")
     if np.dtype(dtype).name not in FLOAT_TYPES.values():
@@ -168,64 +193,88 @@ def save_params(
     if partial.exists():  # of a run that was killed here
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
+    leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
+    leaves.sort(key=lambda pair: not pair[0].hf_name.endswith(ALWAYS_FLOAT32))
+    shapes = {name: decl.hf_shape for decl, _ in leaves for name, _ in decl.hf_indices()}
     try:
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _write_arrays(partial, params, declarations, np.dtype(dtype), max_shard_bytes)
+        write_shards(
+            partial,
+            shapes,
+            _host_arrays(leaves),
+            {n: np.dtype(np.float32 if n.endswith(ALWAYS_FLOAT32) else dtype) for n in shapes},
+            max_bytes=max_shard_bytes,
+        )
         for name in COMPANION_FILES:
-            if source is not None and (Path(source) / name).exists():
-                shutil.copyfile(Path(source) / name, partial / name)
+            if source is not None and (source / name).exists():
+                shutil.copyfile(source / name, partial / name)
         partial.rename(directory)
     except BaseException:
         shutil.rmtree(partial)
         raise
 
 
-def _hf_indices(declaration: ArrayDecl) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for index in np.ndindex(*declaration.shape[: len(declaration.stacked)]):
-        counts = dict(zip(declaration.stacked, index, strict=True))
-        yield declaration.hf_name.format(**counts), index
+Part = tuple[slice, ...]
 
 
-def _open_arrays(directory: Path, stack: ExitStack) -> dict[str, Any]:
-    """Map the name of each array to the open file that holds it."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists():
-        paths = sorted({directory / name for name in read_json(index)["weight_map"].values()})
-    elif single.exists():
-        paths = [single]
-    else:
-        raise FileNotFoundError(f"{directory} has neither {single.name} nor {index.name}")
-    absent = [path.name for path in paths if not path.exists()]
-    if absent:
-        raise ValueError(f"{index} names files that do not exist: {absent}")
-    arrays = {}
-    for path in paths:
-        try:
-            file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is damaged or truncated: {error}") from error
-        arrays.update(dict.fromkeys(file.keys(), file))
-    return arrays
+def _everything(declaration: ArrayDecl) -> Part:
+    return tuple(slice(0, size) for size in declaration.shape)
 
 
-def _check_arrays(
-    directory: Path, files: dict[str, Any], declarations: Declarations, *, may_carry_head: bool
-) -> None:
-    wanted = {name: decl for decl in jax.tree.leaves(declarations) for name, _ in _hf_indices(decl)}
-    tolerated = {"lm_head.weight"} if may_carry_head else set()
-    problems = [f"missing: {name}" for name in sorted(wanted.keys() - files.keys())]
-    problems += [f"surplus: {name}" for name in sorted(files.keys() - wanted.keys() - tolerated)]
-    for name in sorted(wanted.keys() & files.keys()):
-        header = files[name].get_slice(name)
-        shape = tuple(header.get_shape())
+def _load_sharded(
+    declaration: ArrayDecl, stored: Mapping[str, StoredArray], place: Sharding, dtype: DTypeLike
+) -> jax.Array:
+    """Read each part of an array once, and put it on all the devices that hold it."""
+    shape = declaration.shape
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, part in place.addressable_devices_indices_map(shape).items():
+        whole = part or _everything(declaration)
+        ends = tuple(s.indices(n)[:2] for s, n in zip(whole, shape, strict=True))
+        holders.setdefault(ends, []).append(device)
+    pieces = []
+    for ends, devices in holders.items():
+        part = tuple(slice(*end) for end in ends)
+        values = _read_part(declaration, stored, part, dtype)
+        for device in devices:
+            target = SingleDeviceSharding(device, memory_kind=place.memory_kind)
+            pieces.append(jax.device_put(values, target))
+        jax.block_until_ready(pieces)  # else host memory fills with parts on their way
+    return jax.make_array_from_single_device_arrays(shape, place, pieces)
+
+
+def _read_part(
+    declaration: ArrayDecl, stored: Mapping[str, StoredArray], part: Part, dtype: DTypeLike
+) -> np.ndarray:
+    values = np.empty([ends.stop - ends.start for ends in part], dtype)
+    outer, inner = part[: len(declaration.stacked)], part[len(declaration.stacked) :]
+    for name, index in declaration.hf_indices():
+        if all(ends.start <= i < ends.stop for i, ends in zip(index, outer, strict=True)):
+            at = tuple(i - ends.start for i, ends in zip(index, outer, strict=True))
+            values[at] = from_hf(declaration, stored[name].map())[inner]
+    return values
+
+
+def _check_arrays(directory: Path, stored: Mapping[str, StoredArray], spec: ModelSpec) -> None:
+    leaves = jax.tree.leaves(declare(spec))
+    wanted = {name: decl for decl in leaves for name, _ in decl.hf_indices()}
+    tolerated = {name for name in stored if _is_ignored(name, spec)}
+    problems = [f"missing: {name}" for name in sorted(wanted.keys() - stored.keys())]
+    problems += [f"surplus: {name}" for name in sorted(stored.keys() - wanted.keys() - tolerated)]
+    for name in sorted(wanted.keys() & stored.keys()):
+        shape, kind = stored[name].shape, stored[name].type
         if shape != wanted[name].hf_shape:
             problems.append(f"misshapen: {name} is {shape}, wanted {wanted[name].hf_shape}")
-        if header.get_dtype() not in FLOAT_TYPES:
-            problems.append(
-                f"unsupported type: {name} is {header.get_dtype()}, wanted one of {[*FLOAT_TYPES]}"
-            )
+        if kind not in FLOAT_TYPES:
+            problems.append(f"unsupported type: {name} is {kind}, wanted one of {[*FLOAT_TYPES]}")
     if problems:
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
+
+
+def _is_ignored(name: str, spec: ModelSpec) -> bool:
+    if name == "lm_head.weight":
+        return spec.tied_embeddings and not (spec.value_head or spec.reward_head)
+    layer = NEXT_TOKEN_LAYER.match(name) if spec.latent is not None else None
+    return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)
 
 
 def _check_params(params: Params, declarations: Declarations) -> None:
@@ -246,44 +295,13 @@ def _check_params(params: Params, declarations: Declarations) -> None:
         raise ValueError("params do not fit the spec:\n  " + "\n  ".join(problems))
 
 
-def _write_arrays(
-    directory: Path,
-    params: Params,
-    declarations: Declarations,
-    dtype: np.dtype,
-    max_shard_bytes: int,
-) -> None:
-    leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
-    sizes = {
-        name: int(np.prod(decl.hf_shape)) * dtype.itemsize
-        for decl, _ in leaves
-        for name, _ in _hf_indices(decl)
-    }
-    shards = _plan_shards(sizes, max_shard_bytes)
-    arrays = (
-        (name, np.ascontiguousarray(array))
-        for decl, leaf in leaves
-        for name, array in hf_arrays(decl, np.asarray(jax.device_get(leaf)).astype(dtype))
-    )
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file = file if len(shards) > 1 else "model.safetensors"
-        shard = dict(itertools.islice(arrays, len(names)))
-        safetensors.numpy.save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _plan_shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
+def _host_arrays(leaves: Iterable[tuple[ArrayDecl, Any]]) -> Iterator[np.ndarray]:
+    """Yield the Hugging Face arrays of a model; one layer of one of ours is on the host at once."""
+    for declaration, leaf in leaves:
+        if not declaration.stacked:
+            yield to_hf(declaration, np.asarray(leaf))
+            continue
+        for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
+            values = np.asarray(leaf[layer])
+            for _, index in names:
+                yield to_hf(declaration, values[index[1:]])

@@ -1,7 +1,7 @@
 """Tokenizers and chat templates: from messages to token ids.
 
-Tokenizers come from a local directory (a Hugging Face snapshot or one of our exports), never from
-the network, so that a run on a cluster can't hang in a download.
+Tokenizers come from a local directory (a Hugging Face snapshot or one of our exports), or from the
+snapshot of a hub repository that the model itself comes from.
 """
 
 import json
@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_llm.models.hf_hub import resolve
+
 Message = Mapping[str, Any]
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @runtime_checkable
@@ -33,28 +36,33 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """Load the `transformers` tokenizer that lies in a directory.
+    """Load the `transformers` tokenizer of a model.
 
     Args:
         directory: holds `tokenizer.json` or the files of a slow tokenizer, its
-            `tokenizer_config.json` and, where there is one, its chat template.
+            `tokenizer_config.json` and, where there is one, its chat template; or a hub
+            repository, as `resolve` takes it.
 
     Returns:
         A `transformers` tokenizer; it satisfies `Tokenizer`.
 
     Raises:
-        ValueError: the directory does not exist, or holds no tokenizer that can be read.
+        ValueError: there is no such directory or repository, or no tokenizer that can be read.
 
     >>> load_tokenizer("/no/such/model")
     Traceback (most recent call last):
-    ValueError: tokenizer: no directory '/no/such/model'; wanted a local model directory
+    ValueError: tokenizer: no directory '/no/such/model'; wanted a local model or one of the hub
     """
-    path = Path(directory)
-    if not path.is_dir():
-        raise ValueError(f"tokenizer: no directory {str(path)!r}; wanted a local model directory")
+    try:
+        path = resolve(directory)
+    except FileNotFoundError as error:
+        raise ValueError(f"tokenizer: {error}; wanted a local model or one of the hub") from error
     from transformers import AutoTokenizer
 
     try:
+        if not any((path / name).is_file() for name in VOCABULARIES):
+            # transformers would make an empty tokenizer of the model's type
+            raise ValueError(f"there is none of {', '.join(VOCABULARIES)}")
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         files = ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "no files"
@@ -131,21 +139,23 @@ def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
 
     Args:
         tokenizer: its `eos_token_id` may be None.
-        directory: the model's directory; `generation_config.json` may be missing in it.
+        directory: the model's directory or hub repository; `generation_config.json` may be missing
+            in it.
 
     Raises:
         ValueError: `generation_config.json` can't be read, or nothing names a stop token.
+        FileNotFoundError: there is no such directory or repository.
 
     >>> class Plain:
     ...     eos_token_id = 7
     ...     def __call__(self, text, *, add_special_tokens): return {}
     ...     def get_chat_template(self): return ""
     ...     def apply_chat_template(self, conversation, **kwargs): return []
-    >>> stop_ids(Plain(), "/no/generation_config/here")
+    >>> stop_ids(Plain(), "/")
     (7,)
     """
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    path = Path(directory) / "generation_config.json"
+    path = resolve(directory) / "generation_config.json"
     if path.is_file():
         found |= _configured_stop_ids(path)
     if not found:

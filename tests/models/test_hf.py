@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -110,12 +114,41 @@ def test_bfloat16_round_trip(spec, params, tmp_path):
     assert_same(load_params(tmp_path / "x", spec), widened)
 
 
-def test_load_into_shardings(spec, params, source):
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    layout = shardings(declare(spec), mesh)
+def mesh_of(**sizes):
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}, {"data": 8}, {"tensor": 2}]
+)
+def test_load_into_shardings(spec, params, source, sizes, dtype):
+    layout = shardings(declare(spec), mesh_of(**sizes))
+    loaded = load_params(source, spec, shardings=layout, dtype=dtype)
+    assert_same(loaded, jax.tree.map(lambda x: x.astype(dtype), params))
+    assert jax.tree.map(lambda x: x.sharding, loaded) == layout
+
+
+def test_load_into_split_layers(spec, params, source, tmp_path):
+    """A device that holds one layer reads one layer; the stack is never on the host."""
+    split = jax.sharding.NamedSharding(mesh_of(data=3), jax.sharding.PartitionSpec("data"))
+    host = jax.sharding.NamedSharding(
+        mesh_of(data=3), jax.sharding.PartitionSpec(), memory_kind="pinned_host"
+    )
+    layout = jax.tree.map(lambda decl: split if decl.stacked else host, declare(spec))
     loaded = load_params(source, spec, shardings=layout)
     assert_same(loaded, params)
     assert jax.tree.map(lambda x: x.sharding, loaded) == layout
+    save_params(tmp_path / "again", loaded, spec, source=source, dtype=np.float32)
+    assert arrays_in(tmp_path / "again") == arrays_in(source)
+
+
+def arrays_in(directory):
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= {k: v.tobytes() for k, v in safetensors.numpy.load_file(path).items()}
+    return found
 
 
 def test_source_files_are_taken_over(spec, params, source, tmp_path):
@@ -135,12 +168,16 @@ def test_source_files_are_taken_over(spec, params, source, tmp_path):
 
 
 def test_failed_save_leaves_nothing(spec, params, source, tmp_path, monkeypatch):
-    def full_disk(*_, **__):
+    written = []
+
+    def full_disk(descriptor):
+        written.append(descriptor)
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save_params(tmp_path / "x", params, spec, source=source, dtype=np.float32)
+    assert written
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
@@ -150,6 +187,52 @@ def test_save_after_a_killed_save(spec, params, source, tmp_path):
     save_params(tmp_path / "x", params, spec, source=source, dtype=np.float32)
     assert_same(load_params(tmp_path / "x", spec), params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "x"]
+
+
+KILLED = """
+import os, signal, sys
+import jax, numpy as np
+from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.spec import initialize
+spec = read_spec(sys.argv[1])
+left = int(sys.argv[3])
+def fsync(descriptor):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = fsync
+save_params(sys.argv[2], initialize(spec, key=jax.random.key(0)), spec, source=sys.argv[1],
+            dtype=np.float32, max_shard_bytes=9000)
+"""
+
+
+def test_killed_save_leaves_nothing_by_that_name(source, spec, params, tmp_path):
+    command = [sys.executable, "-c", KILLED, source, tmp_path / "x", "2"]
+    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "x").exists()
+    assert len([*(tmp_path / ".x.partial").glob("*.safetensors")]) == 2
+    save_params(tmp_path / "x", params, spec, source=source, dtype=np.float32)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "x"]
+
+
+def test_saving_holds_one_layer_of_one_array(spec, params, tmp_path, monkeypatch):
+    """What is fetched from the devices is never a whole stack, and is let go of before the next."""
+    fetched = []
+    fetch = np.asarray
+
+    def watched(array, *rest, **more):
+        if isinstance(array, jax.Array):
+            fetched.append(array.shape)
+        return fetch(array, *rest, **more)
+
+    monkeypatch.setattr(np, "asarray", watched)
+    save_params(tmp_path / "x", params, spec, source=None, dtype=np.float32)
+    sizes = [int(np.prod(shape)) for shape in fetched]
+    assert len(sizes) == 3 + spec.layers * len(params["layers"])
+    assert sum(sizes) == sum(x.size for x in jax.tree.leaves(params))
 
 
 def test_save_refuses(spec, params, source, tmp_path):
@@ -189,6 +272,12 @@ def test_load_lists_what_does_not_fit(spec, source):
     ]
 
 
+def test_saved_rotary_frequencies_are_no_weights(spec, params, source):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_arrays(source, lambda arrays: arrays.update({name: np.ones(3, np.float32)}))
+    assert_same(load_params(source, spec), params)
+
+
 def test_tied_model_may_carry_its_head(spec, params, source):
     tied = dataclasses.replace(spec, tied_embeddings=True)
     assert_same(load_params(source, tied), {k: v for k, v in params.items() if k != "head"})
@@ -223,24 +312,42 @@ def test_a_language_model_is_no_critic(spec, source, tied):
 
 def test_load_refuses_damaged_files(spec, params, source, tmp_path):
     path = source / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or truncated"):
-        load_params(source, spec)
+    whole = path.read_bytes()
+    for damaged in (whole[:-100], whole + b"0", whole[:5], b"", b"x" * 500, whole[8:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged or truncated"):
+            load_params(source, spec)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"has neither model.safetensors nor model.safe"):
         load_params(source, spec)
 
     sharded = tmp_path / "x"
     save_params(sharded, params, spec, source=source, dtype=np.float32, max_shard_bytes=9000)
-    (sharded / "model-00002-of-00004.safetensors").unlink()
+    parts = [sharded / f"model-0000{n}-of-00004.safetensors" for n in (1, 2)]
+    names = [set(safetensors.numpy.load_file(part)) for part in parts]
+    saved = parts[1].read_bytes()
+    parts[1].write_bytes(saved[:-4])
+    with pytest.raises(ValueError, match=r"model-00002-of-00004\.safetensors is damaged or trunc"):
+        load_params(sharded, spec)
+    parts[1].write_bytes(parts[0].read_bytes())
+    with pytest.raises(ValueError, match=r"00002.* holds arrays that another file holds too") as e:
+        load_params(sharded, spec)
+    assert all(name in str(e.value) for name in names[0])
+    parts[1].unlink()
     with pytest.raises(ValueError, match=r"do not exist: \['model-00002-of-00004.safetensors'\]"):
         load_params(sharded, spec)
 
 
 def test_loaded_arrays_can_be_donated(spec, source):
-    """Loading makes arrays that a train step may consume, and that never alias the file."""
-    loaded = load_params(source, spec)
-    doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)(loaded)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(loaded))
-    again = load_params(source, spec)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), doubled, again)
+    """Loading makes arrays that a train step may consume, and that never alias each other."""
+    layout = shardings(declare(spec), mesh_of(data=2, fsdp=2))
+    for where in (None, layout):
+        loaded = load_params(source, spec, shardings=where)
+        double = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)
+        doubled = double(loaded)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(loaded))
+        again = load_params(source, spec)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), doubled, again)
+        for leaf, wanted in zip(jax.tree.leaves(doubled), jax.tree.leaves(again), strict=True):
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(shard.data, 2 * np.asarray(wanted)[shard.index])

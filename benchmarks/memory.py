@@ -1,0 +1,207 @@
+"""What training and loading cost in memory and time: log-probs, rematerialisation, loading.
+
+    python benchmarks/memory.py                         all tables, as Markdown
+    python benchmarks/memory.py load DIRECTORY DTYPE    one measurement of loading, as JSON
+
+The first two tables give the scratch memory that XLA plans for the compiled gradient, besides
+inputs and results, and the best of several runs. The third is measured in fresh processes on a
+model of over 1 GB with random weights: the peak of the resident set.
+"""
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms.logprobs import token_stats
+from jaxrl_llm.models.hf import load_params, save_params
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf_files import find_arrays
+from jaxrl_llm.models.remat import POLICIES
+from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.models.transformer import forward
+
+GPU = jax.default_backend() != "cpu"
+TOKENS, VOCABULARIES = ((8192, 32768), (32000, 151936)) if GPU else ((1024, 4096), (8000, 32000))
+WIDTH, CHUNKS = (2048, (1024, 4096)) if GPU else (128, (256, 1024))
+MIB, GB = 2**20, 10**9
+
+SMALL = dict(
+    heads=8,
+    kv_heads=4,
+    head_width=64,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=4096,
+)
+
+
+def cost(function: Any, *arguments: Any, runs: int = 3) -> tuple[float, float]:
+    """Return the scratch memory in MiB and the seconds of a function under jit."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    jax.block_until_ready(compiled(*arguments))
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return compiled.memory_analysis().temp_size_in_bytes / MIB, min(seconds)
+
+
+def print_logprobs(dtype: str) -> None:
+    """Print the cost of a gradient through log-probs and entropies, by tokens, V and chunk."""
+    print(f"\nGradient of log-probs and entropies, D = {WIDTH}, {dtype}\n")
+    print("| tokens T | V | chunk | T·V float32, MiB | chunk·V float32, MiB | scratch, MiB | s |")
+    print("| --- " * 7 + "|")
+    for tokens in TOKENS:
+        for vocab in VOCABULARIES:
+            rng = np.random.default_rng(0)
+            hidden = jnp.asarray(rng.normal(size=(tokens, WIDTH)), dtype)
+            head = jnp.asarray(0.02 * rng.normal(size=(WIDTH, vocab)), jnp.float32)
+            targets = jnp.asarray(rng.integers(0, vocab, tokens))
+            for chunk in sorted({*CHUNKS, tokens}):
+
+                def total(
+                    hidden: Any, head: Any, targets: Any = targets, chunk: int = chunk
+                ) -> Any:
+                    stats = token_stats(hidden, head, targets, chunk=chunk)
+                    return stats.logprobs.sum() + stats.entropy.sum()
+
+                scratch, seconds = cost(jax.grad(total, (0, 1)), hidden, head)
+                whole, part = (4 * n * vocab / MIB for n in (tokens, chunk))
+                print(
+                    f"| {tokens} | {vocab} | {chunk} | {whole:.0f} | {part:.0f} | {scratch:.0f} "
+                    f"| {seconds:.2f} |",
+                    flush=True,
+                )
+
+
+def print_remat(dtype: str) -> None:
+    """Print the cost of a gradient through the decoder, by policy and rows."""
+    spec = ModelSpec(vocab_size=1000, width=512, layers=8, ff_width=1536, **SMALL)
+    params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
+    shapes = [(8, 4096), (32, 1024)] if GPU else [(2, 512), (8, 128)]
+    print(f"\nGradient through {spec.layers} layers, D = {spec.width}, {dtype}\n")
+    print("| rows × length | remat | scratch, MiB | scratch / (layers · token · D numbers) | s |")
+    print("| --- " * 5 + "|")
+    for shape in shapes:
+        tokens = jnp.zeros(shape, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+        for policy in POLICIES:
+
+            def total(params: Any, rows: Any, policy: str = policy) -> Any:
+                hidden = forward(params, spec, *rows, dtype=jnp.dtype(dtype), remat=policy)
+                return jnp.square(hidden.astype(jnp.float32)).sum()
+
+            rows = (tokens, positions, jnp.ones_like(tokens))
+            scratch, seconds = cost(jax.grad(total), params, rows)
+            unit = spec.layers * tokens.size * spec.width * jnp.dtype(dtype).itemsize / MIB
+            print(
+                f"| {shape[0]} × {shape[1]} | `{policy}` | {scratch:.0f} | {scratch / unit:.1f} "
+                f"| {seconds:.2f} |",
+                flush=True,
+            )
+
+
+def peak_gb() -> float:
+    """Return the largest resident set of this process so far.
+
+    On Linux getrusage also counts what the parent held when it started this process.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 / GB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GB
+
+
+def make_model(directory: Path, dtype: str) -> None:
+    """Save a model of 1.2 GB in 500 MB files."""
+    size = {"float32": (1024, 3072, 20), "bfloat16": (1536, 4096, 22)}[dtype]
+    width, ff_width, layers = size
+    spec = ModelSpec(vocab_size=32000, width=width, layers=layers, ff_width=ff_width, **SMALL)
+    params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
+    kind = jnp.dtype(dtype)
+    save_params(directory, params, spec, source=None, dtype=kind, max_shard_bytes=5 * 10**8)
+
+
+def measure_loading(directory: Path) -> dict[str, float]:
+    """Load a directory in float32 and save it again; return what the host held, in GB."""
+    spec = read_spec(directory)
+    jax.block_until_ready(jnp.zeros(8) + 1)
+    gc.collect()
+    declared = jax.tree.leaves(declare(spec))
+    found: dict[str, float] = {
+        "before_gb": peak_gb(),
+        "model_gb": sum(4 * np.prod(decl.shape) for decl in declared) / GB,
+        "largest_array_gb": max(4 * np.prod(decl.shape) for decl in declared) / GB,
+    }
+    stored = find_arrays(directory)
+    sizes = [array.map().nbytes for array in stored.values()]
+    found |= {"stored_gb": sum(sizes) / GB, "largest_stored_gb": max(sizes) / GB}
+    start = time.perf_counter()
+    params = jax.block_until_ready(load_params(directory, spec))
+    found |= {"load_s": time.perf_counter() - start, "load_peak_gb": peak_gb()}
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        start = time.perf_counter()
+        save_params(Path(folder) / "x", params, spec, source=directory, dtype=jnp.float32)
+        found |= {"save_s": time.perf_counter() - start, "save_peak_gb": peak_gb()}
+    return found
+
+
+def load_in_processes(directory: Path, dtype: str) -> dict[str, float]:
+    """Make a model in one process and load it in another, so that only loading is measured."""
+    here = [sys.executable, __file__]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([*here, "make", directory / dtype, dtype], check=True, env=environment)
+    done = subprocess.run(
+        [*here, "measure", directory / dtype], check=True, env=environment, stdout=subprocess.PIPE
+    )
+    return json.loads(done.stdout)
+
+
+def print_loading() -> None:
+    """Print the peak of host memory while a model is loaded, and after it is saved."""
+    print("\nLoading into float32 on the CPU, and saving, GB of the resident set\n")
+    print(
+        "| stored as | on disk | model | largest array | before | peak, loaded | s | peak, saved |"
+    )
+    print("| --- " * 8 + "|")
+    for dtype in ("float32", "bfloat16"):
+        with tempfile.TemporaryDirectory() as folder:
+            found = load_in_processes(Path(folder), dtype)
+        columns = ("stored_gb", "model_gb", "largest_array_gb", "before_gb", "load_peak_gb")
+        columns += ("load_s", "save_peak_gb")
+        print(f"| {dtype} | " + " | ".join(f"{found[name]:.2f}" for name in columns) + " |")
+
+
+def main(words: list[str]) -> None:
+    """Run what the command line names."""
+    if words[:1] == ["make"]:
+        make_model(Path(words[1]), words[2])
+    elif words[:1] == ["measure"]:
+        print(json.dumps(measure_loading(Path(words[1]))))
+    elif words[:1] == ["load"]:
+        print(json.dumps(load_in_processes(Path(words[1]), words[2])))
+    else:
+        for dtype in ("float32", "bfloat16"):
+            print_logprobs(dtype)
+        for dtype in ("float32", "bfloat16"):
+            print_remat(dtype)
+        print_loading()
+        device = jax.devices()[0].device_kind
+        print(f"\n{device}, {os.cpu_count()} cores, jax {jax.__version__}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
