@@ -1,10 +1,12 @@
 """Log-probs, entropies and Σπ² of tokens, from logits or, in chunks, from hidden states."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 
 class TokenStats(NamedTuple):
@@ -60,14 +62,22 @@ def token_stats(
     targets: Int[Array, " X"],
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk: int = 1024,
 ) -> TokenStats:
-    """Score targets under softmax(hidden @ head / temperature) without holding all logits.
+    r"""Score targets under $\pi = \mathrm{softmax}(h W / \tau)$ without holding all logits.
 
-    The tokens are taken in chunks and each chunk's logits are computed again for the gradient, so
-    that about chunk · V logits live at once. The vocabulary is never split. The product is taken
-    in the dtype of `hidden` and summed in float32; so is its gradient, whose part for `head` is
-    added up over the chunks in the dtype of `head`: pass float32 parameters to train.
+    With a soft-cap c, $\pi = \mathrm{softmax}(c \tanh(h W / c) / \tau)$ (Gemma 2,
+    https://arxiv.org/abs/2408.00118, section 2). The derivatives of a token's log-prob, entropy H
+    and $S = \sum_v \pi_v^2$ by its logits are
+
+    $$\mathbb{1}[v = t] - \pi_v, \quad -\pi_v (\log \pi_v + H), \quad 2 \pi_v (\pi_v - S)$$
+
+    The tokens are taken in chunks, and logits are computed again for the gradient: beyond the
+    inputs, their gradients and seven numbers per token, only a few arrays of chunk · V numbers are
+    alive at once. A single chunk keeps its logits. The vocabulary is never split. Products are
+    taken in the dtype of `hidden` and summed in float32, and the gradient of `head` is added up
+    over the chunks in float32. There is no second derivative.
 
     A chunk holds every (X / chunk)-th token rather than a run of them: where X is sharded, each
     device then works on its own tokens in every chunk.
@@ -76,71 +86,173 @@ def token_stats(
         hidden: last hidden states of X tokens, all of a batch or of its rows.
         head: the output projection.
         targets: token ids from 0 to V − 1, one per hidden state.
-        temperature: what logits are divided by.
+        temperature: τ, what logits are divided by, after the soft-cap.
+        softcap: c, the bound of the logits' magnitude; None for none.
         chunk: the most tokens in a chunk, over all devices.
 
     Returns:
         Log-probs, entropies and Σπ² per token, differentiable in `hidden` and `head`.
 
     Raises:
-        ValueError: the temperature or the chunk is not positive.
+        ValueError: the temperature, the soft-cap or the chunk is not positive.
 
     >>> stats = token_stats(jnp.ones((3, 2)), jnp.zeros((2, 4)), jnp.array([0, 1, 2]), chunk=2)
     >>> stats.sum_pi_squared.tolist()
     [0.25, 0.25, 0.25]
     """
-    if temperature <= 0 or chunk <= 0:
-        raise ValueError(f"got temperature {temperature} and chunk {chunk}, wanted positive ones")
+    if temperature <= 0 or chunk <= 0 or (softcap is not None and softcap <= 0):
+        raise ValueError(
+            f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
+            "wanted positive ones"
+        )
+    return _token_stats(_Projection(temperature, softcap, chunk), hidden, head, targets)
 
-    def score(block: tuple[Float[Array, "x D"], Int[Array, " x"]]) -> TokenStats:
-        return _stats(_project(block[0], head) / temperature, block[1])
+
+@dataclass(frozen=True)
+class _Projection:
+    temperature: float
+    softcap: float | None
+    chunk: int
+
+    def logits(
+        self, hidden: Float[Array, "x D"], head: Float[Array, "D V"]
+    ) -> Float32[Array, "x V"]:
+        raw = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        capped = raw if self.softcap is None else self.softcap * jnp.tanh(raw / self.softcap)
+        return capped / self.temperature
+
+    def to_raw(
+        self, cotangent: Float32[Array, "x V"], logits: Float32[Array, "x V"]
+    ) -> Float32[Array, "x V"]:
+        """Take a gradient by the logits back through temperature and soft-cap."""
+        cotangent = cotangent / self.temperature
+        if self.softcap is None:
+            return cotangent
+        return cotangent * (1.0 - jnp.square(logits * (self.temperature / self.softcap)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_stats(
+    projection: _Projection,
+    hidden: Float[Array, "X D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, " X"],
+) -> TokenStats:
+    return _forward(projection, hidden, head, targets)[0]
+
+
+def _forward(
+    projection: _Projection,
+    hidden: Float[Array, "X D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, " X"],
+) -> tuple[TokenStats, tuple[Any, ...]]:
+    narrow = head.astype(hidden.dtype)
+    chunks = -(-hidden.shape[0] // projection.chunk)
+    if chunks <= 1:
+        logits = projection.logits(hidden, narrow)
+        stats, residual = _stats_and_residual(logits, targets)
+        return stats, (hidden, head, targets, residual, logits)
+    found = jax.lax.map(
+        lambda block: _stats_and_residual(projection.logits(block[0], narrow), block[1]),
+        (_strided(hidden, chunks), _strided(targets, chunks)),
+    )
+    stats, residual = jax.tree.map(lambda x: _unstrided(x, hidden.shape[0]), found)
+    return stats, (hidden, head, targets, residual, None)
+
+
+def _backward(
+    projection: _Projection, saved: tuple[Any, ...], cotangents: TokenStats
+) -> tuple[Float[Array, "X D"], Float[Array, "D V"], None]:
+    hidden, head, targets, residual, logits = saved
+    narrow = head.astype(hidden.dtype)
+
+    def gradients(
+        block: tuple[Array, Array, _Residual, TokenStats], logits: Float32[Array, "x V"]
+    ) -> tuple[Float[Array, "x D"], Float32[Array, "D V"]]:
+        hidden, targets, residual, cotangents = block
+        raw = projection.to_raw(_gradient(logits, targets, residual, cotangents), logits)
+        # float32 times bfloat16 would leave the tensor cores unused
+        raw = raw.astype(hidden.dtype)
+        to_hidden = jnp.matmul(raw, narrow.T, preferred_element_type=jnp.float32)
+        to_head = jnp.matmul(hidden.T, raw, preferred_element_type=jnp.float32)
+        return to_hidden.astype(hidden.dtype), to_head
+
+    if logits is not None:
+        to_hidden, to_head = gradients((hidden, targets, residual, cotangents), logits)
+        return to_hidden, to_head.astype(head.dtype), None
+
+    def add(
+        total: Float32[Array, "D V"], block: tuple[Array, Array, _Residual, TokenStats]
+    ) -> tuple[Float32[Array, "D V"], Float[Array, "x D"]]:
+        to_hidden, to_head = gradients(block, projection.logits(block[0], narrow))
+        return total + to_head, to_hidden
 
     tokens = hidden.shape[0]
-    if tokens <= chunk:
-        return score((hidden, targets))
-    chunks = -(-tokens // chunk)
-    padding = -tokens % chunks
+    chunks = -(-tokens // projection.chunk)
+    blocks = jax.tree.map(lambda x: _strided(x, chunks), (hidden, targets, residual, cotangents))
+    to_head, to_hidden = jax.lax.scan(add, jnp.zeros(head.shape, jnp.float32), blocks)
+    return _unstrided(to_hidden, tokens), to_head.astype(head.dtype), None
 
-    def strided(x: Array) -> Array:
-        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(-1, chunks, *x.shape[1:]).swapaxes(0, 1)
 
-    stats = jax.lax.map(jax.checkpoint(score), (strided(hidden), strided(targets)))
-    return TokenStats(*(x.swapaxes(0, 1).reshape(-1)[:tokens] for x in stats))
+_token_stats.defvjp(_forward, _backward)
+
+
+def _strided(x: Array, chunks: int) -> Array:
+    x = jnp.pad(x, [(0, -x.shape[0] % chunks)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, chunks, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _unstrided(x: Array, tokens: int) -> Array:
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:tokens]
+
+
+class _Residual(NamedTuple):
+    """What of a chunk's softmax the gradient needs besides the logits, one number per token."""
+
+    maximum: Float32[Array, "*S"]
+    log_total: Float32[Array, "*S"]
+    entropy: Float32[Array, "*S"]
+    sum_pi_squared: Float32[Array, "*S"]
 
 
 def _stats(logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]) -> TokenStats:
-    logpi = jax.nn.log_softmax(logits, axis=-1)
-    pi = jnp.exp(logpi)
+    return _stats_and_residual(logits, targets)[0]
+
+
+def _stats_and_residual(
+    logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]
+) -> tuple[TokenStats, _Residual]:
+    maximum = jax.lax.stop_gradient(logits.max(axis=-1))
+    below = logits - maximum[..., None]
+    weight = jnp.exp(below)
+    total = weight.sum(axis=-1)
+    log_total = jnp.log(total)
+    mean = (weight * jnp.where(weight > 0, below, 0.0)).sum(axis=-1) / total
     # A comparison splits over a sharded vocabulary; an indexed read would gather the logits.
-    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-    return TokenStats(
-        logprobs=jnp.where(chosen, logpi, 0.0).sum(axis=-1),
-        entropy=(pi * jnp.where(pi > 0, -logpi, 0.0)).sum(axis=-1),
-        sum_pi_squared=jnp.square(pi).sum(axis=-1),
+    chosen = jnp.where(_is_target(logits, targets), below, 0.0).sum(axis=-1)
+    stats = TokenStats(
+        logprobs=chosen - log_total,
+        entropy=log_total - mean,
+        sum_pi_squared=jnp.square(weight).sum(axis=-1) / jnp.square(total),
     )
+    return stats, _Residual(maximum, log_total, stats.entropy, stats.sum_pi_squared)
 
 
-@jax.custom_vjp
-def _project(hidden: Float[Array, "x D"], head: Float[Array, "D V"]) -> Float32[Array, "x V"]:
-    # The automatic gradient multiplies float32 by bfloat16, which leaves the tensor cores unused.
-    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+def _gradient(
+    logits: Float32[Array, "*S V"],
+    targets: Int[Array, "*S"],
+    residual: _Residual,
+    cotangents: TokenStats,
+) -> Float32[Array, "*S V"]:
+    maximum, log_total, entropy, square = (x[..., None] for x in residual)
+    by_logprob, by_entropy, by_square = (x[..., None] for x in cotangents)
+    logpi = (logits - maximum) - log_total
+    pi = jnp.exp(logpi)
+    logpi = jnp.where(pi > 0, logpi, 0.0)
+    slope = -by_logprob - by_entropy * (logpi + entropy) + 2.0 * by_square * (pi - square)
+    return jnp.where(_is_target(logits, targets), by_logprob, 0.0) + pi * slope
 
 
-def _project_forward(
-    hidden: Float[Array, "x D"], head: Float[Array, "D V"]
-) -> tuple[Float32[Array, "x V"], tuple[Array, Array]]:
-    return _project(hidden, head), (hidden, head)
-
-
-def _project_backward(
-    saved: tuple[Array, Array], cotangent: Float32[Array, "x V"]
-) -> tuple[Float[Array, "x D"], Float[Array, "D V"]]:
-    hidden, head = saved
-    narrow = cotangent.astype(hidden.dtype)
-    to_hidden = jnp.matmul(narrow, head.astype(hidden.dtype).T, preferred_element_type=jnp.float32)
-    to_head = jnp.matmul(hidden.T, narrow, preferred_element_type=jnp.float32)
-    return to_hidden.astype(hidden.dtype), to_head.astype(head.dtype)
-
-
-_project.defvjp(_project_forward, _project_backward)
+def _is_target(logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]) -> Bool[Array, "*S V"]:
+    return jnp.arange(logits.shape[-1]) == targets[..., None]

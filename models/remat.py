@@ -1,0 +1,51 @@
+"""Rematerialisation by name: which values of a layer the backward pass finds stored.
+
+It computes the others again. Per token of a dense layer, with the letters of the axis legend and
+with XLA's attention, it stores these numbers, most of them in the compute dtype:
+
+| policy | what is stored | numbers | what is computed again |
+| --- | --- | --- | --- |
+| `none` | all that the gradient reads | about 11 D + 5 N H + 5 K H + 6 F + 2 N L | nothing |
+| `dots` | the layer's input, products with weights | 2 D + N H + 2 K H + 2 F | attention, norms |
+| `full` | the layer's input | D | the whole layer |
+
+The compiler fuses some of the numbers of `none` away. `full` computes a second forward pass, a
+quarter of its step; `dots` computes little but attention. The products of experts are not counted
+among those with weights, so `dots` computes them again.
+
+Chen et al. 2016 (https://arxiv.org/abs/1604.06174).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+POLICIES = {"none": None, "dots": "dots_with_no_batch_dims_saveable", "full": "nothing_saveable"}
+"""The names in `jax.checkpoint_policies`."""
+
+
+def rematerialize(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Make the backward pass of a scan's body store what a policy names, and recompute the rest.
+
+    Args:
+        layer: Body of a scan over layers.
+        policy: A key of `POLICIES`.
+
+    Returns:
+        A function with the same values and gradients.
+
+    Raises:
+        ValueError: There is no such policy.
+
+    >>> rematerialize(abs, "some")
+    Traceback (most recent call last):
+    ValueError: remat policy 'some'; wanted one of none, dots, full
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"remat policy {policy!r}; wanted one of {', '.join(POLICIES)}")
+    if policy == "none":
+        return layer
+    import jax  # here, so that a config can be checked without it
+
+    saved = getattr(jax.checkpoint_policies, POLICIES[policy])
+    # a scan body needs no barrier against common-subexpression elimination
+    return jax.checkpoint(layer, policy=saved, prevent_cse=False)
