@@ -1,10 +1,10 @@
-"""The value head: one number per token, for a critic."""
+"""Heads of one number: a critic's value per token, a reward model's score per sequence."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.spec import ModelSpec, Params
 
@@ -29,14 +29,53 @@ def token_values(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array,
     >>> token_values(head, jnp.array([[[1.0, 0.0], [1.0, 1.0]]])).tolist()
     [[2.5, 5.5]]
     """
-    wide, score, bias = (
-        x.astype(jnp.float32) for x in (hidden, params["score"], params["score_bias"])
-    )
-    return (jnp.matmul(wide, score, precision=jax.lax.Precision.HIGHEST) + bias)[..., 0]
+    return _scores(params, hidden) + params["score_bias"].astype(jnp.float32)[0]
+
+
+def sequence_scores(
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    row: Int[Array, " B"],
+    start: Int[Array, " B"],
+    size: Int[Array, " B"],
+) -> Float32[Array, " B"]:
+    r"""Compute the score of each sequence from its last token's hidden state, $r = h_T \cdot w$.
+
+    The reward model of Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155, section 3.5), as
+    `transformers` has it in its `…ForSequenceClassification`: no bias, and the last token that is
+    not padding. It is computed in float32 whatever the dtype of `hidden`.
+
+    Args:
+        params: Parameters nested as `declare(spec)`, where `spec.reward_head` is True.
+        hidden: Hidden states of packed rows after the final norm.
+        row: The row that holds each sequence.
+        start: Index of each sequence's first token in its row.
+        size: Number of tokens of each sequence; one of 0 tokens scores 0.
+
+    Returns:
+        Scores in float32.
+
+    Raises:
+        KeyError: The parameters have no `score`.
+
+    >>> hidden, ones = jnp.array([[[1.0], [2.0], [5.0]]]), jnp.array([1, 1])
+    >>> head = {"score": jnp.array([[3.0]])}
+    >>> sequence_scores(head, hidden, 0 * ones, ones - 1, ones + 1).tolist()
+    [6.0, 6.0]
+    """
+    last = hidden[row, jnp.maximum(start + size - 1, 0)]
+    return jnp.where(size > 0, _scores(params, last), 0.0)
+
+
+def _scores(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
+    wide, weights = hidden.astype(jnp.float32), params["score"].astype(jnp.float32)
+    return jnp.matmul(wide, weights, precision=jax.lax.Precision.HIGHEST)[..., 0]
 
 
 def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
-    """Turn a language model into a critic that predicts 0 at first.
+    """Turn a language model into a critic that predicts 0 at first, a reward model into its critic.
+
+    A reward model keeps its weights, as Ouyang et al. 2022 begin (appendix C.4); the bias is 0.
 
     Args:
         params: Parameters nested as `declare(spec)`, in any layout.
@@ -44,7 +83,7 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
 
     Returns:
         Parameters nested as the new spec declares, and that spec. The output projection is left
-        out; the other arrays are shared with `params`. The head is zeros on the default device,
+        out; the other arrays are shared with `params`. What is new is zeros on the default device,
         for the caller to lay out.
 
     Raises:
@@ -63,4 +102,4 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
     dtype = params["final_norm"].dtype
     body = {name: arrays for name, arrays in params.items() if name != "head"}
     head = {"score": jnp.zeros((spec.width, 1), dtype), "score_bias": jnp.zeros(1, dtype)}
-    return body | head, dataclasses.replace(spec, value_head=True)
+    return head | body, dataclasses.replace(spec, value_head=True, reward_head=False)

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for a worker to come up: importing the user's module may be slow
 GIVE_UP_SECONDS = 10.0  # after its time-out, a worker that nobody killed ends itself
 LARGEST_CHUNK = 16
+SCORER = "scorer"  # a scorer's own score among what it reports, where a reward model scores
 ROOT = str(Path(__file__).parents[2])  # where this package was imported from
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"

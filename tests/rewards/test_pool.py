@@ -125,9 +125,8 @@ def test_built_in_scorer_by_name():
 def test_workers_start_once_and_without_jax(make):
     assert "jax" in sys.modules
     pool = make(workers=2)
-    pids = {s.extra["pid"] for s in pool.score(items(*["pid"] * 200))}
-    assert os.getpid() not in pids
-    assert {s.extra["pid"] for s in pool.score(items(*["pid"] * 200))} | pids == pids
+    pids = {s.extra["pid"] for _ in range(5) for s in pool.score(items(*["pid"] * 100))}
+    assert os.getpid() not in pids and len(pids) <= 2
     assert [s.extra for s in pool.score(items("jax"))] == [{"jax": False}]
 
 

@@ -1,0 +1,182 @@
+"""A given reward model: it scores prompt and answer on the trainer's devices, untrained."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.experience import Rollouts, side_by_side
+from jaxrl_llm.models.heads import sequence_scores
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf_hub import resolve
+from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes
+from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.objective import Forward
+from jaxrl_llm.rewards.pool import SCORER, RewardError, Score
+from jaxrl_llm.rewards.worker import shorten
+from jaxrl_llm.setup import blamed_on, read_model, split
+from jaxrl_llm.sharding.mesh import over_batch
+from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.step import microbatches
+from jaxrl_llm.types import Batch, Rows
+
+log = logging.getLogger(__name__)
+
+
+def score_pass(
+    model: Forward, shape: RowShape, mesh: Mesh
+) -> Callable[[Params, Batch], np.ndarray]:
+    """Return a function from a reward model's parameters and a batch to its scores [B].
+
+    Args:
+        model: how the model is run.
+        shape: of the micro-batches.
+        mesh: the devices.
+    """
+
+    @jax.jit
+    def compute(params: Params, rows: Rows) -> Array:
+        tokens, positions, segments, *where = map(jnp.asarray, rows)
+        hidden = forward(
+            params,
+            model.spec,
+            tokens,
+            positions,
+            segments,
+            dtype=jnp.dtype(model.dtype),
+            activation_sharding=over_batch(mesh),
+        )
+        return sequence_scores(params, hidden, *where)
+
+    def score(params: Params, batch: Batch) -> np.ndarray:
+        pending = [
+            (indices, compute(params, micro.rows))
+            for indices, micro in microbatches(batch, set(), shape, mesh)
+        ]
+        scores = np.zeros(len(batch.sizes), np.float32)
+        for indices, found in pending:
+            scores[indices] = np.asarray(found)[: len(indices)]
+        return scores
+
+    return score
+
+
+class RewardModel(NamedTuple):
+    """A given reward model.
+
+    Attributes:
+        params: its parameters, in the compute dtype.
+        score: rollouts -> its scores of the answers [B].
+    """
+
+    params: Params
+    score: Callable[[Rollouts], np.ndarray]
+
+
+def open_reward_model(
+    path: str, dtype: str, tokenizer: Any, actor: ModelSpec, mesh: Mesh, shape: RowShape
+) -> RewardModel:
+    """Load a reward model in the compute dtype.
+
+    It reads the tokens of prompt and answer as they are, the stop token included.
+
+    Args:
+        path: Hugging Face directory or hub id of a sequence classifier with one label.
+        dtype: compute dtype.
+        tokenizer: of the policy.
+        actor: the policy.
+        mesh: the devices.
+        shape: of micro-batches; a row holds the longest sequence.
+
+    Raises:
+        ConfigError: there is no such model, or it does not know the policy's tokens.
+    """
+    with blamed_on("reward.model"):
+        spec = read_spec(path)
+        if not spec.reward_head:
+            raise ValueError(f"{path} gives no score; wanted a …ForSequenceClassification")
+        if spec.max_positions < shape.length:
+            raise ValueError(
+                f"{path} has {spec.max_positions} positions, but the longest sequence is "
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {shape.length}"
+            )
+        check_vocabulary(path, spec, tokenizer, actor)
+        params = read_model(path, spec, mesh).params
+    if dtype != "float32":
+        params = reshard(params, split(spec, mesh), dtype=compute_dtypes(spec, dtype))
+    run = score_pass(Forward(spec=spec, dtype=dtype), shape, mesh)
+
+    def score(rollouts: Rollouts) -> np.ndarray:
+        return run(params, Batch(*side_by_side(rollouts, shape.length), {}))
+
+    return RewardModel(params, score)
+
+
+def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: ModelSpec) -> None:
+    """Raise ValueError unless the policy's tokens mean the same to a reward model.
+
+    A directory without a tokenizer is believed if its vocabulary is large enough.
+    """
+    if spec.vocab_size < actor.vocab_size:
+        raise ValueError(
+            f"{path} has vocab_size={spec.vocab_size}, wanted the policy's {actor.vocab_size} or "
+            "more: it is given the policy's tokens"
+        )
+    if not any((resolve(path) / name).is_file() for name in VOCABULARIES):
+        return
+    theirs = load_tokenizer(path).get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if theirs.get(token) != number:
+            raise ValueError(
+                f"{path} has another tokenizer: {token!r} is {theirs.get(token)} there and "
+                f"{number} for the policy, whose tokens it is given"
+            )
+
+
+def judge(
+    rollouts: Rollouts,
+    values: np.ndarray,
+    scored: Sequence[Score] | None,
+    *,
+    on_error: float | None,
+) -> list[Score]:
+    """Return a reward model's scores, with what a scorer reports of the same answers.
+
+    The scorer's own score is kept under the name `scorer`.
+
+    Args:
+        rollouts: B answers.
+        values: the reward model's scores [B].
+        scored: the scorer's results, if there is one.
+        on_error: score where the model's is not finite; None raises.
+
+    Raises:
+        RewardError: a score is not finite, and `on_error` is None.
+    """
+    found = []
+    for i, value in enumerate(values.tolist()):
+        if not math.isfinite(value):
+            found.append(_failed(rollouts, i, value, on_error))
+        elif scored is None:
+            found.append(Score(value, {}, None))
+        else:
+            extra = scored[i].extra | {SCORER: scored[i].score}
+            found.append(Score(value, extra, scored[i].error))
+    return found
+
+
+def _failed(rollouts: Rollouts, row: int, value: float, on_error: float | None) -> Score:
+    error = f"invalid: the reward model gave {value}"
+    where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
+    if on_error is None:
+        raise RewardError(f"reward.model failed on {where}: {error}")
+    log.warning("reward.model failed on %s: %s", where, error)
+    return Score(on_error, {}, error)

@@ -1,0 +1,64 @@
+"""From sampled answers to their scores: the processes of a scorer, a reward model, or both."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.experience import Rollouts
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.keys import RewardConfig, TrainConfig
+from jaxrl_llm.rewards.model import RewardModel, judge
+from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
+from jaxrl_llm.rewards.scorers import SOURCES
+
+Scoring = Callable[[Rollouts], list[Score]]
+
+
+def make_scoring(
+    reward: RewardConfig, model: RewardModel | None, stack: contextlib.ExitStack
+) -> tuple[Scoring, Scoring]:
+    """Return the functions from answers to their scores, in training and in validation.
+
+    A reward model gives the score in training. Validation keeps to the scorer, where there is one.
+    """
+    by_function = reward.scorer and make_scorer(reward, reward.scorer, stack)
+    if model is None:
+        assert by_function is not None, "keys.check_reward refuses a run without either"
+        return by_function, by_function
+
+    def by_model(rollouts: Rollouts) -> list[Score]:
+        scored = by_function(rollouts) if by_function else None
+        return judge(rollouts, model.score(rollouts), scored, on_error=reward.on_error)
+
+    return by_model, by_function or by_model
+
+
+def make_scorer(reward: RewardConfig, scorer: FunctionSpec, stack: contextlib.ExitStack) -> Scoring:
+    """Start the scoring processes; return the function from answers to what they say of them."""
+    pool = stack.enter_context(
+        RewardPool(
+            scorer,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        )
+    )
+
+    def score(rollouts: Rollouts) -> list[Score]:
+        pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
+        return pool.score(
+            [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
+        )
+
+    return score
+
+
+def check_sources(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse data sources for which `by_source` knows no scorer, before anything is sampled."""
+    if config.reward.scorer and config.reward.scorer.fn == "by_source":
+        unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
+        if unknown:
+            raise ConfigError(
+                f"reward.scorer: by_source knows no scorer for data_source {unknown[0]!r}, only "
+                f"for {', '.join(SOURCES)}; name a scorer, or a function of your own"
+            )

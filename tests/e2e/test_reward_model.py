@@ -1,0 +1,285 @@
+"""PPO with a critic and a given reward model, against transformers' scores of the same answers."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+
+from jaxrl_llm import export
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.experience import Rollouts, experience
+from jaxrl_llm.rewards.model import judge
+from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.types import Completion
+
+ALONE = ("reward.scorer=null", "steps=1")
+
+
+def make_reward_model(base, directory):
+    """Write a random sequence classifier over the tokens of a language model."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.num_labels = 1
+    model = transformers.Qwen3ForSequenceClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reward_model(workshop):
+    return make_reward_model(workshop.base, workshop.root / "reward_model")
+
+
+@pytest.fixture(scope="module")
+def words(workshop, reward_model):
+    """PPO for three steps; the critic begins with the reward model's weights."""
+    return (
+        "algorithm.advantage=gae_whitened",
+        f"critic.path={reward_model}",
+        "critic.optim.schedule.value=1e-3",
+        f"reward.model={reward_model}",
+        f"reward.scorer={workshop.mine('reward_with_more')}",
+        "rollout.dump_every=1",
+        "validation.every=1",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        "steps=3",
+    )
+
+
+@pytest.fixture(scope="module")
+def ppo(run, words):
+    return run(*words).ok()
+
+
+def dumped(result, step):
+    return pyarrow.parquet.read_table(
+        result.run_dir / f"rollouts/step_{step:06d}.parquet"
+    ).to_pylist()
+
+
+def scores_of_transformers(directory, tokenizer, rows):
+    """Score each answer alone, without padding."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        directory, dtype=torch.float32
+    )
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
+    scores = []
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(
+            json.loads(row["prompt"]), add_generation_prompt=True, return_dict=False
+        )
+        with torch.no_grad():
+            scores.append(model.eval()(torch.tensor([[*prompt, *row["tokens"]]])).logits.item())
+    return np.array(scores)
+
+
+def test_the_scores_are_those_of_transformers(ppo, workshop, reward_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
+    for step in (1, 2, 3):
+        rows = dumped(ppo, step)
+        wanted = scores_of_transformers(reward_model, tokenizer, rows)
+        assert len(rows) == 32 and wanted.std() > 1e-2
+        np.testing.assert_allclose([row["score"] for row in rows], wanted, atol=1e-4)
+        assert ppo.metrics[step]["critic/score/mean"] == pytest.approx(wanted.mean(), abs=1e-4)
+        assert ppo.metrics[step]["critic/rewards/max"] == pytest.approx(wanted.max(), abs=1e-4)
+
+
+def test_policy_and_critic_learn_from_them(ppo, reward_model, tmp_path):
+    for line in ppo.metrics[1:]:
+        assert line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0
+        assert np.isfinite([line["critic/vf_loss"], line["actor/loss"]]).all()
+    out = tmp_path / "critic"
+    assert export.main([str(ppo.run_dir), str(out), "--role", "critic", "--step", "1"]) == 0
+    critic = transformers.AutoModelForTokenClassification.from_pretrained(out)
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
+    moved = (critic.score.weight - judge.score.weight).abs().max().item()
+    assert 0 < moved < 0.01  # two updates of 1e-3 away from the reward model
+
+
+def test_the_scorer_reports_and_validates_beside_it(ppo):
+    for step, line in enumerate(ppo.metrics):
+        (name,) = [name for name in line if name.startswith("val-core/")]
+        assert "/acc/" in name and 0 <= line[name] <= 1
+        if step:
+            extra = [json.loads(row["extra"]) for row in dumped(ppo, step)]
+            for name in ("acc", "scorer"):
+                mean = np.mean([found[name] for found in extra])
+                assert line[f"reward/{name}/mean"] == pytest.approx(mean)
+            assert line["reward/errors"] == 0
+
+
+def test_a_run_continues_bit_for_bit(run, ppo, words, workshop, copy_of, same):
+    folder = copy_of(ppo)
+    for step in ("2", "3"):
+        shutil.rmtree(folder / "checkpoints" / step)
+    again = run(*words, run_dir=folder).ok()
+    assert again.learned == ppo.learned
+    same(workshop.params(folder), workshop.params(ppo.run_dir))
+
+
+@pytest.fixture(scope="module")
+def link(workshop, reward_model):
+    link = workshop.root / "link"
+    link.symlink_to(reward_model)
+    return link
+
+
+@pytest.fixture(scope="module")
+def alone(run, link):
+    return run(f"reward.model={link}", *ALONE, "model.dtype=bfloat16", "rollout.dump_every=1").ok()
+
+
+def test_without_a_scorer_the_reward_model_validates_too(alone, workshop, reward_model):
+    before, step = alone.metrics
+    assert [name.split("/")[2] for name in before if name.startswith("val-core/")] == ["reward"]
+    assert not [name for name in step if name.startswith("reward/") and name != "reward/errors"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
+    rows = dumped(alone, 1)
+    wanted = scores_of_transformers(reward_model, tokenizer, rows)  # in float32
+    np.testing.assert_allclose([row["score"] for row in rows], wanted, atol=0.1 * wanted.std())
+
+
+def test_both_scores_can_be_components():
+    tokens = np.array([1, 2], np.int32)
+    prompt = Prompt(index=0, tokens=(3,), data_source="sums", ground_truth="")
+    answer = Completion(tokens, np.zeros(2, np.float32), "stop", 0)
+    rollouts = Rollouts([prompt] * 3, [answer] * 3, ["a", "b", "c"])
+    scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
+    found = judge(rollouts, np.array([4.0, 5.0, np.inf], np.float32), scored, on_error=-1.0)
+    batch = experience(
+        rollouts, found, samples=3, max_tokens=3, components=("score", "scorer", "acc")
+    )
+    assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
+    wanted = [[4.0, 0.25, 1.0], [5.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
+    assert batch["score_components"].tolist() == wanted
+
+
+def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
+    """ReMax's advantage is a difference of two scores of the same kind."""
+    words = (f"reward.model={reward_model}", *ALONE)
+    line = run(*words, "algorithm.advantage=remax", "validation.before=false").ok().metrics[0]
+    spread = line["critic/score/max"] - line["critic/score/min"]
+    assert 0 < abs(line["critic/advantages/max"]) <= 2 * spread
+
+
+def test_packing_and_devices_make_no_difference(run, reward_model):
+    words = (f"reward.model={reward_model}", *ALONE)
+    found = [
+        run(*words, f"batch.tokens_per_microbatch={n}", devices=devices).ok().metrics[1]
+        for n, devices in ((16, 1), (256, 1), (256, 4))
+    ]
+    for statistic in ("mean", "max", "min"):
+        scores = [line[f"critic/score/{statistic}"] for line in found]
+        np.testing.assert_allclose(scores, scores[0], atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+def changed(source, directory, **changes):
+    """Copy a model, with other keys in its config."""
+    shutil.copytree(source, directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def test_scores_that_are_not_finite_are_failures(run, reward_model, tmp_path):
+    broken = tmp_path / "broken"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
+    with torch.no_grad():
+        model.score.weight.fill_(torch.nan)
+    model.save_pretrained(broken)
+    words = (f"reward.model={broken}", "steps=1", "validation.before=false")
+    line = run(*words, "reward.on_error=-0.5").ok().metrics[0]
+    assert line["reward/errors"] == 32
+    assert line["critic/score/min"] == line["critic/score/max"] == -0.5
+    result = run(*words, "reward.on_error=null")
+    assert result.status == 1
+    assert "reward.model failed on row 0" in result.err and "gave nan" in result.err
+
+
+def test_models_that_can_not_score_are_refused(run, workshop, reward_model, tmp_path):
+    short = changed(reward_model, tmp_path / "short", max_position_embeddings=15)
+    labels = {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}
+    labelled = changed(reward_model, tmp_path / "labelled", **labels)
+    small = changed(reward_model, tmp_path / "small", vocab_size=16)
+    for path, text in {
+        workshop.base: "wanted a …ForSequenceClassification",
+        short: "has 15 positions, but the longest sequence is",
+        labelled: "with 2 labels; supported is 1",
+        small: "has vocab_size=16, wanted the policy's",
+        tmp_path / "nowhere": "no directory",
+    }.items():
+        result = run(f"reward.model={path}")
+        assert result.status == 2
+        assert "reward.model: " in result.err and text in result.err
+
+
+def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
+    other = tmp_path / "other"
+    shutil.copytree(reward_model, other)
+    path = other / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    path.write_text(json.dumps(tree))
+    result = run(f"reward.model={other}")
+    assert result.status == 2
+    assert "has another tokenizer: " in result.err
+    assert str(tokenizer.get_vocab()["1"]) in result.err
+
+
+def test_contradictions_are_refused(run, reward_model):
+    for words, text in {
+        ("reward.scorer=null",): "nothing scores the answers",
+        (
+            "reward.scorer=null",
+            f"reward.model={reward_model}",
+            "reward.components=[acc]",
+        ): "reward.components are what a scorer reports",
+    }.items():
+        result = run(*words)
+        assert result.status == 2
+        assert text in result.err
+
+
+def test_another_reward_model_can_not_continue_a_run(
+    run, ppo, words, copy_of, reward_model, tmp_path
+):
+    other = changed(reward_model, tmp_path / "other")
+    result = run(*words, f"reward.model={other}", "steps=4", run_dir=copy_of(ppo))
+    assert result.status == 2
+    assert "reward.model: " in result.err and "can't be continued" in result.err
+
+
+def test_a_reward_model_changed_in_place_can_not_continue_a_run(
+    run, alone, link, copy_of, reward_model, tmp_path
+):
+    other = tmp_path / "other"
+    shutil.copytree(reward_model, other)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
+    with torch.no_grad():
+        model.score.weight.mul_(2)
+    model.save_pretrained(other)
+    words = (f"reward.model={link}", *ALONE, "model.dtype=bfloat16", "rollout.dump_every=1")
+    folder = copy_of(alone)
+    assert run(*words, run_dir=folder).status == 0
+    link.unlink()
+    link.symlink_to(other)
+    result = run(*words, run_dir=folder)
+    link.unlink()
+    link.symlink_to(reward_model)
+    assert result.status == 2
+    assert "reward.model: its contents are not those" in result.err
