@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_s
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.functions import RunError
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.pool import SCORER, Score
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.types import Batch, Completion, Request, Sampling
 
@@ -69,6 +69,16 @@ def sample(
     return Rollouts(repeated, completions, texts)
 
 
+def side_by_side(rollouts: Rollouts, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids of prompts and answers [B T], T = `max_tokens`, and their numbers [B]."""
+    tokens = np.zeros((len(rollouts.prompts), max_tokens), np.int32)
+    sizes = np.zeros(len(tokens), np.int32)
+    for i, (prompt, answer) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
+        sizes[i] = len(prompt.tokens) + len(answer.tokens)
+        tokens[i, : sizes[i]] = (*prompt.tokens, *answer.tokens)
+    return tokens, sizes
+
+
 class ScoreError(RunError):
     """A scorer that does not report what the config says it does."""
 
@@ -89,21 +99,16 @@ def experience(
         samples: G.
         max_tokens: T.
         components: names of the scorers' numbers that become `score_components` [B C]; where a
-            scorer failed, its score stands for each.
+            scorer failed, reward.on_error stands for each.
 
     Raises:
         ScoreError: a scorer did not report one of the components.
     """
-    size = len(rollouts.prompts)
-    tokens = np.zeros((size, max_tokens), np.int32)
-    mask = np.zeros((size, max_tokens), bool)
-    logprobs = np.zeros((size, max_tokens), np.float32)
-    sizes = np.zeros(size, np.int32)
-    for i, (prompt, answer) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
-        start, end = len(prompt.tokens), len(prompt.tokens) + len(answer.tokens)
-        tokens[i, :start], tokens[i, start:end] = prompt.tokens, answer.tokens
+    tokens, sizes = side_by_side(rollouts, max_tokens)
+    mask, logprobs = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
+    for i, (answer, end) in enumerate(zip(rollouts.completions, sizes, strict=True)):
+        start = end - len(answer.tokens)
         mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
-        sizes[i] = end
     values = np.array([score.score for score in scores], np.float32)
     batch = Batch(
         tokens,
@@ -111,7 +116,7 @@ def experience(
         {
             "mask": mask,
             "lengths": mask.sum(1, dtype=np.int32),
-            "group_ids": np.arange(size, dtype=np.int32) // samples,
+            "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
             "rollout_logprobs": logprobs,
             "scores": values,
             "raw_scores": values,
@@ -125,8 +130,8 @@ def experience(
 
 def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
     def number(score: Score, name: str) -> float:
-        if score.error is not None:
-            return score.score
+        if score.error is not None and name != "score":
+            return score.extra.get(SCORER, score.score)
         found = score.extra.get(name, score.score if name == "score" else None)
         if not isinstance(found, int | float) or not math.isfinite(found):
             reported = f"{name}={found!r}" if name in score.extra else sorted(score.extra)

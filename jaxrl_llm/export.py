@@ -3,19 +3,29 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxrl_llm.config import read_yaml
+from jaxrl_llm.config import build, read_yaml
 from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import LoraConfig
 
 ROLES = ("actor", "critic", "reward_model")
 
 
 def export(
-    run_dir: str | Path, out: str | Path, *, step: int | None, dtype: str, role: str = "actor"
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    step: int | None,
+    dtype: str,
+    role: str = "actor",
+    adapter: bool = False,
 ) -> int:
     """Write the parameters of a run's checkpoint as a Hugging Face directory.
+
+    A run that trained an adapter gives the model with the adapter merged into it.
 
     Args:
         run_dir: of `train` or `sft`.
@@ -23,20 +33,23 @@ def export(
         step: of the checkpoint, or None for the newest.
         dtype: of the saved arrays.
         role: which of the models that the run trains.
+        adapter: write the adapter alone, in PEFT's format.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        ConfigError: no run, no such checkpoint, or `out` exists.
+        ConfigError: no run, no such checkpoint, no adapter, or `out` exists.
     """
     import jax
-    import numpy as np
 
     from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
     from jaxrl_llm.models.hf import save_params
+    from jaxrl_llm.models.hf_adapter import save_adapter
     from jaxrl_llm.models.hf_config import read_spec
+    from jaxrl_llm.models.lora import split_adapter
     from jaxrl_llm.models.spec import initialize
+    from jaxrl_llm.setup import adapted_spec, merged_into_base
 
     folder = Path(run_dir)
     if not (folder / "checkpoints").is_dir():
@@ -44,18 +57,37 @@ def export(
     config = read_yaml(folder / "config.yaml")
     source = config.get(role, {}).get("path") or config["model"]["path"]
     try:
-        spec = dataclasses.replace(read_spec(source), value_head=role == "critic")
+        spec = read_spec(source)
+        if role == "critic":
+            spec = dataclasses.replace(spec, value_head=True, reward_head=False)
+        if role == "actor":
+            spec = adapted_spec(spec, *adapter_keys(config["model"]))
+        if adapter and spec.lora is None:
+            raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
         checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
         like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
-        trained = [name for name in checkpoints.extra(step)["origin"] if name != "data"]
+        like = split_adapter(like)[0] if spec.lora else like
+        began = checkpoints.extra(step)["origin"]
+        trained = [name for name in ROLES if name in began]
         if role not in trained:
             raise ConfigError(f"{str(run_dir)!r} trains no {role}, only {', '.join(trained)}")
         saved = checkpoints.restore_params(like, step, role=role)
-        params = jax.tree.map(np.asarray, saved.state)
-        save_params(out, params, spec, source=source, dtype=jax.numpy.dtype(dtype))
+        params, kind = saved.state, jax.numpy.dtype(dtype)  # numpy arrays, as `like` has no layout
+        if adapter:
+            save_adapter(out, params, spec, base=source, dtype=kind)
+            return saved.step
+        if spec.lora:
+            params, spec = merged_into_base(params, spec, source)
+        save_params(out, params, spec, source=source, dtype=kind)
     except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return saved.step
+
+
+def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:
+    """Return the keys of a run's model that say which adapter it trained."""
+    lora = model.get("lora")  # runs of earlier versions have no such key
+    return lora and build(LoraConfig, lora, "model.lora."), model.get("adapter")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the saved arrays"
     )
     parser.add_argument("--role", default="actor", choices=ROLES, help="which model of the run")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapter alone, in PEFT's format, and not the model with it merged in",
+    )
     options = parser.parse_args(arguments)
     try:
         step = export(
@@ -79,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             step=options.step,
             dtype=options.dtype,
             role=options.role,
+            adapter=options.adapter,
         )
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")

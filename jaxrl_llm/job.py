@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -34,13 +35,15 @@ from jaxrl_llm.experience import (
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, run
+from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
-from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
-from jaxrl_llm.rewards.scorers import SOURCES
+from jaxrl_llm.rewards.model import open_reward_model
+from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
 from jaxrl_llm.roles import make_roles, old_logprob_step
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.runs import open_run, run_folder
 from jaxrl_llm.setup import (
     Model,
     blamed_on,
@@ -48,10 +51,8 @@ from jaxrl_llm.setup import (
     made_once,
     open_mesh,
     open_model,
-    open_run,
     prepare_files,
     quiet_libraries,
-    run_folder,
 )
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import cast_tree, checksum, reshard
@@ -104,11 +105,19 @@ def build(
         stops = stop_ids(tokenizer, config.model.path)
     check_model(config, model)
     train, validation = read_prompts(config, tokenizer)
-    roles, trainees = make_roles(config, functions, model, mesh, microbatch_shape(config, mesh))
+    shape = microbatch_shape(config, mesh)
+    roles, trainees = make_roles(config, functions, model, mesh, shape)
     engine = make_engine(config, model, mesh)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
-    score = make_scorer(config, stack)
+    judge = (
+        open_reward_model(
+            config.reward.model, config.model.dtype, tokenizer, model.spec, mesh, shape
+        )
+        if config.reward.model
+        else None
+    )
+    score, score_validation = make_scoring(config.reward, judge, stack)
     lay_out = functools.partial(
         experience,
         samples=config.rollout.samples_per_prompt,
@@ -117,10 +126,12 @@ def build(
     )
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
     keep = functions.keep and per_answer(functions.keep, "algorithm.keep", np.bool_)
-    opened = open_run(config, folder, trainees, train, stack, best="validation")
+    given = {"reward.model": judge.params} if judge else None
+    opened = open_run(config, folder, trainees, train, stack, best="validation", given=given)
     job = Job(
         config=config,
         engine=engine,
+        whole=whole_model(model, config.model.dtype),
         checksum=as_held(model, config.model.dtype),
         sample=training_sampler(config, draw, stops),
         score=score,
@@ -144,7 +155,7 @@ def build(
         actor=roles["actor"],
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
-        validate=make_validator(config, draw, stops, score, validation),
+        validate=make_validator(config, draw, stops, score_validation, validation),
         dump=functools.partial(dump_rollouts, folder / "rollouts"),
         total_steps=opened.total_steps,
         origin=opened.origin,
@@ -173,7 +184,7 @@ def make_engine(config: TrainConfig, model: Model, mesh: Mesh) -> NativeEngine:
     rollout = config.rollout
     with blamed_on("rollout"):
         return NativeEngine(
-            model.spec,
+            without_adapter(model.spec),
             mesh=mesh,
             slots=rollout.slots,
             max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
@@ -183,29 +194,6 @@ def make_engine(config: TrainConfig, model: Model, mesh: Mesh) -> NativeEngine:
             ),
             dtype=config.model.dtype,
         )
-
-
-def make_scorer(
-    config: TrainConfig, stack: contextlib.ExitStack
-) -> Callable[[Rollouts], list[Score]]:
-    """Start the scoring processes; return a function from answers to their scores."""
-    reward = config.reward
-    pool = stack.enter_context(
-        RewardPool(
-            reward.scorer,
-            workers=reward.workers,
-            timeout_s=reward.timeout_s,
-            on_error=reward.on_error,
-        )
-    )
-
-    def score(rollouts: Rollouts) -> list[Score]:
-        pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
-        return pool.score(
-            [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
-        )
-
-    return score
 
 
 def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., Rollouts]:
@@ -245,7 +233,7 @@ def make_greedy(
     config: TrainConfig,
     draw: Callable[..., Rollouts],
     stops: tuple[int, ...],
-    score: Callable[[Rollouts], list[Score]],
+    score: Scoring,
     lay_out: Callable[..., Batch],
     penalty: Callable[[Batch], np.ndarray] | None,
 ) -> Callable[[Rollouts, int], tuple[np.ndarray, int]]:
@@ -289,7 +277,7 @@ def make_validator(
     config: TrainConfig,
     draw: Callable[..., Rollouts],
     stops: tuple[int, ...],
-    score: Callable[[Rollouts], list[Score]],
+    score: Scoring,
     prompts: list[Prompt],
 ) -> Callable[[int], dict[str, float]] | None:
     """Return the function that validates at a step, or None without validation prompts."""
@@ -365,24 +353,37 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
     return train, validation[: config.validation.rows]
 
 
-def check_sources(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuse data sources for which `by_source` knows no scorer, before anything is sampled."""
-    if config.reward.scorer.fn == "by_source":
-        unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
-        if unknown:
-            raise ConfigError(
-                f"reward.scorer: by_source knows no scorer for data_source {unknown[0]!r}, only "
-                f"for {', '.join(SOURCES)}; name a scorer, or a function of your own"
-            )
+def whole_model(model: Model, dtype: str) -> Callable[[Any], Any]:
+    """Return the function from trained parameters to those of the model, as the engine takes them.
+
+    An adapter is merged into its base in float32, and the sum is cast to the engine's dtype.
+    """
+    if model.frozen is None:
+        return lambda params: params
+    spec, frozen = model.spec, model.frozen
+    dtypes = compute_dtypes(without_adapter(spec), dtype)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+
+    @functools.partial(jax.jit, out_shardings=layout)
+    def merged(adapter: Any, frozen: Any) -> Any:
+        return cast_tree(merge(join(adapter, frozen), spec)[0], dtypes)
+
+    return lambda adapter: merged(adapter, frozen)
 
 
 def as_held(model: Model, dtype: str) -> Callable[[Any], Any]:
-    """Return the checksum of parameters after the engine's cast."""
-    dtypes = compute_dtypes(model.spec, dtype)
+    """Return the checksum of a model's parameters after the engine's cast."""
+    dtypes = compute_dtypes(without_adapter(model.spec), dtype)
     return jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
 
 
 def make_reference(config: TrainConfig, model: Model) -> Any:
-    """Copy the weights that a run begins with, in the compute dtype."""
+    """Copy the weights that a run begins with, in the compute dtype.
+
+    With an adapter nothing is copied: the reference is the base, and so an adapter of zeros.
+    """
     layout = jax.tree.map(lambda like: like.sharding, model.like)
+    if model.frozen is not None:
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+        return jax.jit(zeros, out_shardings=layout)(model.like)
     return reshard(model.params, layout, dtype=compute_dtypes(model.spec, config.model.dtype))

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config import key, required, section
 from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.models.remat import POLICIES
 
 ADVANTAGES = "jaxrl_llm.algorithms.advantages"
 LOSSES = "jaxrl_llm.algorithms.losses"
@@ -25,14 +26,45 @@ OPTIMIZERS = SCHEDULES = "optax"
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """A low-rank adapter, trained while the model's own weights are frozen."""
+
+    rank: int = key(16, "r: inner width of the adapter")
+    alpha: float = key(32.0, "what the adapter adds is scaled by alpha / rank")
+    targets: tuple[str, ...] = key(
+        ("all-linear",), "adapted matrices: all-linear, or names or patterns such as q_proj, *_proj"
+    )
+    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy's model."""
 
     path: str = required("Hugging Face directory: config.json, safetensors, tokenizer")
     random_init: bool = key(False, "draw the weights at random; the directory then needs none")
     dtype: str = key("float32", "compute dtype, float32 or bfloat16; master weights are float32")
-    remat: bool = key(False, "recompute each layer's activations in the backward pass")
+    remat: str = key(
+        "none", "what of a layer is stored for the backward pass: none (all), dots or full (least)"
+    )
     logprob_chunk: int = key(1024, "tokens whose logits are alive at once")
+    router_loss_coef: float = key(
+        0.0,
+        "weight of the load-balance loss of a mixture of experts, 0.001 in many families; it takes "
+        "one more forward pass in each update",
+    )
+    router_bias_rate: float = key(
+        0.001,
+        "how far each update moves the bias of sigmoid routers against the load; 0 freezes it",
+    )
+    lora: LoraConfig | None = key(
+        None,
+        "train a low-rank adapter {rank: 16, alpha: 32, targets: all-linear, rslora: false} over "
+        "the frozen model; null trains every weight",
+    )
+    adapter: str | None = key(
+        None, "directory of an adapter in PEFT's format to train on, in place of a new one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +112,22 @@ class RolloutConfig:
 class RewardConfig:
     """How answers are scored."""
 
-    scorer: FunctionSpec = key(
+    scorer: FunctionSpec | None = key(
         FunctionSpec("by_source"),
-        "function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
+        "function (data_source, solution_str, ground_truth, extra_info) -> float or dict; null "
+        "where reward.model alone scores",
+    )
+    model: str | None = key(
+        None,
+        "Hugging Face directory of a sequence classifier with one label and the policy's "
+        "tokenizer: its score of prompt and answer is the score; null takes the scorer's",
     )
     workers: int = key(2, "scoring processes; 0 scores in this process, without a time limit")
     timeout_s: float = key(10.0, "seconds for one answer")
     on_error: float | None = key(
-        0.0, "score of an answer whose scorer raises, hangs or returns NaN; null stops the run"
+        0.0,
+        "score of an answer whose scorer raises or hangs, or whose score is not finite; null "
+        "stops the run",
     )
     components: tuple[str, ...] = key(
         (), "numbers in the scorer's dict that are the field score_components, in this order"
@@ -274,10 +314,7 @@ class TrainConfig:
             rollout.temperature > 0,
             f"rollout.temperature={rollout.temperature}, wanted a number above 0, to explore",
         )
-        _require(
-            self.reward.timeout_s > 0,
-            f"reward.timeout_s={self.reward.timeout_s}, wanted a number above 0",
-        )
+        check_reward(self.reward)
         for name, top_p in (("rollout", rollout.top_p), ("validation", self.validation.top_p)):
             _require(0 < top_p <= 1, f"{name}.top_p={top_p}, wanted a number in (0, 1]")
         _require(
@@ -365,11 +402,17 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
     """Refuse contradictions in the groups that training and SFT share."""
     _at_least(config, 1, "steps epochs model.logprob_chunk checkpoint.keep")
     _at_least(config, 0, "seed checkpoint.every optim.max_skipped")
+    _at_least(config, 0, "model.router_loss_coef model.router_bias_rate")
     _require(config.seed < 2**32, f"seed={config.seed}, wanted a number below 2**32")
     _require(len(config.data.train) > 0, "data.train names no file")
     _require(
         config.model.dtype in ("float32", "bfloat16"),
         f"model.dtype={config.model.dtype!r}, wanted float32 or bfloat16",
+    )
+    check_adapter(config.model)
+    _require(
+        config.model.remat in POLICIES,
+        f"model.remat={config.model.remat!r}, wanted one of {', '.join(POLICIES)}",
     )
     _require(
         config.checkpoint.resume in ("auto", "never"),
@@ -381,6 +424,47 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
         sizes.count(-1) <= 1 and all(s >= 1 or s == -1 for s in sizes),
         f"mesh: data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}; "
         "wanted sizes of 1 or more, at most one of them -1",
+    )
+
+
+def check_reward(reward: RewardConfig) -> None:
+    """Refuse contradictions between the keys of scoring."""
+    _require(reward.timeout_s > 0, f"reward.timeout_s={reward.timeout_s}, wanted a number above 0")
+    _require(
+        reward.scorer is not None or reward.model is not None,
+        "reward.scorer and reward.model are both null: nothing scores the answers",
+    )
+    _require(
+        reward.scorer is not None or not reward.components,
+        "reward.components are what a scorer reports, but reward.scorer is null",
+    )
+
+
+def check_adapter(model: ModelConfig) -> None:
+    """Refuse contradictions between a model's adapter and its other keys."""
+    if model.lora is not None:
+        _require(model.lora.rank >= 1, f"model.lora.rank={model.lora.rank}, wanted 1 or more")
+        alpha = model.lora.alpha
+        _require(alpha > 0, f"model.lora.alpha={alpha}, wanted a number above 0")
+        _require(len(model.lora.targets) > 0, "model.lora.targets names no matrix")
+    _require(
+        not (model.lora and model.adapter),
+        "model.adapter brings its own rank, alpha and targets: remove model.lora",
+    )
+    _require(
+        not (model.random_init and (model.lora or model.adapter)),
+        "model.random_init draws a model that is not kept, so that no adapter fits it later: "
+        "remove model.lora and model.adapter, or name a model that has weights",
+    )
+
+
+def check_bias_rate(model: ModelConfig, *, has_bias: bool) -> None:
+    """Refuse a speed of the routers' bias where no such bias is trained."""
+    rate = model.router_bias_rate
+    _require(
+        has_bias or rate == ModelConfig.router_bias_rate,
+        f"model.router_bias_rate={rate}, but in {model.path} no bias of a router is trained: "
+        "remove it",
     )
 
 

@@ -43,7 +43,8 @@ class Job:
     Attributes:
         total_steps: steps in all.
         origin: digests of the weights and data that the run began with.
-        checksum: of parameters, as the engine should hold them.
+        whole: trained parameters -> those of the model, with an adapter merged into it.
+        checksum: of a model's parameters, as the engine should hold them.
         sample: (prompts, step, draw) -> rollouts.
         score: rollouts -> one score for each answer.
         lay_out: (rollouts, scores) -> batch.
@@ -58,7 +59,7 @@ class Job:
         kl: estimator (logprobs, ref_logprobs) -> [B T].
         kl_reward: whether it is subtracted from the rewards (else it is in the loss).
         next_kl_coef: (coefficient, observed KL, sequences) -> coefficient.
-        reference: parameters of the reference.
+        reference: parameters of the reference; of an adapter, zeros.
         validate: step -> metrics.
         dump: (step, rollouts, scores) -> writes them to a file.
     """
@@ -67,6 +68,7 @@ class Job:
     total_steps: int
     origin: dict[str, Any]
     engine: Engine
+    whole: Callable[[Any], Any]
     checksum: Callable[[Any], Any]
     sample: Callable[[list[Prompt], int, int], Rollouts]
     score: Callable[[Rollouts], list[Score]]
@@ -226,7 +228,7 @@ def learn(
 
 def push(job: Job, states: States, step: int) -> None:
     """Give the engine the current weights, and compare its echo with what was sent."""
-    params = states["actor"].params
+    params = job.whole(states["actor"].params)
     receipt = job.engine.load(params, version=step)
     sent = int(job.checksum(params))
     if receipt.version != step or receipt.checksum != sent:

@@ -14,20 +14,27 @@ from jax.sharding import Mesh
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.functions import RunError
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.keys import TrainConfig, check_bias_rate
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.runs import Trainee
 from jaxrl_llm.setup import (
     Model,
-    Trainee,
     blamed_on,
     forward_settings,
     laid_out,
     read_model,
     split,
 )
-from jaxrl_llm.step import Learner, TrainState, logprob_pass, make_learner, value_pass
+from jaxrl_llm.step import (
+    Learner,
+    TrainState,
+    has_router_bias,
+    logprob_pass,
+    make_learner,
+    value_pass,
+)
 from jaxrl_llm.types import Batch
 from jaxrl_llm.wiring import Functions, with_key
 
@@ -67,11 +74,14 @@ def make_roles(
         mesh: the devices.
         shape: of micro-batches.
     """
+    check_bias_rate(config.model, has_bias=has_router_bias(actor.params))
     roles, trainees = {}, {}
     paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
     for name, how in functions.learning.items():
         is_critic, path = name == "critic", paths.get(name)
         key = f"{name}.path" if path else "model.path"
+        if actor.frozen is not None and name != "actor":
+            path = path or config.model.path  # these begin at the base, and have no adapter
         model = read_role(path, key, mesh, actor.spec, value_head=is_critic) if path else actor
         if is_critic:
             model = as_critic(model, key, mesh)
@@ -84,9 +94,14 @@ def make_roles(
             shape=shape,
             mesh=mesh,
             params_like=model.like,
+            frozen=model.frozen,
         )
         names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
-        run = value_pass if is_critic else functools.partial(logprob_pass, names=names)
+        run = (
+            value_pass
+            if is_critic
+            else functools.partial(logprob_pass, names=names, frozen=model.frozen)
+        )
         infer = run(settings, shape, mesh)
         roles[name] = Role(
             name=name,
@@ -116,7 +131,7 @@ def read_role(path: str, key: str, mesh: Mesh, actor: ModelSpec, *, value_head: 
     """
     with blamed_on(key):
         spec = read_spec(path)
-        if spec.value_head and not value_head:
+        if (spec.value_head or spec.reward_head) and not value_head:
             raise ValueError(f"{path} ends in a value head, wanted a language model")
         for name in ("vocab_size", "max_positions"):
             got, wanted = getattr(spec, name), getattr(actor, name)

@@ -1,16 +1,13 @@
-"""What `train` and `sft` share: run folders, files made on demand, models and optimizers."""
+"""What `train` and `sft` set up: files made on demand, meshes, models and optimizers."""
 
 import contextlib
-import fcntl
+import dataclasses
+import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
-import platform
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,51 +18,30 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm import keys
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
-from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
-from jaxrl_llm.keys import MeshConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
-from jaxrl_llm.metrics import Display, MetricsLog
+from jaxrl_llm.keys import (
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from jaxrl_llm.models.hf import load_params
+from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.models.lora import (
+    find_targets,
+    join,
+    merge,
+    split_adapter,
+    without_adapter,
+)
+from jaxrl_llm.models.spec import LoraSpec, ModelSpec, compute_dtypes, declare, initialize
 from jaxrl_llm.objective import Forward
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.reshard import checksum
+from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks, shardings
-from jaxrl_llm.step import Learner, TrainState
 
 log = logging.getLogger(__name__)
-
-PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
-
-
-CHANGEABLE = (
-    "run_dir",
-    "steps",
-    "epochs",
-    "log",
-    "checkpoint",
-    "validation",
-    "mesh",
-    "export_to",
-    "algorithm.max_draws",
-    "batch.tokens_per_microbatch",
-    "critic.optim.max_skipped",
-    "data.prepare",
-    "data.validation",
-    "model.remat",
-    "model.logprob_chunk",
-    "model.warm_start",
-    "optim.max_skipped",
-    "reward.workers",
-    "reward.timeout_s",
-    "reward_model.optim.max_skipped",
-    "rollout.dump_every",
-    "rollout.slots",
-)
-"""Keys that may change when a run is continued: they move what is written, or only rounding."""
 
 
 class Model(NamedTuple):
@@ -73,13 +49,15 @@ class Model(NamedTuple):
 
     Attributes:
         spec: the architecture.
-        params: float32 master weights.
-        like: shape, dtype and sharding of each array.
+        params: float32 master weights of what is trained: all, or the adapter.
+        like: shape, dtype and sharding of each of these arrays.
+        frozen: the model that an adapter is beside, in the compute dtype; None without one.
     """
 
     spec: ModelSpec
     params: Any
     like: Any
+    frozen: Any = None
 
 
 @contextlib.contextmanager
@@ -97,75 +75,11 @@ def blamed_on(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {text.splitlines()[0]}") from error
 
 
-@contextlib.contextmanager
-def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
-    """Hold a run's folder: one process at a time; its config, versions and commit inside.
-
-    Raises:
-        ConfigError: another process runs there, or nothing can be written there.
-    """
-    folder = Path(run_dir)
-    with blamed_on("run_dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
-        resolved = folder / "config.yaml"
-        if resolved.exists():
-            check_changes(folder, changes(read_yaml(resolved), as_tree(config)))
-        write_text(resolved, to_yaml(config))
-        write_text(folder / "versions.json", json.dumps(versions(config.seed), indent=1) + "\n")
-        yield folder
-
-
-def check_changes(folder: Path, changed: Sequence[str]) -> None:
-    """Log what changed in a run's config; refuse what would mix two runs into one.
-
-    Before the first checkpoint there is nothing to mix, and a run starts anew.
-    """
-    for line in changed:
-        name = line.partition(":")[0]
-        if not any(name == free or name.startswith(f"{free}.") for free in CHANGEABLE) and any(
-            (folder / "checkpoints").glob("[0-9]*")
-        ):
-            raise ConfigError(
-                f"{line}: the run in {str(folder)!r} was begun otherwise and can't be continued "
-                "with it; put it back, or name another run_dir"
-            )
-        log.warning("config changed since this run began: %s", line)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-
-def versions(seed: int) -> dict[str, Any]:
-    """Return what a run can be repeated with: versions, devices, git commit and seed."""
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*words: str) -> str | None:
-        if not (root / ".git").exists() or not shutil.which("git"):
-            return None
-        done = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    return {
-        "jaxrl_llm": importlib.metadata.version("jaxrl_llm"),
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_changed_files": git("status", "--porcelain"),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-        "devices": [d.device_kind for d in jax.devices()],
-        "seed": seed,
-    }
 
 
 def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
@@ -213,13 +127,90 @@ def open_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
     """
     with blamed_on("model.path"):
         spec = read_spec(config.path)
-        if spec.value_head:
+        if spec.value_head or spec.reward_head:
             raise ValueError(f"{config.path} ends in a value head, wanted a language model")
+        if config.router_loss_coef and spec.moe is None:
+            raise ConfigError(
+                f"model.router_loss_coef={config.router_loss_coef}, but {config.path} has no "
+                "experts: remove it"
+            )
         if not config.random_init:
-            return read_model(config.path, spec, mesh)
+            model = read_model(config.path, spec, mesh)
+            is_adapted = config.lora is not None or config.adapter is not None
+            return with_adapter(model, config, mesh, seed=seed) if is_adapted else model
         layout = split(spec, mesh)
         draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=layout)
         return laid_out(spec, draw(jax.random.key(seed)), mesh)
+
+
+def with_adapter(base: Model, config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
+    """Freeze a model, and put an adapter beside it: a new one, or that of model.adapter.
+
+    The base is held in the compute dtype: nothing is added to it, so it needs no float32 masters.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    spec = adapted_spec(base.spec, config.lora, config.adapter)
+    layout, _ = split_adapter(split(spec, mesh))
+    if config.adapter is None:
+        draw = jax.jit(
+            lambda key: split_adapter(initialize(spec, key=key))[0], out_shardings=layout
+        )
+        adapter = draw(jax.random.key(seed))
+    else:
+        with blamed_on("model.adapter"):
+            adapter = jax.device_put(load_adapter(config.adapter, spec), layout)
+    frozen = base.params
+    if config.dtype != "float32":
+        dtypes = compute_dtypes(base.spec, config.dtype)
+        frozen = reshard(frozen, split(base.spec, mesh), dtype=dtypes)
+    return Model(spec, adapter, like_of(adapter, layout), frozen)
+
+
+def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) -> ModelSpec:
+    """Return the spec of a model with the adapter that its config asks for, if it does.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    if adapter is not None:
+        with blamed_on("model.adapter"):
+            return read_adapter_spec(adapter, base)
+    if lora is None:
+        return base
+    with blamed_on("model.lora"):
+        found = LoraSpec(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=find_targets(lora.targets, base),
+            rslora=lora.rslora,
+        )
+        return dataclasses.replace(base, lora=found)
+
+
+def merged_into_base(
+    adapter: Any, spec: ModelSpec, path: str, shardings: Any = None
+) -> tuple[Any, ModelSpec]:
+    """Merge an adapter into the float32 weights of its base's directory, without a second copy.
+
+    Args:
+        adapter: its arrays.
+        spec: of the model with the adapter.
+        path: Hugging Face directory of the base.
+        shardings: of the base's arrays.
+
+    Returns:
+        Parameters and spec of a model without an adapter.
+    """
+    alone = without_adapter(spec)
+    base = load_params(path, alone, shardings=shardings)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(base: Any, adapter: Any) -> Any:
+        return merge(join(adapter, base), spec)[0]
+
+    return run(base, adapter), alone
 
 
 def read_model(path: str, spec: ModelSpec, mesh: Mesh) -> Model:
@@ -236,10 +227,14 @@ def laid_out(spec: ModelSpec, params: Any, mesh: Mesh) -> Model:
     """Return parameters that are in the training layout as a Model; log where rules don't apply."""
     for name, left in fallbacks(declare(spec), mesh, DEFAULT_RULES).items():
         log.warning("%s is not split as the rules say: %s", name, left)
-    like = jax.tree.map(
-        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, split(spec, mesh)
+    return Model(spec, params, like_of(params, split(spec, mesh)))
+
+
+def like_of(params: Any, layout: Any) -> Any:
+    """Return shape, dtype and sharding of each array."""
+    return jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, layout
     )
-    return Model(spec, params, like)
 
 
 def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 1.0) -> Forward:
@@ -249,6 +244,8 @@ def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 
         dtype=config.dtype,
         remat=config.remat,
         logprob_chunk=config.logprob_chunk,
+        router_loss_coef=config.router_loss_coef,
+        router_bias_rate=config.router_bias_rate,
         temperature=temperature,
     )
 
@@ -283,145 +280,6 @@ def make_optimizer(
     if config.grad_clip is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip), optimizer)
     return optimizer, schedule
-
-
-class Trainee(NamedTuple):
-    """A model to train: the weights to start from, how it learns, and the key that names it."""
-
-    model: Model
-    learner: Learner
-    key: str = "model.path"
-
-
-def origin(trainees: Mapping[str, Trainee], items: Sequence[Any]) -> dict[str, Any]:
-    """Return digests of what a run starts from: its weights and its tokenised data."""
-    data = hashlib.sha256()
-    for item in items:
-        data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
-    sums = {name: int(jax.jit(checksum)(found.model.params)) for name, found in trainees.items()}
-    return {**sums, "data": data.hexdigest()}
-
-
-def restore_or_start(
-    checkpoints: Checkpoints,
-    trainees: Mapping[str, Trainee],
-    stream: Any,
-    *,
-    resume: str,
-    origin: dict[str, Any],
-) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
-    """Return the step, states and other contents of the newest checkpoint, or a fresh start.
-
-    Args:
-        checkpoints: of the run.
-        trainees: by name.
-        stream: the data; it is set to the checkpoint's position.
-        resume: the key checkpoint.resume.
-        origin: of the run as it is configured now.
-
-    Raises:
-        ConfigError: the run in this folder started from other weights or other data.
-    """
-    if checkpoints.latest() is None:
-        return 0, {name: t.learner.init(t.model.params) for name, t in trainees.items()}, {}
-    if resume == "never":
-        raise ConfigError(
-            f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
-            f"{checkpoints.latest()}: set it to auto, or name another run_dir"
-        )
-    like = {
-        name: jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            jax.eval_shape(trainee.learner.init, trainee.model.like),
-            trainee.learner.state_shardings,
-        )
-        for name, trainee in trainees.items()
-    }
-    saved = checkpoints.restore(like)
-    blamed = {name: trainee.key for name, trainee in trainees.items()} | {"data": "data.train"}
-    for name, what in blamed.items():
-        if saved.extra["origin"][name] != origin[name]:
-            raise ConfigError(
-                f"{what}: its contents are not those that this run began with, so it can't be "
-                f"continued: put them back, or name another run_dir than {checkpoints.directory}"
-            )
-    stream.set_state(saved.extra["data"])
-    log.info("continuing after step %d", saved.step)
-    return saved
-
-
-class OpenRun(NamedTuple):
-    """Where a run stands, and what it goes on reading and writing.
-
-    Attributes:
-        step: steps done.
-        total_steps: steps in all.
-        states: what updates change, by the name of the trainee.
-        extra: what else the newest checkpoint holds; empty at a fresh start.
-        stream: the data, at the run's position.
-        origin: digests of the weights and data that the run began with.
-    """
-
-    step: int
-    total_steps: int
-    states: dict[str, TrainState]
-    extra: dict[str, Any]
-    stream: Any
-    origin: dict[str, Any]
-    checkpoints: Checkpoints
-    log: MetricsLog
-    display: Display
-
-
-def open_run(
-    config: TrainConfig | SftConfig,
-    folder: Path,
-    trainees: Mapping[str, Trainee],
-    items: Sequence[Any],
-    stack: contextlib.ExitStack,
-    *,
-    best: str | None = None,
-) -> OpenRun:
-    """Open a run's data, checkpoints and metrics at the place where it stands.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        trainees: the models to train, by name.
-        items: the tokenised data, in the files' order.
-        stack: closes what is opened.
-        best: metric by which the best checkpoint is kept besides the newest.
-    """
-    is_rl = isinstance(config, TrainConfig)
-    size = config.batch.prompts_per_step if is_rl else config.batch.examples_per_step
-    with blamed_on("data.train"):
-        stream = batches(
-            items,
-            batch_size=size,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            epochs=None if config.steps else config.epochs,
-            drop_remainder=True,
-        )
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
-    stack.callback(checkpoints.close)
-    began = origin(trainees, items)
-    step, states, extra = restore_or_start(
-        checkpoints, trainees, stream, resume=config.checkpoint.resume, origin=began
-    )
-    log = MetricsLog(
-        folder,
-        step=step,
-        position=extra.get("metrics_bytes", 0),
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-        config=as_tree(config),
-    )
-    stack.callback(log.close)
-    total = config.steps or len(items) * config.epochs // size
-    display = Display("training" if is_rl else "supervised training", total, step)
-    stack.callback(display.close)
-    return OpenRun(step, total, states, extra, stream, began, checkpoints, log, display)
 
 
 def digest(text: str) -> str:

@@ -1,12 +1,13 @@
 """Supervised training: the update of RL with another loss, on packed examples."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
@@ -19,23 +20,24 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import SftConfig
+from jaxrl_llm.keys import SftConfig, check_bias_rate
 from jaxrl_llm.metrics import Clock, due
 from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.spec import ModelSpec, Params
 from jaxrl_llm.objective import PolicyObjective
+from jaxrl_llm.runs import OpenRun, Trainee, open_run, run_folder
 from jaxrl_llm.setup import (
-    Trainee,
+    blamed_on,
     forward_settings,
     make_optimizer,
+    merged_into_base,
     open_mesh,
     open_model,
-    open_run,
     prepare_files,
     quiet_libraries,
-    run_folder,
 )
 from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.step import TrainState, check_skipped, make_learner
+from jaxrl_llm.step import Learner, check_skipped, has_router_bias, make_learner
 from jaxrl_llm.types import Batch
 
 
@@ -53,31 +55,13 @@ def run_sft(config: SftConfig) -> None:
         raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config.run_dir, config))
-        mesh = open_mesh(config.mesh)
-        model = open_model(config.model, mesh, seed=config.seed)
-        try:
-            shape = row_shape(
-                config.batch.tokens_per_microbatch,
-                config.data.max_tokens,
-                sequences=config.batch.examples_per_step,
-                multiple_of=batch_shards(mesh),
-            )
-        except ValueError as error:
-            raise ConfigError(f"batch.tokens_per_microbatch: {error}") from error
-        learner = make_learner(
-            PolicyObjective(loss=negative_log_likelihood),
-            forward_settings(config.model, model.spec),
-            optimizer,
-            reduce=token_mean,
-            shape=shape,
-            mesh=mesh,
-            params_like=model.like,
-        )
-        state = _train(config, folder, Trainee(model, learner), schedule, stack)
+        params, spec, base = _train(config, optimizer, schedule, folder, stack)
+        if base is not None:
+            params, spec = merged_into_base(params, spec, config.model.path, base)
         save_params(
             config.export_to,
-            state.params,
-            model.spec,
+            params,
+            spec,
             source=config.model.path,
             dtype=np.float32,
         )
@@ -85,24 +69,30 @@ def run_sft(config: SftConfig) -> None:
 
 def _train(
     config: SftConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Any], Any],
     folder: Path,
-    trainee: Trainee,
-    schedule: Any,
     stack: contextlib.ExitStack,
-) -> TrainState:
-    opened = open_run(config, folder, {"actor": trainee}, _read_examples(config), stack)
+) -> tuple[Params, ModelSpec, Any]:
+    """Return what was trained, the model's spec, and the layout of its base if it has an adapter.
+
+    All other arrays are let go of, so that merging and saving hold the model once.
+    """
+    learner, opened, spec, base = _start(config, optimizer, folder, stack)
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
     for step in range(opened.step + 1, total + 1):
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
-        state, found = trainee.learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
+        state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
         found = jax.device_get(found)
         check_skipped(int(found["skipped"]), config.optim.max_skipped)
+        router = {name: value for name, value in found.items() if name.startswith("router_")}
         metrics = {
-            "train/loss": float(found["loss"]),
+            "train/loss": float(found["pg_loss"]),
             "train/grad_norm": float(found["grad_norm"]),
             "train/lr": float(schedule(updates)),
+            **{f"train/{name}": float(value) for name, value in router.items()},
             **clock.metrics(),
         }
         log.write(step, metrics)
@@ -115,7 +105,39 @@ def _train(
                 "origin": opened.origin,
             }
             opened.checkpoints.save(step, {"actor": state}, extra)
-    return state
+    return state.params, spec, base
+
+
+def _start(
+    config: SftConfig,
+    optimizer: optax.GradientTransformation,
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> tuple[Learner, OpenRun, ModelSpec, Any]:
+    mesh = open_mesh(config.mesh)
+    model = open_model(config.model, mesh, seed=config.seed)
+    check_bias_rate(config.model, has_bias=has_router_bias(model.params))
+    with blamed_on("batch.tokens_per_microbatch"):
+        shape = row_shape(
+            config.batch.tokens_per_microbatch,
+            config.data.max_tokens,
+            sequences=config.batch.examples_per_step,
+            multiple_of=batch_shards(mesh),
+        )
+    learner = make_learner(
+        PolicyObjective(loss=negative_log_likelihood),
+        forward_settings(config.model, model.spec),
+        optimizer,
+        reduce=token_mean,
+        shape=shape,
+        mesh=mesh,
+        params_like=model.like,
+        frozen=model.frozen,
+    )
+    examples = _read_examples(config)
+    opened = open_run(config, folder, {"actor": Trainee(model, learner)}, examples, stack)
+    base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
+    return learner, opened, model.spec, base
 
 
 def _read_examples(config: SftConfig) -> list[Example]:

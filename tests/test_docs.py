@@ -396,12 +396,14 @@ def all_groups(scores):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The metrics of a run of one step with a critic, a reward model and all else that writes."""
+    """The metrics of one step with experts, a critic, a reward model and all else that writes."""
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(ROOT / "configs/quickstart", folder / "tokenizer")
     path = folder / "tokenizer/config.json"
     small = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     path.write_text(json.dumps(json.loads(path.read_text()) | small))
     spec = read_spec(folder / "tokenizer")
     weights = initialize(spec, key=jax.random.key(0))
@@ -432,7 +434,8 @@ def test_the_run_has_every_model(written):
     """Else the tests below would pass with half of the page unread."""
     wanted = """critic/vf_loss critic/values/mean critic/vf_explained_var reward_model/accuracy
         rollout_corr/rejected batch/draws timing_s/gen_max timing_s/ref timing_s/values
-        timing_s/reward_model timing_s/update_critic timing_s/update_reward_model actor/kl_loss"""
+        timing_s/reward_model timing_s/update_critic timing_s/update_reward_model actor/kl_loss
+        actor/router_loss critic/router_idle reward_model/router_entropy"""
     assert [name for name in wanted.split() if name not in written] == []
 
 

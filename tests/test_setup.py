@@ -15,6 +15,7 @@ import pytest
 from jaxrl_llm.config import load, read_yaml, to_yaml
 from jaxrl_llm.functions import ConfigError, FunctionSpec
 from jaxrl_llm.keys import DataConfig, MeshConfig, OptimConfig, PolicyConfig, TrainConfig
+from jaxrl_llm.runs import restore_or_start, run_folder
 from jaxrl_llm.setup import (
     blamed_on,
     made_once,
@@ -22,8 +23,6 @@ from jaxrl_llm.setup import (
     open_mesh,
     open_model,
     prepare_files,
-    restore_or_start,
-    run_folder,
     write_text,
 )
 
@@ -71,7 +70,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     program = (
         "import sys\n"
         "from jaxrl_llm.keys import *\n"
-        "from jaxrl_llm.setup import run_folder\n"
+        "from jaxrl_llm.runs import run_folder\n"
         "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
         " data=DataConfig(train=('t',)))\n"
         "with run_folder(config.run_dir, config):\n"

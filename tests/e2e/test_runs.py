@@ -137,7 +137,7 @@ def test_rloo_and_two_epochs_a_step(run):
 
 
 def test_bfloat16_with_rematerialisation(run, workshop):
-    words = ["model.dtype=bfloat16", "model.remat=true"]
+    words = ["model.dtype=bfloat16", "model.remat=full"]
     both_steps(run(*words))
     assert {v.dtype for v in workshop.params(workshop.root / f"run{workshop.count}").values()} == {
         np.dtype(np.float32)

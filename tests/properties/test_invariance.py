@@ -207,7 +207,7 @@ def wanted(params):
 @pytest.fixture(scope="module")
 def in_pairs(params, one_device):
     """An update in micro-batches of two rows, for tests that vary the batch."""
-    return build(params, one_device, tokens=32, remat=True)
+    return build(params, one_device, tokens=32, remat="full")
 
 
 def test_one_row_at_a_time(params, one_device, wanted):

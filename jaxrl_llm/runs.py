@@ -1,0 +1,266 @@
+"""A run's folder, and where the run stands in it: config, checkpoints, data position, metrics."""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.data.dataset import batches
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import SftConfig, TrainConfig
+from jaxrl_llm.metrics import Display, MetricsLog
+from jaxrl_llm.setup import Model, blamed_on, write_text
+from jaxrl_llm.sharding.reshard import checksum
+from jaxrl_llm.step import Learner, TrainState
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
+
+CHANGEABLE = (
+    "run_dir",
+    "steps",
+    "epochs",
+    "log",
+    "checkpoint",
+    "validation",
+    "mesh",
+    "export_to",
+    "algorithm.max_draws",
+    "batch.tokens_per_microbatch",
+    "critic.optim.max_skipped",
+    "data.prepare",
+    "data.validation",
+    "model.remat",
+    "model.logprob_chunk",
+    "model.warm_start",
+    "optim.max_skipped",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward_model.optim.max_skipped",
+    "rollout.dump_every",
+    "rollout.slots",
+)
+"""Keys that may change when a run is continued: they move what is written, or only rounding."""
+
+
+@contextlib.contextmanager
+def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
+    """Hold a run's folder: one process at a time; its config, versions and commit inside.
+
+    Raises:
+        ConfigError: another process runs there, or nothing can be written there.
+    """
+    folder = Path(run_dir)
+    with blamed_on("run_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
+        resolved = folder / "config.yaml"
+        if resolved.exists():
+            check_changes(folder, changes(read_yaml(resolved), as_tree(config)))
+        write_text(resolved, to_yaml(config))
+        write_text(folder / "versions.json", json.dumps(versions(config.seed), indent=1) + "\n")
+        yield folder
+
+
+def check_changes(folder: Path, changed: Sequence[str]) -> None:
+    """Log what changed in a run's config; refuse what would mix two runs into one.
+
+    Before the first checkpoint there is nothing to mix, and a run starts anew.
+    """
+    for line in changed:
+        name = line.partition(":")[0]
+        if not any(name == free or name.startswith(f"{free}.") for free in CHANGEABLE) and any(
+            (folder / "checkpoints").glob("[0-9]*")
+        ):
+            raise ConfigError(
+                f"{line}: the run in {str(folder)!r} was begun otherwise and can't be continued "
+                "with it; put it back, or name another run_dir"
+            )
+        log.warning("config changed since this run began: %s", line)
+
+
+def versions(seed: int) -> dict[str, Any]:
+    """Return what a run can be repeated with: versions, devices, git commit and seed."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str | None:
+        if not (root / ".git").exists() or not shutil.which("git"):
+            return None
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    return {
+        "jaxrl_llm": importlib.metadata.version("jaxrl_llm"),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changed_files": git("status", "--porcelain"),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "devices": [d.device_kind for d in jax.devices()],
+        "seed": seed,
+    }
+
+
+class Trainee(NamedTuple):
+    """A model to train: the weights to start from, how it learns, and the key that names it."""
+
+    model: Model
+    learner: Learner
+    key: str = "model.path"
+
+
+def origin(
+    trainees: Mapping[str, Trainee], items: Sequence[Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return digests of what a run starts from: its weights and its tokenised data."""
+    data = hashlib.sha256()
+    for item in items:
+        data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
+    weights = {name: (t.model.params, t.model.frozen) for name, t in trainees.items()}
+    sums = {name: int(jax.jit(checksum)(found)) for name, found in (weights | {**given}).items()}
+    return {**sums, "data": data.hexdigest()}
+
+
+def restore_or_start(
+    checkpoints: Checkpoints,
+    trainees: Mapping[str, Trainee],
+    stream: Any,
+    *,
+    resume: str,
+    origin: dict[str, Any],
+) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
+    """Return the step, states and other contents of the newest checkpoint, or a fresh start.
+
+    Args:
+        checkpoints: of the run.
+        trainees: by name.
+        stream: the data; it is set to the checkpoint's position.
+        resume: the key checkpoint.resume.
+        origin: of the run as it is configured now.
+
+    Raises:
+        ConfigError: the run in this folder started from other weights or other data.
+    """
+    if checkpoints.latest() is None:
+        return 0, {name: t.learner.init(t.model.params) for name, t in trainees.items()}, {}
+    if resume == "never":
+        raise ConfigError(
+            f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
+            f"{checkpoints.latest()}: set it to auto, or name another run_dir"
+        )
+    like = {
+        name: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(trainee.learner.init, trainee.model.like),
+            trainee.learner.state_shardings,
+        )
+        for name, trainee in trainees.items()
+    }
+    saved = checkpoints.restore(like)
+    blamed = {name: trainee.key for name, trainee in trainees.items()} | {"data": "data.train"}
+    for name, digest in origin.items():
+        if saved.extra["origin"][name] != digest:
+            what = blamed.get(name, name)
+            raise ConfigError(
+                f"{what}: its contents are not those that this run began with, so it can't be "
+                f"continued: put them back, or name another run_dir than {checkpoints.directory}"
+            )
+    stream.set_state(saved.extra["data"])
+    log.info("continuing after step %d", saved.step)
+    return saved
+
+
+class OpenRun(NamedTuple):
+    """Where a run stands, and what it goes on reading and writing.
+
+    Attributes:
+        step: steps done.
+        total_steps: steps in all.
+        states: what updates change, by the name of the trainee.
+        extra: what else the newest checkpoint holds; empty at a fresh start.
+        stream: the data, at the run's position.
+        origin: digests of the weights and data that the run began with.
+    """
+
+    step: int
+    total_steps: int
+    states: dict[str, TrainState]
+    extra: dict[str, Any]
+    stream: Any
+    origin: dict[str, Any]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    display: Display
+
+
+def open_run(
+    config: TrainConfig | SftConfig,
+    folder: Path,
+    trainees: Mapping[str, Trainee],
+    items: Sequence[Any],
+    stack: contextlib.ExitStack,
+    *,
+    best: str | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> OpenRun:
+    """Open a run's data, checkpoints and metrics at the place where it stands.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        trainees: the models to train, by name.
+        items: the tokenised data, in the files' order.
+        stack: closes what is opened.
+        best: metric by which the best checkpoint is kept besides the newest.
+        given: parameters of the models that the run reads and does not train, by their config key.
+    """
+    is_rl = isinstance(config, TrainConfig)
+    size = config.batch.prompts_per_step if is_rl else config.batch.examples_per_step
+    with blamed_on("data.train"):
+        stream = batches(
+            items,
+            batch_size=size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            epochs=None if config.steps else config.epochs,
+            drop_remainder=True,
+        )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
+    stack.callback(checkpoints.close)
+    began = origin(trainees, items, given or {})
+    step, states, extra = restore_or_start(
+        checkpoints, trainees, stream, resume=config.checkpoint.resume, origin=began
+    )
+    log = MetricsLog(
+        folder,
+        step=step,
+        position=extra.get("metrics_bytes", 0),
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        config=as_tree(config),
+    )
+    stack.callback(log.close)
+    total = config.steps or len(items) * config.epochs // size
+    display = Display("training" if is_rl else "supervised training", total, step)
+    stack.callback(display.close)
+    return OpenRun(step, total, states, extra, stream, began, checkpoints, log, display)

@@ -1,0 +1,160 @@
+"""Runs of models with experts, latent attention, and windows and soft-caps, made by transformers.
+
+At step 1 a run compares the engine's log-probs with the trainer's, and stops if they disagree.
+"""
+
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxrl_llm import export, sft
+from jaxrl_llm.models.hf import load_params
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.transformer import forward, logits
+
+TOKENS = np.array([[5, 9, 77, 31, 200, 258, 3]])
+BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+    "vocab_size": 264,
+}
+RATE = 0.01
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES = {
+    "Qwen3Moe": EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
+    "DeepseekV3": EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+}
+
+
+def routed(role):
+    """Name the metrics of a model's routers."""
+    return {f"{role}/router_{name}" for name in ("loss", "max_load", "idle", "entropy")}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, workshop):
+    """A random model's directory, with the tokenizer of the quickstart."""
+    family, directory = request.param, workshop.root / request.param
+    shutil.copytree(workshop.root / "random", directory)
+    (directory / "config.json").unlink()
+    torch.manual_seed(0)
+    sizes = BASE | FAMILIES[family]
+    if family == "DeepseekV3":
+        sizes = {name: value for name, value in sizes.items() if name != "head_dim"}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    made = getattr(transformers, f"{family}ForCausalLM")(config)
+    made.save_pretrained(directory)
+    return family, directory
+
+
+@pytest.fixture(scope="module")
+def trained(run, model):
+    """Two steps of two updates; of DeepSeek with a critic, which has experts of its own."""
+    family, directory = model
+    words = {
+        "Qwen3Moe": ("model.router_loss_coef=0.01",),
+        "DeepseekV3": ("algorithm.advantage=gae_whitened", f"model.router_bias_rate={RATE}"),
+        "Gemma2": (),
+    }[family]
+    where = (f"model.path={directory}", "checkpoint.every=2", "validation.before=false")
+    return run(*where, *words).ok()
+
+
+def test_a_run_samples_learns_and_exports(model, trained, tmp_path):
+    family, directory = model
+    lines = [line for line in trained.metrics if "actor/grad_norm" in line]
+    assert len(lines) == 2
+    found = {"Qwen3Moe": routed("actor"), "DeepseekV3": routed("actor") | routed("critic")}
+    for line in lines:
+        assert line["training/rollout_probs_diff_mean"] < 1e-5
+        assert line["actor/grad_norm"] > 0
+        assert {name for name in line if "/router_" in name} == found.get(family, set())
+
+    out = tmp_path / "out"
+    assert export.main([str(trained.run_dir), str(out)]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    found = our_logits(out)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+    assert np.abs(found - our_logits(directory)).max() > 1e-3, "it was trained"
+
+
+def our_logits(directory):
+    spec, params = read_spec(directory), load_params(directory, read_spec(directory))
+    positions = np.arange(TOKENS.shape[1])[None]
+    hidden = forward(params, spec, *map(jnp.asarray, (TOKENS, positions, np.ones_like(TOKENS))))
+    return np.asarray(logits(params, spec, hidden))
+
+
+@pytest.mark.parametrize(
+    ("role", "kind"),
+    [("actor", "AutoModelForCausalLM"), ("critic", "AutoModelForTokenClassification")],
+)
+def test_the_biases_of_deepseek_move_in_a_run_and_stay_float32(
+    model, trained, tmp_path, role, kind
+):
+    if model[0] != "DeepseekV3":
+        pytest.skip("no bias")
+    out = tmp_path / "out"
+    words = ["--dtype", "bfloat16", "--role", role]
+    assert export.main([str(trained.run_dir), str(out), *words]) == 0
+    theirs = getattr(transformers, kind).from_pretrained(out)
+    bias = theirs.model.layers[1].mlp.gate.e_score_correction_bias
+    assert (theirs.dtype, bias.dtype) == (torch.bfloat16, torch.float32)
+    updates = 2 * 2
+    steps = bias.numpy() / RATE
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
+    assert 0 < np.abs(steps).max() <= updates + 1e-3
+
+
+def test_supervised_training_reports_its_routers(run, model, tmp_path):
+    """The loss that it reports is that of the tokens, without the experts' balance."""
+    family, directory = model
+    if family != "Qwen3Moe":
+        pytest.skip("one is enough")
+    words = ("model.random_init=false", "model.router_loss_coef=10", "steps=1")
+    where = (f"model.path={directory}", f"export_to={tmp_path / 'out'}")
+    (line,) = run(*where, *words, program=sft, config="sft.yaml").ok().metrics
+    assert routed("train") <= line.keys()
+    assert line["train/router_loss"] > 1.9, "balanced it is 2"
+    assert line["train/loss"] == pytest.approx(np.log(BASE["vocab_size"]), abs=1)
+
+
+def test_keys_of_routers_are_refused_without_such_routers(run, model):
+    family, directory = model
+    wrong = {
+        "Gemma2": ("model.router_loss_coef=0.01",),
+        "Qwen3Moe": ("model.router_bias_rate=0.01",),
+        "DeepseekV3": ("model.router_bias_rate=0.01", "model.lora.rank=2"),  # frozen beside it
+    }[family]
+    result = run(f"model.path={directory}", *wrong)
+    assert result.status == 2
+    assert f"{wrong[0]}, but" in result.err
