@@ -114,6 +114,7 @@ def test_an_exported_run_is_the_base_with_the_adapter(workshop, adapted, tmp_pat
     np.testing.assert_allclose(our_logits(whole), theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_bit_for_bit(workshop, same, until):
     words = (*LORA, "steps=8", "checkpoint.every=2", "algorithm.kl_loss=k3")
     folders = [workshop.folder(), workshop.folder()]
@@ -187,6 +188,7 @@ def test_sft_trains_an_adapter_and_exports_the_whole(workshop, tmp_path):
     assert np.abs(ours - our_logits(workshop.base)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_routed_experts_are_adapted(workshop, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(workshop.root / "random", base)

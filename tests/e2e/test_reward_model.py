@@ -172,6 +172,7 @@ def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
     assert 0 < abs(line["critic/advantages/max"]) <= 2 * spread
 
 
+@pytest.mark.slow
 def test_packing_and_devices_make_no_difference(run, reward_model):
     words = (f"reward.model={reward_model}", *ALONE)
     found = [
