@@ -83,11 +83,6 @@ class _Worker:
     def touch(self) -> None:
         self.deadline = time.monotonic() + self.timeout_s
 
-    def has_ended(self) -> bool:
-        """Say whether an idle worker is gone; its pipe can tell before its process does."""
-        closed = self.ready and self.connection.poll()
-        return closed or self.process.poll() is not None
-
     def exit_code(self) -> int | str:
         try:
             return self.process.wait(timeout=1.0)
@@ -206,7 +201,7 @@ class RewardPool:
     def _run(self, items: Sequence[RewardItem]) -> list[Score]:
         scores: dict[int, Score] = {}
         waiting = deque(range(len(items)))
-        for worker in [w for w in self._crew if w.has_ended()]:
+        for worker in [w for w in self._crew if w.process.poll() is not None]:
             self._dismiss(worker)
         while len(scores) < len(items):
             unfinished = len(items) - len(scores)

@@ -306,7 +306,8 @@ def test_worker_killed_while_idle_is_replaced(make):
     pool = make(1, on_error=None)
     first = pool.score(items("pid"))[0].extra["pid"]
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: ended(first))
+    left = os.WEXITED | os.WNOHANG | os.WNOWAIT  # a zombie's other threads may still be dying
+    wait_until(lambda: os.waitid(os.P_PID, first, left))
     assert pool.score(items("pid"))[0].extra["pid"] != first
     assert sum(pool.counts.values()) == 0
 
