@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("stage", "expert", "data", "fsdp", "context", "tensor")
 """The mesh axes, outermost first: neighbours along the last one are the closest devices."""
 
-BATCH = ("data", "fsdp")
+BATCH = ("expert", "data", "fsdp")
 """The mesh axes over which a batch is split."""
 
 
@@ -25,8 +25,9 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     Raises:
         ValueError: an unknown axis, or sizes that don't multiply to the number of devices.
 
-    >>> make_mesh({"data": 1, "fsdp": -1, "tensor": 1}, jax.devices()[:1]).shape_tuple
-    (('data', 1), ('fsdp', 1), ('tensor', 1))
+    >>> mesh = make_mesh({"data": 1, "fsdp": -1, "tensor": 1}, jax.devices()[:1])
+    >>> mesh.shape["fsdp"], mesh.shape["stage"]
+    (1, 1)
     """
     unknown = set(sizes) - set(AXES)
     if unknown:
@@ -37,10 +38,10 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     filled = [len(devices) // max(fixed, 1) if s == -1 else s for s in given]
     if min(filled) < 1 or math.prod(filled) != len(devices):
         options = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
-        asked = ", ".join(f"{a}={s}" for a, s in zip(AXES, given, strict=True))
+        asked = ", ".join(f"{a}={s}" for a, s in zip(AXES, given, strict=True) if s != 1)
         raise ValueError(
-            f"mesh {asked} does not cover {len(devices)} devices; each size must be one of "
-            f"{options} and their product {len(devices)}"
+            f"mesh {asked or 'of one device'} does not cover {len(devices)} devices; each size "
+            f"must be one of {options} and their product {len(devices)}"
         )
     grid = np.array(devices, dtype=object).reshape(filled)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -15,20 +15,26 @@ from jaxrl_llm.sharding.mesh import AXES
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
 DEFAULT_RULES: Rules = {
-    "layers": None,
+    "layers": "stage",
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "context", "expert"),
     "norm": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_width": None,
     "ff": "tensor",
-    "experts": None,
+    "experts": "expert",
+    "expert_embed": ("fsdp", "context"),
     "expert_ff": "tensor",
+    "routes": None,
     "label": None,
     "rank": None,
     "latent": None,
 }
+
+
+ROLLOUT_RULES: Rules = {**DEFAULT_RULES, "embed": "fsdp", "expert_embed": "fsdp"}
+"""Rules of the engine: what is split only to save memory would be gathered for every token."""
 
 
 @runtime_checkable
@@ -47,7 +53,7 @@ class Declared(Protocol):
 
 
 class Fallback(NamedTuple):
-    """A dimension that stays whole because the mesh axes its rule names do not divide it."""
+    """A dimension that is split less than its rule says, because the mesh axes don't divide it."""
 
     axis: str
     size: int
@@ -69,7 +75,8 @@ def partition_spec(
         shape: Size of each dimension.
 
     Returns:
-        The partition, and one `Fallback` per dimension that had to stay whole.
+        The partition, and one `Fallback` per dimension that the axes of its rule do not divide. Of
+        several axes those are kept, in their order, that do.
 
     Raises:
         ValueError: A logical axis has no rule, a rule names no known mesh axis, or two dimensions
@@ -85,11 +92,14 @@ def partition_spec(
     fallbacks: list[Fallback] = []
     for axis, size in zip(axes, shape, strict=True):
         names = tuple(name for name in _mesh_axes(axis, rules) if mesh.shape.get(name, 1) > 1)
-        devices = math.prod(mesh.shape[name] for name in names)
-        if size % devices:
+        kept: tuple[str, ...] = ()
+        for name in names:
+            if size % math.prod(mesh.shape[n] for n in (*kept, name)) == 0:
+                kept += (name,)
+        if kept != names:
+            devices = math.prod(mesh.shape[name] for name in names)
             fallbacks.append(Fallback(axis, size, names, devices))
-            names = ()
-        parts.append(names[0] if len(names) == 1 else names or None)
+        parts.append(kept[0] if len(kept) == 1 else kept or None)
     _check_claims(axes, parts)
     return PartitionSpec(*parts), tuple(fallbacks)
 
@@ -126,7 +136,7 @@ def shardings(declarations: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> An
 def fallbacks(
     declarations: Any, mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
 ) -> dict[str, tuple[Fallback, ...]]:
-    """List, by path, the arrays that `shardings` leaves whole along an axis with a rule.
+    """List, by path, the arrays that `shardings` can't split as the rules say.
 
     Args:
         declarations: As for `shardings`.

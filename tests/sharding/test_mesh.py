@@ -1,24 +1,27 @@
+import math
+
 import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh, over_batch, replicated
+from jaxrl_llm.sharding.mesh import AXES, BATCH, batch_shards, make_mesh, over_batch, replicated
 
 
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
-        ({"data": -1}, (8, 1, 1)),
-        ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
-        ({"data": 8, "tensor": -1}, (8, 1, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"data": -1}, {"data": 8}),
+        ({"fsdp": -1, "tensor": 4}, {"fsdp": 2, "tensor": 4}),
+        ({"data": 8, "tensor": -1}, {"data": 8}),
+        ({"stage": 2, "expert": 2, "context": -1}, {"stage": 2, "expert": 2, "context": 2}),
     ],
 )
 def test_sizes_fill_the_devices(sizes, wanted):
     mesh = make_mesh(sizes)
-    assert mesh.shape_tuple == tuple(zip(AXES, wanted, strict=True))
+    assert mesh.shape == dict.fromkeys(AXES, 1) | wanted
     assert list(mesh.devices.ravel()) == jax.devices()
-    assert batch_shards(mesh) == wanted[0] * wanted[1]
+    assert batch_shards(mesh) == math.prod(wanted.get(axis, 1) for axis in BATCH)
 
 
 def test_axes_are_left_to_the_compiler():
@@ -29,13 +32,13 @@ def test_axes_are_left_to_the_compiler():
 @pytest.mark.parametrize(
     ("sizes", "asked"),
     [
-        ({"data": 3}, "data=3, fsdp=1, tensor=1"),
-        ({"data": 3, "fsdp": -1}, "data=3, fsdp=-1, tensor=1"),
-        ({"data": 16}, "data=16, fsdp=1, tensor=1"),
-        ({"data": -1, "fsdp": -1}, "data=-1, fsdp=-1, tensor=1"),
-        ({"data": 0, "fsdp": -1}, "data=0, fsdp=-1, tensor=1"),
-        ({"data": -8, "fsdp": -1}, "data=-8, fsdp=-1, tensor=1"),
-        ({"data": -2, "fsdp": -4, "tensor": 1}, "data=-2, fsdp=-4, tensor=1"),
+        ({"data": 3}, "data=3"),
+        ({"data": 3, "fsdp": -1}, "data=3, fsdp=-1"),
+        ({"data": 16}, "data=16"),
+        ({"data": -1, "fsdp": -1}, "data=-1, fsdp=-1"),
+        ({"data": 0, "fsdp": -1}, "data=0, fsdp=-1"),
+        ({"data": -8, "fsdp": -1}, "data=-8, fsdp=-1"),
+        ({"data": -2, "fsdp": -4, "tensor": 1}, "data=-2, fsdp=-4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, asked):
@@ -48,9 +51,8 @@ def test_sizes_that_do_not_fit_are_refused(sizes, asked):
 
 
 def test_an_unknown_axis_is_refused():
-    wanted = r"a mesh has the axes \('data', 'fsdp', 'tensor'\), got sizes for \['expert'\]"
-    with pytest.raises(ValueError, match=wanted):
-        make_mesh({"expert": 2, "data": 4})
+    with pytest.raises(ValueError, match=r"'tensor'\), got sizes for \['pipeline'\]"):
+        make_mesh({"pipeline": 2, "data": 4})
 
 
 def test_layouts():
@@ -59,7 +61,7 @@ def test_layouts():
     split = jax.device_put(x, over_batch(mesh))
     assert {shard.data.shape for shard in split.addressable_shards} == {(2, 2)}
     for shard in split.addressable_shards:
-        data, fsdp, _ = np.argwhere(mesh.devices == shard.device)[0]
+        _, _, data, fsdp, _, _ = np.argwhere(mesh.devices == shard.device)[0]
         np.testing.assert_array_equal(shard.data, x[2 * (2 * data + fsdp) :][:2])
     whole = jax.device_put(x, replicated(mesh))
     assert {shard.data.shape for shard in whole.addressable_shards} == {(8, 2)}
