@@ -148,7 +148,7 @@ def _forward(
     targets: Int[Array, " X"],
 ) -> tuple[TokenStats, tuple[Any, ...]]:
     narrow = head.astype(hidden.dtype)
-    chunks = -(-hidden.shape[0] // projection.chunk)
+    chunks = _count(hidden.shape[0], projection.chunk)
     if chunks <= 1:
         logits = projection.logits(hidden, narrow)
         stats, residual = _stats_and_residual(logits, targets)
@@ -189,13 +189,19 @@ def _backward(
         return total + to_head, to_hidden
 
     tokens = hidden.shape[0]
-    chunks = -(-tokens // projection.chunk)
+    chunks = _count(tokens, projection.chunk)
     blocks = jax.tree.map(lambda x: _strided(x, chunks), (hidden, targets, residual, cotangents))
     to_head, to_hidden = jax.lax.scan(add, jnp.zeros(head.shape, jnp.float32), blocks)
     return _unstrided(to_hidden, tokens), to_head.astype(head.dtype), None
 
 
 _token_stats.defvjp(_forward, _backward)
+
+
+def _count(tokens: int, chunk: int) -> int:
+    """Return how many chunks to take, at best of equal size: padding is hard to share evenly."""
+    least = -(-tokens // chunk)
+    return next((n for n in range(least, 2 * least + 1) if n and tokens % n == 0), least)
 
 
 def _strided(x: Array, chunks: int) -> Array:

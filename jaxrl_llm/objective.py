@@ -4,6 +4,8 @@ An objective runs a model over packed rows, calls a loss function with the field
 and returns the part of a micro-batch in the mini-batch's loss.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -22,7 +24,7 @@ from jaxrl_llm.models.heads import token_values
 from jaxrl_llm.models.moe import RouterStats
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_with_router, head_matrix
-from jaxrl_llm.sharding.mesh import over_batch
+from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.types import Rows
 
 Params = Any
@@ -34,7 +36,8 @@ class Forward:
     """How the model is run in training: everything static about a forward pass.
 
     `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
-    update moves the bias of sigmoid routers.
+    update moves the bias of sigmoid routers, and `context` how attention sees rows that devices
+    share (`sharding.layout.Layout`).
     """
 
     spec: ModelSpec
@@ -44,6 +47,7 @@ class Forward:
     temperature: float = 1.0
     router_loss_coef: float = 0.0
     router_bias_rate: float = 0.001
+    context: str = "heads"
 
 
 class MicroBatch(NamedTuple):
@@ -63,20 +67,31 @@ def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Toke
     Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
     Activations stay where the rows are, so it is the weights that are gathered.
     """
-    return _token_stats(params, _hidden(params, rows, model, mesh)[0], rows, model)
+    return _token_stats(params, hidden_states(params, rows, model, mesh)[0], rows, model, mesh)
 
 
 def _token_stats(
-    params: Params, hidden: Float[Array, "R L D"], rows: Rows, model: Forward
+    params: Params, hidden: Float[Array, "P l D"], rows: Rows, model: Forward, mesh: Mesh
 ) -> TokenStats:
+    """Score the rows' tokens, each device its own: the head's gradient is added up over the devices
+    once, not once a chunk. Where stages hold the layers, they share the scoring too."""
+    layout = Layout(mesh, model.context)
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
-    stats = token_stats(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head_matrix(params, model.spec),
-        targets.reshape(-1),
+    axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+
+    def own(x: Array) -> Array:
+        parts = x.reshape(shards, -1, *x.shape[2:])
+        return jax.lax.with_sharding_constraint(parts, layout.sharding(axes))
+
+    score = functools.partial(
+        token_stats,
         temperature=model.temperature,
         softcap=model.spec.logit_softcap,
-        chunk=model.logprob_chunk,
+        chunk=max(model.logprob_chunk // shards, 1),
+    )
+    stats = jax.vmap(score, in_axes=(0, None, 0), spmd_axis_name=axes)(
+        own(hidden), head_matrix(params, model.spec, layout), own(targets)
     )
     return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
 
@@ -86,30 +101,40 @@ def value_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Floa
 
     Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
     """
-    return _to_sequences(token_values(params, _hidden(params, rows, model, mesh)[0]), rows)
+    return _values(params, hidden_states(params, rows, model, mesh)[0], rows)
 
 
 def router_totals(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> RouterStats:
     """Run a model with experts over packed rows and sum up what its routers did."""
-    router = _hidden(params, rows, model, mesh)[1]
+    router = hidden_states(params, rows, model, mesh)[1]
     assert router is not None, "the model has experts"
     return router
 
 
-def _hidden(
+def hidden_states(
     params: Params, rows: Rows, model: Forward, mesh: Mesh
-) -> tuple[Float[Array, "R L D"], RouterStats | None]:
+) -> tuple[Float[Array, "P l D"], RouterStats | None]:
+    """Return the hidden states of the rows, in pieces where devices share a row."""
+    layout = Layout(mesh, model.context)
+    tokens, positions, segments = (
+        layout.cut(jnp.asarray(x)) for x in (rows.tokens, rows.positions, rows.segment_ids)
+    )
     hidden, router = forward_with_router(
         params,
         model.spec,
-        jnp.asarray(rows.tokens),
-        jnp.asarray(rows.positions),
-        jnp.asarray(rows.segment_ids),
+        tokens,
+        positions,
+        segments,
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
-        activation_sharding=over_batch(mesh),
+        layout=layout,
     )
     return hidden, RouterStats(**router) if router else None
+
+
+def _values(params: Params, hidden: Float[Array, "P l D"], rows: Rows) -> Float32[Array, "b T"]:
+    values = token_values(params, hidden)
+    return _to_sequences(values.reshape(jnp.shape(rows.tokens)), rows)
 
 
 def _to_sequences(packed: Float[Array, "R L"], rows: Rows) -> Float[Array, "b T"]:
@@ -164,8 +189,8 @@ class PolicyObjective:
         self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
-        hidden, router = _hidden(params, micro.rows, model, mesh)
-        stats = _token_stats(params, hidden, micro.rows, model)
+        hidden, router = hidden_states(params, micro.rows, model, mesh)
+        stats = _token_stats(params, hidden, micro.rows, model, mesh)
         mask, weights = micro.fields["mask"], micro.fields["weights"]
         logprobs = jnp.where(mask, stats.logprobs, 0.0)
         fields = micro.fields | {"logprobs": logprobs, "entropy": stats.entropy}
@@ -199,9 +224,8 @@ class ValueObjective:
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         mask = micro.fields["mask"]
-        hidden, router = _hidden(params, micro.rows, model, mesh)
-        values = _to_sequences(token_values(params, hidden), micro.rows)
-        values = jnp.where(mask, values, 0.0)
+        hidden, router = hidden_states(params, micro.rows, model, mesh)
+        values = jnp.where(mask, _values(params, hidden, micro.rows), 0.0)
         found = call(self.loss, micro.fields | {"values": values})
         regression = as_token_loss(found, self.loss, mask.shape)
         loss = _total(regression.loss, micro.fields["weights"], mask)

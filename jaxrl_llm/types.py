@@ -83,10 +83,17 @@ class Rows(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """What an engine answers when it has loaded weights."""
+    """What an engine answers when it has loaded weights.
+
+    Attributes:
+        version: of the weights.
+        checksum: of the weights as it holds them.
+        moved_bytes: what had to travel to devices that did not hold it.
+    """
 
     version: int
     checksum: int
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxrl_llm.models.transformer import (
     rotations,
     stacked_layers,
 )
+from jaxrl_llm.sharding.layout import Layout
 
 
 class Cache(NamedTuple):
@@ -71,6 +72,7 @@ def prefill(
     *,
     cache_length: int,
     dtype: DTypeLike = jnp.float32,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Run right-padded prompts through the model and keep their keys and values.
 
@@ -81,6 +83,7 @@ def prefill(
         lengths: Real tokens per prompt, at least 1.
         cache_length: Slots S of the cache, at least T; what is left is room for new tokens.
         dtype: Of the computation and the cache.
+        layout: How prompts are split over a mesh, whole each; None leaves it to the compiler.
 
     Returns:
         The hidden state (after the final norm) of each prompt's last real token, and the cache.
@@ -115,10 +118,11 @@ def prefill(
             held = v[..., :0] if _keys_are_values(spec) else v
             return attend(q, k, v, segment_ids, how), Cache(jnp.pad(k, room), jnp.pad(held, room))
 
-        x, cache, _ = decoder_layer(weights, spec, x, by.of(layer), attention)
-        return x, cache
+        x, cache, _ = decoder_layer(weights, spec, x, by.of(layer), attention, layout=layout)
+        return place(x), cache
 
-    x = embed(params, spec, tokens, dtype=dtype)
+    place = layout.place if layout else lambda x: x
+    x = place(embed(params, spec, tokens, dtype=dtype))
     caches = []
     for stack in stacked_layers(params, spec):
         x, cache = jax.lax.scan(body, x, stack)
@@ -148,6 +152,7 @@ def decode_step(
     positions: Int[Array, " B"],
     *,
     dtype: DTypeLike = jnp.float32,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Run one token per row, writing slot `positions[b]` of row b and attending up to it.
 
@@ -159,6 +164,7 @@ def decode_step(
         positions: Their positions, each below S. At a position of S or more nothing is written and
             the row's result means nothing.
         dtype: Of the computation.
+        layout: How rows are split over a mesh; None leaves it to the compiler.
 
     Returns:
         Hidden states after the final norm, and the cache with the tokens' keys and values.
@@ -192,10 +198,11 @@ def decode_step(
             mixed = attend_cache(q[:, 0], keys[number], mixed_in[number], positions + 1, how)
             return mixed[:, None], Cache(keys, values)
 
-        x, cache, _ = decoder_layer(weights, spec, x, by.of(layer), attention)
-        return (x, cache), None
+        x, cache, _ = decoder_layer(weights, spec, x, by.of(layer), attention, layout=layout)
+        return (place(x), cache), None
 
-    carry = embed(params, spec, tokens[:, None], dtype=dtype), cache
+    place = layout.place if layout else lambda x: x
+    carry = place(embed(params, spec, tokens[:, None], dtype=dtype)), cache
     for stack in stacked_layers(params, spec):
         carry, _ = jax.lax.scan(body, carry, stack)
     x, cache = carry

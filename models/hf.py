@@ -18,9 +18,17 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.hf_config import config_to_save
-from jaxrl_llm.models.hf_files import FLOAT_TYPES, StoredArray, find_arrays, write_shards
+from jaxrl_llm.models.hf_files import (
+    FLOAT_TYPES,
+    StoredArray,
+    check_new_directory,
+    find_arrays,
+    whole_directory,
+    write_shards,
+)
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ArrayDecl, Declarations, ModelSpec, Params, declare
+from jaxrl_llm.sharding.processes import gather, is_first, once, whole
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
 NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
@@ -160,8 +168,9 @@ def save_params(
 ) -> None:
     """Save a model as a Hugging Face directory that `transformers` and vLLM load.
 
-    The directory appears complete or not at all: it is written beside its place, then renamed.
-    Arrays are fetched from their devices as they are written, one layer of one array at a time.
+    The directory appears complete or not at all. Arrays are fetched from their devices as they are
+    written, one layer of one array at a time. Of several processes all call this, the first one
+    writes, and all return when it has.
 
     Args:
         directory: To create; it must not exist, unless empty.
@@ -182,36 +191,32 @@ def save_params(
             dtype cannot be saved.
     """
     directory, source = Path(directory), source if source is None else resolve(source)
-    if directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory} exists and is not empty; give a new directory")
-    if np.dtype(dtype).name not in FLOAT_TYPES.values():
-        raise ValueError(f"dtype {np.dtype(dtype).name}; wanted one of {[*FLOAT_TYPES.values()]}")
+    once(lambda: check_new_directory(directory, dtype))
     declarations = declare(spec)
     _check_params(params, declarations)
     config = config_to_save(spec, source, np.dtype(dtype))
-    partial = directory.with_name(f".{directory.name}.partial")
-    if partial.exists():  # of a run that was killed here
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
     leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
     leaves.sort(key=lambda pair: not pair[0].hf_name.endswith(ALWAYS_FLOAT32))
     shapes = {name: decl.hf_shape for decl, _ in leaves for name, _ in decl.hf_indices()}
-    try:
-        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    arrays = _host_arrays(leaves)
+    if not is_first():
+        for _ in arrays:  # this process's part in gathering them
+            pass
+        gather("saved")
+        return
+    with whole_directory(directory) as place:
+        (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         write_shards(
-            partial,
+            place,
             shapes,
-            _host_arrays(leaves),
+            arrays,
             {n: np.dtype(np.float32 if n.endswith(ALWAYS_FLOAT32) else dtype) for n in shapes},
             max_bytes=max_shard_bytes,
         )
         for name in COMPANION_FILES:
             if source is not None and (source / name).exists():
-                shutil.copyfile(source / name, partial / name)
-        partial.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
+                shutil.copyfile(source / name, place / name)
+    gather("saved")
 
 
 Part = tuple[slice, ...]
@@ -228,8 +233,8 @@ def _load_sharded(
     shape = declaration.shape
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, part in place.addressable_devices_indices_map(shape).items():
-        whole = part or _everything(declaration)
-        ends = tuple(s.indices(n)[:2] for s, n in zip(whole, shape, strict=True))
+        full = part or _everything(declaration)
+        ends = tuple(s.indices(n)[:2] for s, n in zip(full, shape, strict=True))
         holders.setdefault(ends, []).append(device)
     pieces = []
     for ends, devices in holders.items():
@@ -299,9 +304,9 @@ def _host_arrays(leaves: Iterable[tuple[ArrayDecl, Any]]) -> Iterator[np.ndarray
     """Yield the Hugging Face arrays of a model; one layer of one of ours is on the host at once."""
     for declaration, leaf in leaves:
         if not declaration.stacked:
-            yield to_hf(declaration, np.asarray(leaf))
+            yield to_hf(declaration, np.asarray(whole(leaf)))
             continue
         for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
-            values = np.asarray(leaf[layer])
+            values = np.asarray(whole(leaf[layer]))
             for _, index in names:
                 yield to_hf(declaration, values[index[1:]])

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.hf import from_hf, hf_arrays
 from jaxrl_llm.models.hf_config import read_json
-from jaxrl_llm.models.hf_files import FLOAT_TYPES
+from jaxrl_llm.models.hf_files import check_new_directory, whole_directory
 from jaxrl_llm.models.lora import PEFT_PREFIX, adaptable, split_adapter, without_adapter
 from jaxrl_llm.models.spec import ArrayDecl, LoraSpec, ModelSpec, Params, declare
+from jaxrl_llm.sharding.processes import fetch
 
 PEFT_CONFIG = {
     "peft_type": "LORA",
@@ -78,10 +78,7 @@ def save_adapter(
     directory = Path(directory)
     if spec.lora is None:
         raise ValueError("the spec has no adapter; wanted spec.lora")
-    if directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory} exists and is not empty; give a new directory")
-    if np.dtype(dtype).name not in FLOAT_TYPES.values():
-        raise ValueError(f"dtype {np.dtype(dtype).name}; wanted one of {[*FLOAT_TYPES.values()]}")
+    check_new_directory(directory, dtype)
     saved = _with_all_experts(spec)
     config = PEFT_CONFIG | {
         "task_type": "CAUSAL_LM",
@@ -98,25 +95,17 @@ def save_adapter(
     arrays = {
         name: np.ascontiguousarray(array)
         for decl, value in zip(_adapter_declarations(spec), jax.tree.leaves(adapter), strict=True)
-        for name, array in hf_arrays(decl, np.asarray(jax.device_get(value)).astype(dtype))
+        for name, array in hf_arrays(decl, fetch(value).astype(dtype))
     }
     for decl in _adapter_declarations(dataclasses.replace(spec, lora=saved)):
         for name, _ in decl.hf_indices():
             arrays.setdefault(name, np.zeros(decl.hf_shape, dtype))
-    partial = directory.with_name(f".{directory.name}.partial")
-    if partial.exists():  # of a run that was killed here
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
+    with whole_directory(directory) as place:
         text = json.dumps(config, indent=2, sort_keys=True)
-        (partial / "adapter_config.json").write_text(text + "\n")
+        (place / "adapter_config.json").write_text(text + "\n")
         safetensors.numpy.save_file(
-            arrays, partial / "adapter_model.safetensors", metadata={"format": "pt"}
+            arrays, place / "adapter_model.safetensors", metadata={"format": "pt"}
         )
-        partial.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
 
 
 def read_adapter_spec(directory: str | Path, base: ModelSpec) -> ModelSpec:

@@ -5,10 +5,12 @@ header in JSON, and the arrays one after the other. `safetensors` itself maps a 
 and wants a whole file's arrays to write; here only one array is in memory at once.
 """
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 import safetensors
+from jax.typing import DTypeLike
 
 from jaxrl_llm.models.hf_config import read_json
 
@@ -95,6 +98,50 @@ def _read_header(path: Path) -> dict[str, StoredArray]:
         )
         for name, entry in header.items()
     }
+
+
+def check_new_directory(directory: Path, dtype: DTypeLike) -> None:
+    """Check that a directory can be created, to hold arrays of a dtype.
+
+    Raises:
+        FileExistsError: The directory exists and is not empty.
+        ValueError: The dtype can't be saved.
+
+    >>> check_new_directory(Path("no/such/directory"), "bfloat16")
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} exists and is not empty; give a new directory")
+    if np.dtype(dtype).name not in FLOAT_TYPES.values():
+        raise ValueError(f"dtype {np.dtype(dtype).name}; wanted one of {[*FLOAT_TYPES.values()]}")
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """Give a place to write a directory, which appears complete or not at all.
+
+    It is written beside its own place and renamed in the end. What a run that was killed left there
+    is removed.
+
+    Args:
+        directory: To create; `check_new_directory` says whether it can be.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with whole_directory(Path(folder) / "model") as place:
+    ...         _ = (place / "config.json").write_text("{}")
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['model']
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
 
 
 def write_shards(

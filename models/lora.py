@@ -196,7 +196,7 @@ def merge(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
 
 def _is_adaptable(decl: ArrayDecl) -> bool:
     """Say whether an array is a matrix in every layer, or in every expert of one; no router is."""
-    is_router = "experts" in decl.axes and "experts" not in decl.stacked
+    is_router = "routes" in decl.axes
     return "layers" in decl.stacked and len(decl.hf_axes) == 2 and not is_router
 
 

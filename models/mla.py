@@ -161,7 +161,7 @@ def absorb(
 
 
 def mixed_values(
-    spec: LatentSpec, mixed: Float[Array, "R L N H"], kv_b: Float[Array, "rank N key_value"]
+    spec: LatentSpec, mixed: Float[Array, "R L N H"], kv_b: Float[Array, "rank N key_value"] | None
 ) -> Float[Array, "R L N value"]:
     """Turn what attention mixed into the values of the heads.
 
@@ -171,16 +171,16 @@ def mixed_values(
     Args:
         spec: The attention.
         mixed: What attention returned.
-        kv_b: The matrix that expands latents.
+        kv_b: The matrix that expands latents; None where they have been expanded.
 
     Returns:
         The mixed values.
 
     >>> spec = LatentSpec(query_rank=None, kv_rank=8, nope_width=4, rope_width=2, value_width=4)
-    >>> mixed_values(spec, jnp.ones((1, 5, 3, 6)), jnp.ones((8, 3, 8))).shape
+    >>> mixed_values(spec, jnp.ones((1, 5, 3, 6)), None).shape
     (1, 5, 3, 4)
     """
-    if not spec.absorbed:
+    if kv_b is None:
         return mixed[..., : spec.value_width]
     up = kv_b[:, :, spec.nope_width :].astype(mixed.dtype)
     return jnp.einsum("rlnc,cnh->rlnh", mixed[..., : spec.kv_rank], up)

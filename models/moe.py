@@ -4,6 +4,7 @@ Routers work in float32 on flat tokens [T D]. `grouped_matmul` is all that the e
 their matrices, so a faster kernel is chosen there.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
+
+from jaxrl_llm.sharding.layout import Layout
 
 Params: TypeAlias = dict[str, Any]  # one layer's arrays
 
@@ -202,9 +205,7 @@ def grouped_matmul(
     Every group is padded to whole blocks of rows, and the blocks are one batched product with the
     gathered matrices (as MegaBlocks, https://arxiv.org/abs/2211.15841, does in a kernel). The work
     is at most about 1.5 times that of the rows, and about three times the matrices are gathered.
-    `jax.lax.ragged_dot` has no kernel on CPU and multiplies all rows by all matrices: with 32
-    experts, 2048 rows and matrices 128x64 it takes over 20 times as long, with gradients too, and
-    an einsum over all experts takes over 10 times as long (float32, jax 0.10.2, 2 cores).
+    `jax.lax.ragged_dot` has no kernel on CPU and multiplies all rows by all matrices.
 
     The gathered matrices are gathered again in the backward pass, not kept for it.
 
@@ -269,26 +270,41 @@ def dispatch(
     order = jnp.argsort(choices)
     inverse = jnp.argsort(order)
     sizes = jnp.bincount(choices, length=routing.probabilities.shape[1])
-    out = experts(_permute(jnp.repeat(x, top, axis=0), order, inverse), sizes)
-    returned = _permute(out, inverse, order).reshape(tokens, top, -1)
+    out = experts(take_or_zero(jnp.repeat(x, top, axis=0), order, inverse), sizes)
+    returned = take_or_zero(out, inverse, order).reshape(tokens, top, -1)
     weighted = returned.astype(jnp.float32) * routing.weights[:, :, None]
     return weighted.sum(axis=1).astype(x.dtype)
 
 
 @jax.custom_vjp
-def _permute(x: Array, order: Array, inverse: Array) -> Array:
-    return x[order]
+def take_or_zero(
+    x: Float[Array, "N D"], index: Int[Array, " M"], inverse: Int[Array, " N"]
+) -> Float[Array, "M D"]:
+    """Gather rows, zeros where `index` is outside; the gradient is a gather by `inverse`.
+
+    Args:
+        x: Rows.
+        index: For each result its row; no row twice.
+        inverse: For each row its place in the result, outside where it has none.
+
+    Returns:
+        The rows x[index].
+
+    >>> take_or_zero(jnp.array([[5.0], [6.0]]), jnp.array([1, 2]), jnp.array([2, 0])).tolist()
+    [[6.0], [0.0]]
+    """
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
-def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
-    return x[order], inverse
+def _take_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, Array]:
+    return take_or_zero(x, index, inverse), inverse
 
 
-def _permute_backward(inverse: Array, gradient: Array) -> tuple[Array, None, None]:
-    return gradient[inverse], None, None
+def _take_backward(inverse: Array, gradient: Array) -> tuple[Array, None, None]:
+    return gradient.at[inverse].get(mode="fill", fill_value=0), None, None
 
 
-_permute.defvjp(_permute_forward, _permute_backward)
+take_or_zero.defvjp(_take_forward, _take_backward)
 
 
 class RouterStats(NamedTuple):
@@ -453,6 +469,7 @@ def mixture(
     *,
     activation: Callable[[Array], Array] = jax.nn.silu,
     lora_scale: float = 0.0,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "R L D"], RouterStats]:
     r"""Apply a layer's routed experts, $\sum_e w_e\,\mathrm{down}_e(a(\mathrm{gate}_e x) \odot
     \mathrm{up}_e x)$.
@@ -466,6 +483,8 @@ def mixture(
         real: False at padding, which is left out of the statistics.
         activation: The gate's activation a.
         lora_scale: What products of low-rank factors are multiplied by.
+        layout: How rows and experts are split over a mesh; tokens then go to their experts'
+            devices and back (`models.exchange`).
 
     Returns:
         What is added to the residual stream, and the router's statistics.
@@ -478,19 +497,27 @@ def mixture(
     ((1, 3, 1), 2.0)
     """
     flat = x.reshape(-1, x.shape[-1])
-    routing = route(weights, spec, flat)
 
-    def grouped(name: str, rows: Array, sizes: Array) -> Array:
-        y = grouped_matmul(rows, weights[name], sizes)
-        if f"{name}_lora_a" in weights:
-            low = grouped_matmul(rows, weights[f"{name}_lora_a"], sizes)
-            y = y + grouped_matmul(low, weights[f"{name}_lora_b"], sizes) * lora_scale
-        return y
+    def choose(weights: Params, x: Array) -> Routing:
+        return route(weights, spec, x)
 
-    def experts(rows: Array, sizes: Array) -> Array:
-        hidden = activation(grouped("expert_gate", rows, sizes)) * grouped("expert_up", rows, sizes)
-        return grouped("expert_down", hidden, sizes)
+    def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
+        def grouped(name: str, rows: Array) -> Array:
+            y = grouped_matmul(rows, matrices[name], sizes)
+            if f"{name}_lora_a" in matrices:
+                low = grouped_matmul(rows, matrices[f"{name}_lora_a"], sizes)
+                y = y + grouped_matmul(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
+            return y
 
-    return dispatch(flat, routing, experts).reshape(x.shape), router_stats(
-        routing, real.reshape(-1)
-    )
+        hidden = activation(grouped("expert_gate", rows)) * grouped("expert_up", rows)
+        return grouped("expert_down", hidden)
+
+    own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
+    if layout is None or layout.mesh.size == 1:
+        routing = choose(own, flat)
+        out = dispatch(flat, routing, functools.partial(experts, own))
+    else:
+        from jaxrl_llm.models.exchange import exchange  # which imports this module
+
+        out, routing = exchange(flat, own, choose, experts, layout)
+    return out.reshape(x.shape), router_stats(routing, real.reshape(-1))

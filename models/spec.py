@@ -351,6 +351,8 @@ def _declarer(
         "head_width": spec.head_width,
         "ff": spec.ff_width,
         "experts": spec.moe.experts if spec.moe else 0,
+        "routes": spec.moe.experts if spec.moe else 0,
+        "expert_embed": spec.width,
         "expert_ff": spec.moe.ff_width if spec.moe else 0,
         "label": 1,
     } | own_sizes
@@ -452,12 +454,12 @@ def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
 def _declare_experts(spec: ModelSpec, layers: range) -> Declarations:
     assert spec.moe is not None
     array, at = _declarer(spec, layers), f"model.layers.{{layers}}.{spec.moe.hf_module}."
-    arrays = {"router": array(f"{at}gate.weight", "layers embed experts", "experts embed")}
+    arrays = {"router": array(f"{at}gate.weight", "layers embed routes", "routes embed")}
     if isinstance(spec.moe.router, SigmoidRouter):
         name = f"{at}gate.e_score_correction_bias"
-        arrays["router_bias"] = array(name, "layers experts", "experts", ZEROS)
+        arrays["router_bias"] = array(name, "layers routes", "routes", ZEROS)
     for ours, theirs in zip(("gate", "up", "down"), spec.moe.hf_projections, strict=True):
-        inputs, outputs = ("expert_ff", "embed") if ours == "down" else ("embed", "expert_ff")
+        inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
         name = f"{at}experts.{{experts}}.{theirs}.weight"
         axes = f"layers experts {inputs} {outputs}"
         arrays[f"expert_{ours}"] = array(name, axes, f"{outputs} {inputs}")
@@ -505,7 +507,7 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
     def used(declaration: ArrayDecl) -> Any:
         is_vector = len(declaration.shape) - len(declaration.stacked) == 1
         is_value_head = "label" in declaration.axes
-        is_router = "experts" in declaration.axes and "experts" not in declaration.stacked
+        is_router = "routes" in declaration.axes
         return jnp.dtype(jnp.float32 if is_vector or is_value_head or is_router else dtype)
 
     return jax.tree.map(used, declare(spec))

@@ -4,21 +4,27 @@ Parameters may be float32 master weights: matrices are cast to the compute dtype
 used, inside the scan over layers. RMS norms and rotations are computed in float32.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxrl_llm.models.attention import Attending, attend
+from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
 from jaxrl_llm.models.moe import mixture
+from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.rope import Rotation, rotate, rotation
-from jaxrl_llm.models.spec import ModelSpec, Params
+from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes, declare
+from jaxrl_llm.sharding.layout import Layout
 
 State = TypeVar("State")
 Router = dict[str, Any]  # what the experts of a layer report; empty for a plain feed-forward
@@ -149,11 +155,11 @@ def linear(
     >>> linear(weights, spec, "up", jnp.ones((1, 1, 4)))[0, 0].tolist()
     [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
     """
-    y = project(x, weights[name].astype(x.dtype), inputs=inputs)
+    y = project(x, weights[name], inputs=inputs)
     if f"{name}_bias" in weights:
         y = y + weights[f"{name}_bias"].astype(x.dtype)
     if spec.lora is not None and f"{name}_lora_a" in weights:
-        low, high = (weights[f"{name}_lora_{factor}"].astype(x.dtype) for factor in "ab")
+        low, high = (weights[f"{name}_lora_{factor}"] for factor in "ab")
         y = y + project(project(x, low, inputs=inputs), high) * spec.lora.scale
     return y
 
@@ -178,6 +184,7 @@ def feed_forward(
     spec: ModelSpec,
     h: Float[Array, "R L D"],
     real: Bool[Array, "R L"] | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "R L D"], Router]:
     """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
 
@@ -189,6 +196,7 @@ def feed_forward(
         spec: The model.
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
+        layout: How activations are split over a mesh.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
@@ -211,7 +219,9 @@ def feed_forward(
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
     scale = spec.lora.scale if spec.lora else 0.0
-    out, stats = mixture(weights, spec.moe, h, real, activation=activation, lora_scale=scale)
+    out, stats = mixture(
+        weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
+    )
     out = out + plain("shared_") if spec.moe.shared_ff_width else out
     return out, stats._asdict()
 
@@ -263,6 +273,7 @@ def decoder_layer(
     by: Rotation,
     attention: Callable[[Array, Array, Array], tuple[Array, State]],
     real: Bool[Array, "R L"] | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "R L D"], State, Router]:
     """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
 
@@ -276,6 +287,7 @@ def decoder_layer(
         attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
             attends within the row; decoding writes into a cache and returns it as the state.
         real: Which positions are not padding; None means all.
+        layout: How activations are split over a mesh.
 
     Returns:
         The residual stream, what `attention` returned as its state, and what the experts report.
@@ -288,10 +300,11 @@ def decoder_layer(
     q, k, v = queries_keys_values(weights, spec, h, by)
     mixed, state = attention(q, k, v)
     if spec.latent is not None:
-        mixed = mixed_values(spec.latent, mixed, adapted_matrix(weights, spec, "kv_b"))
+        kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
+        mixed = mixed_values(spec.latent, mixed, kv_b)
     out = linear(weights, spec, "output", mixed, inputs=2)
     x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
-    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real)
+    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
     return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
 
 
@@ -299,18 +312,65 @@ def _norm(spec: ModelSpec, x: Array, scale: Array) -> Array:
     return rms_norm(x, scale, eps=spec.norm_eps, unit_offset=spec.unit_offset_norms)
 
 
-def project(x: Float[Array, "R L ..."], matrix: Array, *, inputs: int = 1) -> Array:
+@dataclass(frozen=True)
+class Sharded:
+    """A matrix of which devices hold parts, to be gathered by the product that takes it.
+
+    Attributes:
+        held: The matrix.
+        home: Its layout in the product.
+    """
+
+    held: Array
+    home: NamedSharding
+
+
+def project(x: Float[Array, "R L ..."], matrix: Array | Sharded, *, inputs: int = 1) -> Array:
     """Contract the last `inputs` dimensions of x with the first ones of a matrix.
 
-    It is one product of two flat matrices: XLA's CPU backend takes 1.6 times as long for the
-    gradient of the same contraction over rows of tokens.
+    The matrix is cast to the dtype of x, and then gathered where it has to be; the backward pass
+    gathers it again, so it is never kept whole. Its gradient is summed over the tokens in float32,
+    also over those of other devices.
+
+    It is one product of two flat matrices, which XLA's CPU backend computes and differentiates
+    faster than the same contraction over rows of tokens.
 
     >>> project(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 7)), inputs=2).shape
     (2, 3, 7)
     """
-    width = math.prod(matrix.shape[:inputs])
-    flat = x.reshape(-1, width) @ matrix.reshape(width, -1)
-    return flat.reshape(*x.shape[:2], *matrix.shape[inputs:])
+    held, home = (matrix.held, matrix.home) if isinstance(matrix, Sharded) else (matrix, None)
+    flat: Any = _product(x.reshape(-1, math.prod(held.shape[:inputs])), held, home)
+    return flat.reshape(*x.shape[:2], *held.shape[inputs:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Float[Array, "X D"], matrix: Array, home: NamedSharding | None) -> Array:
+    return x @ _whole(x, matrix, home)
+
+
+def _whole(x: Array, matrix: Array, home: NamedSharding | None) -> Float[Array, "D F"]:
+    narrow = matrix.astype(x.dtype)  # first, so that narrow numbers travel
+    if home is not None:
+        narrow = jax.lax.with_sharding_constraint(narrow, home)
+    return narrow.reshape(x.shape[1], -1)
+
+
+def _product_forward(
+    x: Array, matrix: Array, home: NamedSharding | None
+) -> tuple[Array, tuple[Array, Array]]:
+    return x @ _whole(x, matrix, home), (x, matrix)
+
+
+def _product_backward(
+    home: NamedSharding | None, saved: tuple[Array, Array], cotangent: Float[Array, "X F"]
+) -> tuple[Array, Array]:
+    x, matrix = saved
+    to_matrix = jnp.matmul(x.T, cotangent, preferred_element_type=jnp.float32)
+    to_x = cotangent @ _whole(x, matrix, home).T
+    return to_x, to_matrix.reshape(matrix.shape).astype(matrix.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def embed(
@@ -340,6 +400,13 @@ def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Floa
     return _norm(spec, x, params["final_norm"])
 
 
+class _Row(NamedTuple):
+    """What layers know of a row besides its residual stream."""
+
+    by: Rotations
+    segment_ids: Array
+
+
 def forward(
     params: Params,
     spec: ModelSpec,
@@ -349,7 +416,7 @@ def forward(
     *,
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
-    activation_sharding: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "R L D"]:
     """Run the decoder over packed rows.
 
@@ -361,9 +428,10 @@ def forward(
         segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
         dtype: Of the computation, whatever the parameters' dtype.
         remat: Policy of `models.remat`: what of a layer is stored for the backward pass.
-        activation_sharding: Where the residual stream [R L D] stands, usually the rows' own layout.
-            With sharded parameters it must be given: left to itself, the compiler may copy
-            activations to all devices rather than gather weights. None leaves it to the compiler.
+        layout: How activations are split over a mesh. With sharded parameters it must be given:
+            left to itself, the compiler may copy activations to all devices rather than gather
+            weights. Where several devices share a row, the rows given are its pieces, as
+            `Layout.cut` makes them. None leaves everything to the compiler.
 
     Returns:
         Hidden states after the final norm, in `dtype`; meaningless at padding.
@@ -385,7 +453,7 @@ def forward(
         segment_ids,
         dtype=dtype,
         remat=remat,
-        activation_sharding=activation_sharding,
+        layout=layout,
     )
     return hidden
 
@@ -399,7 +467,7 @@ def forward_with_router(
     *,
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
-    activation_sharding: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "R L D"], Router]:
     """Run the decoder over packed rows and return what the experts of its layers report too.
 
@@ -411,7 +479,7 @@ def forward_with_router(
         segment_ids: As `forward`.
         dtype: As `forward`.
         remat: As `forward`.
-        activation_sharding: As `forward`.
+        layout: As `forward`.
 
     Returns:
         The hidden states of `forward`, and the reports of `feed_forward`, stacked over the layers
@@ -425,38 +493,80 @@ def forward_with_router(
     >>> forward_with_router(initialize(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
-    by = rotations(spec, positions)
-    real = segment_ids != 0
+    place = layout.place if layout else lambda x: x
+    attention = functools.partial(attend_pieces, layout=layout) if layout else attend
+    gather = layer_gatherer(spec, dtype, layout) if layout else lambda weights: weights
 
-    def place(x: Array) -> Array:
-        if activation_sharding is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, activation_sharding)
-
-    def body(x: Array, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
-        weights, layer = of_layer
+    def body(x: Array, rows: _Row, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
+        weights, layer = gather(of_layer[0]), of_layer[1]
         how = attending(spec, layer)
         x, _, router = decoder_layer(
             weights,
             spec,
             x,
-            by.of(layer),
-            lambda q, k, v: (attend(q, k, v, segment_ids, how), None),
-            real,
+            rows.by.of(layer),
+            lambda q, k, v: (attention(q, k, v, rows.segment_ids, how), None),
+            rows.segment_ids != 0,
+            layout,
         )
         return place(x), router
 
     step = rematerialize(body, remat)
-    x = place(embed(params, spec, tokens, dtype=dtype))
+    rows = _Row(rotations(spec, positions), segment_ids)
+    table = gathered(params, spec, "embed", layout)
+    x = place(embed({"embed": table}, spec, tokens, dtype=dtype))
     reports: Router = {}
-    for stack in stacked_layers(params, spec):
-        x, router = jax.lax.scan(step, x, stack)
+    for name, stack in zip(spec.stacks, stacked_layers(params, spec), strict=True):
+        if layout and layout.stages > 1 and name == "layers":
+            x, router = run_stages(step, x, rows, stack, layout)
+        else:
+            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, stack)
         reports |= router
     return final_norm(params, spec, x), reports
 
 
-def head_matrix(params: Params, spec: ModelSpec) -> Float[Array, "D V"]:
+def layer_gatherer(spec: ModelSpec, dtype: DTypeLike, layout: Layout) -> Callable[[Params], Params]:
+    """Return a function from one layer's weights to the same, ready to be used on a mesh.
+
+    Matrices are gathered by the products that take them, and those of experts by
+    `models.exchange`. What else there is, a row per layer, is cast and gathered at once.
+    """
+    declared, dtypes = declare(spec), compute_dtypes(spec, dtype)
+    homes = {
+        name: layout.sharding(*home.spec[1:])
+        for stack in spec.stacks
+        for name, home in layout.working(declared[stack]).items()
+    }
+    kinds = {name: kind for stack in spec.stacks for name, kind in dtypes[stack].items()}
+
+    def gather(name: str, value: Array) -> Array | Sharded:
+        if name.startswith(("router", "expert_")):
+            return value
+        if name.endswith(("_norm", "_bias")):
+            return jax.lax.with_sharding_constraint(value.astype(kinds[name]), homes[name])
+        return Sharded(value, homes[name])
+
+    return lambda weights: {name: gather(name, value) for name, value in weights.items()}
+
+
+def gathered(params: Params, spec: ModelSpec, name: str, layout: Layout | None) -> Array:
+    """Return an array that is no layer's, gathered from the devices that split tokens."""
+    if layout is None:
+        return params[name]
+    home = layout.working({name: declare(spec)[name]})[name]
+    return jax.lax.with_sharding_constraint(params[name], home)
+
+
+def head_matrix(
+    params: Params, spec: ModelSpec, layout: Layout | None = None
+) -> Float[Array, "D V"]:
     """Return the output projection: the transposed embedding when tied, else its own array.
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        layout: How activations are split over a mesh; the matrix is then gathered from the devices
+            that split tokens, and stays split by vocabulary.
 
     Raises:
         ValueError: The model ends in a value head or in a reward head.
@@ -470,7 +580,8 @@ def head_matrix(params: Params, spec: ModelSpec) -> Float[Array, "D V"]:
     if spec.value_head or spec.reward_head:
         head = "value" if spec.value_head else "reward"
         raise ValueError(f"a model with a {head} head has no logits; wanted a language model")
-    return params["embed"].T if spec.tied_embeddings else params["head"]
+    matrix = gathered(params, spec, "embed" if spec.tied_embeddings else "head", layout)
+    return matrix.T if spec.tied_embeddings else matrix
 
 
 def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:

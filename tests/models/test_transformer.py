@@ -9,6 +9,8 @@ import pytest
 from jaxrl_llm.models.rope import rotate, rotation
 from jaxrl_llm.models.spec import LoraSpec, declare
 from jaxrl_llm.models.transformer import forward, head_matrix, linear, logits, rms_norm
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 
 LENGTHS = [4, 1, 5]
@@ -197,22 +199,18 @@ def test_head_matrix(spec, params):
 
 
 def test_the_mesh_does_not_matter(spec, params, packed, plain):
-    mesh = jax.make_mesh(
-        (1, 2, 4), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    rows = jax.NamedSharding(mesh, jax.P("fsdp", None, None))
+    mesh = make_mesh({"fsdp": 2, "tensor": 4})
     placed = jax.device_put(params, shardings(declare(spec), mesh))
     batch = jax.device_put(packed, jax.NamedSharding(mesh, jax.P("fsdp")))
-    sharded = nll_gradient(placed, spec, batch, activation_sharding=rows)
+    sharded = nll_gradient(placed, spec, batch, layout=Layout(mesh))
     assert sharded[1]["layers"]["gate"].sharding.num_devices == 8
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), sharded, plain)
 
 
 def test_activations_stay_with_their_rows(spec, params, packed):
     """With fully sharded parameters the compiler must gather weights, not copy activations."""
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = make_mesh({"fsdp": 8})
     placed = jax.device_put(params, shardings(declare(spec), mesh))
-    rows = jax.NamedSharding(mesh, jax.P("fsdp", None, None))
     tiled = (jnp.tile(x, (32, 1)) for x in packed)
     batch = jax.device_put(tuple(tiled), jax.NamedSharding(mesh, jax.P("fsdp")))
 
@@ -222,4 +220,4 @@ def test_activations_stay_with_their_rows(spec, params, packed):
         return stats.temp_size_in_bytes
 
     one_device = memory(params, jax.device_put(batch, jax.devices()[0]))
-    assert memory(placed, batch, activation_sharding=rows) < one_device / 5
+    assert memory(placed, batch, layout=Layout(mesh)) < one_device / 5

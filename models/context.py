@@ -1,0 +1,72 @@
+"""Attention over rows that several devices share."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.attention import PLAIN, Attending, attend
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import BATCH
+
+
+def attend_pieces(
+    q: Float[Array, "P l N H"],
+    k: Float[Array, "P l K H"],
+    v: Float[Array, "P l K H"],
+    segment_ids: Int[Array, "P l"],
+    how: Attending = PLAIN,
+    *,
+    layout: Layout,
+) -> Float[Array, "P l N H"]:
+    """Attend within rows of which every device holds a piece; `attend` says the equation.
+
+    The collectives follow from where queries, keys and values have to be: see `Layout`.
+
+    Args:
+        q: Queries of pieces, c after each other from one row.
+        k: Keys.
+        v: Values.
+        segment_ids: As for `attend`, unique in a row.
+        how: Scale, window and soft-cap of the scores.
+        layout: How rows are split.
+
+    Returns:
+        The mixed values of the pieces.
+
+    Raises:
+        ValueError: The heads can't be split over the `tensor` and `context` axes.
+
+    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> x, one = jnp.ones((1, 3, 2, 4)), make_mesh({}, jax.devices()[:1])
+    >>> attend_pieces(x, x, x, jnp.ones((1, 3), jnp.int32), layout=Layout(one)).shape
+    (1, 3, 2, 4)
+    """
+    if layout.pieces == 1:
+        return attend(q, k, v, segment_ids, how)
+    q, k, v, segment_ids = map(layout.join, (q, k, v, segment_ids))
+    if layout.context == "heads":
+        k, v = _repeated(q, k, v, layout)
+        heads = layout.sharding(BATCH, None, ("tensor", "context"), None)
+        q, k, v = (jax.lax.with_sharding_constraint(x, heads) for x in (q, k, v))
+    else:
+        whole = layout.sharding(BATCH, None, "tensor", None)
+        k, v = (jax.lax.with_sharding_constraint(x, whole) for x in (k, v))
+        q = jax.lax.with_sharding_constraint(q, layout.sharding(BATCH, "context", "tensor", None))
+    segment_ids = jax.lax.with_sharding_constraint(segment_ids, layout.sharding(BATCH, None))
+    mixed = attend(q, k, v, segment_ids, how)
+    own = layout.sharding(BATCH, "context", "tensor", None)
+    return layout.cut(jax.lax.with_sharding_constraint(mixed, own))
+
+
+def _repeated(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Array]:
+    """Repeat keys and values until every device has as many of their heads."""
+    parts = layout.pieces * layout.mesh.shape["tensor"]
+    queries, held = q.shape[2], k.shape[2]
+    for times in range(1, queries // held + 1):
+        if held * times % parts == 0 and queries % (held * times) == 0:
+            return jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
+    raise ValueError(
+        f"{queries} heads can't be split over tensor={layout.mesh.shape['tensor']} times "
+        f"context={layout.pieces} devices; wanted a divisor of {queries} as their product, or "
+        "context by keys"
+    )
