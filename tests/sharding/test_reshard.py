@@ -1,13 +1,22 @@
+import collections
+import functools
+import itertools
+import operator
+import socket
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.metrics import CompileCounter
+from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.sharding.reshard import cast, checksum, reshard
+from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +113,347 @@ def test_the_same_move_compiles_once(tree, mesh):
         assert counter.count == before + 1, "the counter counts"
     finally:
         counter.close()
+
+
+# ---------------------------------------------------------------------------------- any two layouts
+
+SHAPES = {"table": (64, 16), "stack": (6, 16, 32), "norm": (6, 16), "steps": ()}
+BUCKET = 8192
+"""Smaller than four copies of `table` and of `stack`, so that both are moved in slices."""
+
+
+def on(mesh, table, stack, norm=None):
+    specs = {"table": table, "stack": stack, "norm": norm or P(), "steps": P()}
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+@functools.cache
+def layouts():
+    devices = jax.devices()
+    shuffled = make_mesh({"fsdp": 4, "tensor": 2}, [devices[i] for i in (3, 1, 7, 0, 6, 2, 5, 4)])
+    cube, pair = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}), P("tensor", "fsdp")
+    both = P(None, "fsdp", "tensor")
+    return {
+        "replicated": on(cube, P(), P()),
+        "fsdp": on(make_mesh({"fsdp": 8}), P(None, "fsdp"), P(None, "fsdp"), P(None, "fsdp")),
+        "tensor": on(make_mesh({"data": 2, "tensor": 4}), P("tensor"), P(None, None, "tensor")),
+        "both": on(make_mesh({"fsdp": 4, "tensor": 2}), pair, both),
+        "shuffled": on(shuffled, pair, both),
+        "by layer": on(cube, P(("fsdp", "tensor")), P("data", None, "tensor"), P("data")),
+        "first four": on(make_mesh({"fsdp": 2, "tensor": 2}, devices[:4]), pair, both),
+        "last four": on(
+            make_mesh({"tensor": 4}, devices[4:]), P("tensor"), P(None, None, "tensor")
+        ),
+        "six": on(make_mesh({"data": 3, "fsdp": 2}, devices[:6]), P("fsdp"), P(None, "fsdp")),
+        "one": dict.fromkeys(SHAPES, SingleDeviceSharding(devices[5])),
+    }
+
+
+LAYOUTS = (
+    *("replicated", "fsdp", "tensor", "both", "shuffled", "by layer"),
+    *("first four", "last four", "six", "one"),
+)
+
+
+@functools.cache
+def values():
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return {**drawn, "steps": np.int32(12345)}
+
+
+def laid_out(name, keys=tuple(SHAPES)):
+    return {key: jax.device_put(values()[key], layouts()[name][key]) for key in keys}
+
+
+COMBINATIONS = list(itertools.product((None, jnp.bfloat16), (False, True)))
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize(
+    ("keys", "ways"),
+    [(("stack", "norm", "steps"), 1), pytest.param(tuple(SHAPES), 4, marks=pytest.mark.slow)],
+    ids=["once", "in every way"],
+)
+def test_every_layout_reaches_every_other(source, keys, ways):
+    """Each pair with one of four combinations of dtype and donation, the slow test with each."""
+    for i, target in enumerate(LAYOUTS):
+        for way in range(ways):
+            dtype, donate = COMBINATIONS[(i + 3 * LAYOUTS.index(source) + way) % 4]
+            tree, layout = laid_out(source, keys), {key: layouts()[target][key] for key in keys}
+            found = reshard(tree, layout, dtype=dtype, donate=donate, bucket_bytes=BUCKET)
+            assert all(x.is_deleted() == donate for x in tree.values())
+            assert_holds(found, layout, dtype)
+
+
+def assert_holds(found, layout, dtype=None):
+    for key in layout:
+        value = values()[key]
+        wanted = value if dtype is None or key == "steps" else value.astype(dtype)
+        assert found[key].sharding.is_equivalent_to(layout[key], value.ndim)
+        assert found[key].sharding.memory_kind == layout[key].memory_kind
+        assert found[key].dtype == wanted.dtype
+        for shard in found[key].addressable_shards:
+            np.testing.assert_array_equal(shard.data, wanted[shard.index])
+
+
+@pytest.mark.parametrize(("source", "target"), [("both", "tensor"), ("first four", "fsdp")])
+def test_from_and_to_host_memory(source, target):
+    def in_host_memory(name):
+        return {k: layout.with_memory_kind("pinned_host") for k, layout in layouts()[name].items()}
+
+    there = reshard(laid_out(source), in_host_memory(target), bucket_bytes=BUCKET)
+    assert_holds(there, in_host_memory(target))
+    back = reshard(there, layouts()[source], dtype=jnp.float16, bucket_bytes=BUCKET)
+    assert not there["table"].is_deleted()
+    assert_holds(back, layouts()[source], jnp.float16)
+
+
+def test_a_bucket_of_nothing_is_refused(tree, mesh):
+    with pytest.raises(ValueError, match="bucket_bytes=0, wanted at least 1"):
+        reshard(tree, target(mesh), bucket_bytes=0)
+
+
+TWO_PROCESSES = """
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.reshard import reshard
+
+devices = jax.devices()
+value = np.arange(6 * 16 * 32, dtype=np.float32).reshape(6, 16, 32)
+
+
+def over(sizes, which, *spec):
+    return NamedSharding(make_mesh(sizes, [devices[i] for i in which]), P(*spec))
+
+
+layouts = [
+    over({"fsdp": 8}, range(8), None, "fsdp"),
+    over({"fsdp": 4, "tensor": 2}, (3, 1, 7, 0, 6, 2, 5, 4), None, "fsdp", "tensor"),
+    over({"fsdp": 4}, (0, 1, 4, 5), None, "fsdp"),
+    over({"fsdp": 2, "tensor": 2}, (6, 7, 2, 3), None, "fsdp", "tensor"),
+    over({"data": 8}, range(8)),
+]
+array = jax.make_array_from_callback(value.shape, layouts[0], lambda index: value[index])
+for layout in [*layouts[1:], layouts[0]]:
+    array = reshard(array, layout, donate=True, bucket_bytes=8192)
+    assert array.sharding.is_equivalent_to(layout, 3)
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, value[shard.index])
+try:
+    reshard(array, over({"fsdp": 4}, range(4)))
+except NotImplementedError as error:
+    assert "from processes [0, 1] to [0]" in str(error), error
+else:
+    raise AssertionError("moved to one process")
+"""
+
+
+def test_arrays_that_span_two_processes():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, address, str(rank)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [run.communicate(timeout=120)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(said)
+
+
+# ----------------------------------------------------------------------------------- peak and cost
+
+
+class Memory:
+    """The peak of each device: its live arrays, and what a program adds as it was compiled.
+
+    It stands in for `jax.jit`, so that every program is measured where it runs. The reordering of
+    devices is a program of `device_put`, and is not seen.
+    """
+
+    def __init__(self):
+        self.peak, self._compiled, self._jit = collections.Counter(), {}, jax.jit
+
+    def jit(self, function, **options):
+        static = options.get("static_argnums", ())
+        static = {static} if isinstance(static, int) else set(static)
+
+        def run(*args):
+            dynamic = [x for i, x in enumerate(args) if i not in static]
+            types = [
+                (x.shape, x.dtype, getattr(x, "sharding", 0)) for x in jax.tree.leaves(dynamic)
+            ]
+            fixed = [args[i] for i in static]
+            key = (function, str(fixed), *types, *jax.tree.leaves(options["out_shardings"]))
+            if key not in self._compiled:
+                self._compiled[key] = self._jit(function, **options).lower(*args).compile()
+            program = self._compiled[key]
+            sizes = program.memory_analysis()
+            added = sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+            for device in jax.tree.leaves(options["out_shardings"])[0].device_set:
+                self.note(device, live()[device] + added - sizes.alias_size_in_bytes)
+            return program(*dynamic)
+
+        return run
+
+    def note(self, device, held):
+        self.peak[device] = max(self.peak[device], held)
+
+
+def live():
+    buffers = {
+        (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+    }
+    return sums((device, size) for (device, _), size in buffers.items())
+
+
+def sums(pairs):
+    total = collections.Counter()
+    for device, size in pairs:
+        total[device] += size
+    return total
+
+
+def parts(array):
+    return sums((shard.device, shard.data.nbytes) for shard in array.addressable_shards)
+
+
+HARDEST = (  # by the memory that they took, of all pairs
+    *(("first four", "replicated"), ("first four", "six"), ("six", "first four")),
+    *(("both", "one"), ("one", "both"), ("by layer", "tensor"), ("tensor", "by layer")),
+    *(("fsdp", "first four"), ("replicated", "fsdp"), ("both", "both")),
+)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [None, jnp.float16])
+def test_peak_memory_is_bounded(monkeypatch, dtype, donate):
+    """In float16, because the CPU backend copies a bfloat16 array whenever it writes to a part."""
+    monkeypatch.setattr(jax, "jit", (memory := Memory()).jit)
+    for source, target in HARDEST:
+        tree = jax.block_until_ready(laid_out(source))
+        before, old = live(), sum(map(parts, tree.values()), collections.Counter())
+        memory.peak.clear()
+        found = reshard(tree, layouts()[target], dtype=dtype, donate=donate, bucket_bytes=BUCKET)
+        arrived = [parts(x) for x in found.values()]
+        new, largest = sum(arrived, collections.Counter()), functools.reduce(operator.or_, arrived)
+        assert memory.peak
+        for device, peak in memory.peak.items():
+            bound = before[device] + new[device]
+            if donate:
+                others = before[device] - old[device]
+                bound = others + max(old[device], new[device]) + largest[device]
+            assert peak <= bound + BUCKET, (source, target, device)
+        del tree, found, arrived
+
+
+def test_the_bound_is_one_that_a_move_at_once_breaks(monkeypatch):
+    monkeypatch.setattr(jax, "jit", (memory := Memory()).jit)
+    tree = laid_out("first four")
+    before = live()
+    found = reshard(tree, layouts()["six"])
+    over = [
+        peak - before[device] - sum(parts(x)[device] for x in found.values())
+        for device, peak in memory.peak.items()
+    ]
+    assert max(over) > BUCKET
+
+
+def test_donated_arrays_make_room_for_the_next(monkeypatch):
+    layout, value = layouts()["tensor"]["stack"], np.ones(SHAPES["stack"], np.float32)
+    tree = [jax.device_put(value, layouts()["fsdp"]["stack"]) for _ in range(16)]
+    before, old = live(), sum(map(parts, tree), collections.Counter())
+    monkeypatch.setattr(jax, "jit", (memory := Memory()).jit)
+    found = reshard(tree, layout, donate=True, bucket_bytes=BUCKET)
+    for device, peak in memory.peak.items():
+        larger = max(old[device], 16 * parts(found[0])[device])
+        bound = before[device] - old[device] + larger + parts(found[0])[device] + BUCKET
+        assert peak <= bound < before[device] + 16 * parts(found[0])[device]
+
+
+def test_sixty_layers_compile_few_programs():
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    here, there = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P("tensor"))
+    shapes = {"q": (16, 16), "k": (16, 8), "norm": (16,)}
+
+    def layers(seed):
+        return [
+            {
+                name: jax.device_put(np.full(shape, seed + i, np.float32), here)
+                for name, shape in shapes.items()
+            }
+            for i in range(60)
+        ]
+
+    counter = CompileCounter()
+    try:
+        found = reshard(layers(0), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
+        assert 1 <= counter.take() <= 2 * len(shapes)
+        found = reshard(layers(5), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
+        assert counter.take() == 0
+    finally:
+        counter.close()
+    for i, layer in enumerate(found):
+        for name, shape in shapes.items():
+            np.testing.assert_array_equal(layer[name], np.full(shape, 5 + i, jnp.bfloat16))
+
+
+def test_slices_share_their_programs():
+    counter = CompileCounter()
+    moves = [("fsdp", "first four"), ("shuffled", "both"), ("six", "tensor")]
+    try:
+        for repeated in (False, True):
+            for source, target in moves:
+                tree = laid_out(source)
+                counter.take()
+                reshard(tree, layouts()[target], dtype=jnp.float16, bucket_bytes=BUCKET)
+                assert not repeated or counter.take() == 0
+    finally:
+        counter.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "table"),
+    [
+        ("replicated", "fsdp", 0),
+        ("fsdp", "replicated", 8 * 7 / 8),
+        ("replicated", "one", 0),
+        ("one", "replicated", 7),
+        ("first four", "last four", 1),
+        ("fsdp", "fsdp", 0),
+        # 64 x 16 over tensor=2, fsdp=4: a part is 32 x 4; over fsdp=2, tensor=2: 32 x 8, of which
+        # devices 0 and 1 hold the half of theirs, 2 and 3 nothing.
+        ("both", "first four", 1 - 2 / 8),
+    ],
+)
+def test_moved_bytes(source, target, table):
+    tree, layout = laid_out(source), layouts()[target]
+    whole = 64 * 16 * 4
+    assert moved_bytes(tree["table"], layout["table"]) == table * whole
+    assert moved_bytes(tree["table"], layout["table"], dtype=jnp.bfloat16) == table * whole / 2
+    one_by_one = [moved_bytes(tree[key], layout[key]) for key in SHAPES]
+    assert moved_bytes(tree, layout) == sum(one_by_one)
 
 
 def test_cast():
