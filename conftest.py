@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PJRT_NPROC"] = "128"  # threads for eight devices that wait for each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis

@@ -1,0 +1,375 @@
+"""Several processes that run one program: start, exchange, and end together.
+
+Each process runs the same program and calls the same jitted functions in the same order, on arrays
+over the devices of all. What lies on the host is equal in all of them, so a host array becomes a
+global one without communication (`put`), and a global one is gathered to come back (`fetch`). Small
+Python objects travel through the coordination service, without the devices.
+"""
+
+import contextlib
+import itertools
+import os
+import pickle
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax._src.distributed import global_state  # the public API has no way to its client
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+T = TypeVar("T")
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+FAILED = "jaxrl_llm/failed"
+LOOK_SECONDS = 1.0  # between two looks whether another process has failed
+GRACE_SECONDS = 3.0  # for the process that failed to report its error
+PART_BYTES = 2**20  # of one message: the service's messages are bounded
+THREADS_PER_DEVICE = 16  # of the CPU; most of them sleep
+FOREVER_MS = 7 * 24 * 3600 * 1000  # a process that is gone ends the others
+
+_numbers = itertools.count()
+_own_keys: list[tuple[int, str]] = []
+_ending = threading.Event()
+
+
+class Membership(NamedTuple):
+    """Where the first process listens, how many there are, and which of them this is."""
+
+    address: str
+    total: int
+    number: int
+
+
+def find_membership(environment: Mapping[str, str]) -> Membership | None:
+    """Find out which of several processes this is, from its environment.
+
+    That is `JAX_COORDINATOR_ADDRESS` (host:port of the first process), `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`, or else what Slurm tells each task of a job step with several tasks.
+
+    Args:
+        environment: Variables by name.
+
+    Returns:
+        The membership, or None where nothing says that there are several processes.
+
+    Raises:
+        ValueError: Only some of the variables are set, or they contradict each other.
+
+    >>> find_membership({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7",
+    ...                  "SLURM_STEP_NODELIST": "gpu[03-06],x1"})
+    Membership(address='gpu03:61447', total=4, number=1)
+    """
+    given = [name for name in VARIABLES if environment.get(name)]
+    if not given and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        found = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
+        assert found is not None, "Slurm names at least one node"
+        port = 61440 + int(environment["SLURM_JOB_ID"]) % 4096
+        total, number = (environment[name] for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+        return Membership(f"{found[1]}{found[2] or ''}:{port}", int(total), int(number))
+    if not given:
+        return None
+    missing = [name for name in VARIABLES if name not in given]
+    if missing:
+        raise ValueError(
+            f"{', '.join(given)} set without {', '.join(missing)}: set all three in every process, "
+            "or none of them to run in one process"
+        )
+    address, total, number = (environment[name] for name in VARIABLES)
+    if not re.fullmatch(r".+:\d+", address):
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}, wanted host:port")
+    if not (total.isdecimal() and number.isdecimal() and int(number) < int(total)):
+        raise ValueError(
+            f"JAX_NUM_PROCESSES={total!r} and JAX_PROCESS_ID={number!r}; wanted a number of "
+            "processes, and for each of them another number from 0 on"
+        )
+    return Membership(address, int(total), int(number))
+
+
+def start() -> None:
+    """Join the other processes, if the environment says that there are any; once.
+
+    It comes before anything else that uses jax's devices. Several CPU devices get threads enough: a
+    collective holds one until all have come, in whatever order each device took its collectives,
+    and XLA's default of one for each device can run out. From then on a process whose `together`
+    sees an error ends the others, and one that dies is noticed by jax.
+
+    Raises:
+        ValueError: The environment is incomplete.
+    """
+    settings: Any = jax.config
+    devices = settings.jax_num_cpu_devices
+    if devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
+    found = find_membership(os.environ)
+    if found is None or found.total == 1 or global_state.client is not None:
+        return
+    jax.distributed.initialize(*found, cluster_detection_method="deactivate")
+    jax.devices()  # the processes tell each other theirs, which takes all of them
+    threading.Thread(target=_watch, daemon=True, name="processes").start()
+
+
+def count() -> int:
+    """Return the number of processes.
+
+    >>> count()
+    1
+    """
+    return global_state.num_processes or 1
+
+
+def number() -> int:
+    """Return which process this is, from 0 on.
+
+    >>> number()
+    0
+    """
+    return global_state.process_id or 0
+
+
+def is_first() -> bool:
+    """Return whether this process writes what is written once.
+
+    >>> is_first()
+    True
+    """
+    return number() == 0
+
+
+def share(items: int) -> slice:
+    """Return this process's part of a list of so many items; the parts differ by one at most.
+
+    >>> share(3)
+    slice(0, 3, None)
+    """
+    return slice(items * number() // count(), items * (number() + 1) // count())
+
+
+# ------------------------------------------------------------------------------- arrays
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Put arrays on the devices of all processes.
+
+    Args:
+        tree: Host arrays, which are equal in all processes, or arrays on those devices.
+        sharding: One for each of them, or one for all.
+
+    Returns:
+        Arrays in that layout.
+
+    >>> put({"a": np.ones(2)}, jax.sharding.SingleDeviceSharding(jax.devices()[0]))["a"].shape
+    (2,)
+    """
+    if count() == 1:
+        return jax.device_put(tree, sharding)
+    leaves, structure = jax.tree.flatten(tree)
+    one = isinstance(sharding, Sharding)
+    targets = [sharding] * len(leaves) if one else structure.flatten_up_to(sharding)
+    return jax.tree.unflatten(structure, map(_put_array, leaves, targets))
+
+
+def _put_array(array: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+
+
+def fetch(tree: Any) -> Any:
+    """Bring arrays to the host, whole, in every process; all of them call it in the same order.
+
+    Args:
+        tree: Arrays.
+
+    Returns:
+        Numpy arrays.
+
+    >>> fetch({"a": jax.numpy.ones(2)})
+    {'a': array([1., 1.], dtype=float32)}
+    """
+    return jax.device_get(whole(tree))
+
+
+def whole(tree: Any) -> Any:
+    """Gather arrays of which a process holds a part only, by one program for all of them.
+
+    Args:
+        tree: Arrays.
+
+    Returns:
+        Arrays that this process can read; those that it could read before are the same.
+
+    >>> whole({"a": jax.numpy.arange(2)})
+    {'a': Array([0, 1], dtype=int32)}
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    far = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+    ]
+    if far:
+        parts = [leaves[i] for i in far]
+        found = jax.jit(_same, out_shardings=[_everywhere(x.sharding) for x in parts])(parts)
+        for i, array in zip(far, found, strict=True):
+            leaves[i] = array
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _same(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
+
+
+def _everywhere(layout: Sharding) -> NamedSharding:
+    if isinstance(layout, NamedSharding):
+        return NamedSharding(layout.mesh, PartitionSpec())
+    devices = sorted(layout.device_set, key=lambda device: device.id)
+    return NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec())
+
+
+# ------------------------------------------------------------------------ Python objects
+
+
+def gather(item: T) -> list[T]:
+    """Return what each process gives, in the order of the processes; all of them wait for all.
+
+    Only the main thread calls it, as `once`, and in the same order in all processes.
+
+    Args:
+        item: What pickle takes; megabytes at most.
+
+    >>> gather("mine")
+    ['mine']
+    """
+    if count() == 1:
+        return [item]
+    turn = next(_numbers)
+    _send(turn, item)
+    found = [_receive(turn, sender) for sender in range(count())]
+    while _own_keys and _own_keys[0][0] < turn:  # everyone is here, so has read what came before
+        _client().key_value_delete(_own_keys.pop(0)[1])
+    return found
+
+
+def once(make: Callable[[], T]) -> T:
+    """Call a function in the first process; the others wait for it.
+
+    Args:
+        make: Returns what pickle takes.
+
+    Returns:
+        Its result, in all processes.
+
+    Raises:
+        Exception: The one that it raised, in all processes.
+
+    >>> once(lambda: 3)
+    3
+    """
+    if count() == 1:
+        return make()
+    turn = next(_numbers)
+    if not is_first():
+        result, error = _receive(turn, 0)
+        if error is not None:
+            raise error
+        return result
+    try:
+        result = make()
+    except Exception as error:
+        _send(turn, (None, _as_sent(error)))
+        raise
+    _send(turn, (result, None))
+    return result
+
+
+def _as_sent(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an error of one's own with other arguments than a message
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _client() -> Any:
+    return global_state.client
+
+
+def _send(turn: int, item: Any) -> None:
+    message = pickle.dumps(item)
+    parts = [message[i : i + PART_BYTES] for i in range(0, len(message), PART_BYTES)]
+    for i, part in enumerate(parts):
+        key = f"jaxrl_llm/{turn}/{number()}/{i}"
+        _client().key_value_set_bytes(key, bytes([i + 1 == len(parts)]) + part)
+        _own_keys.append((turn, key))
+
+
+def _receive(turn: int, sender: int) -> Any:
+    return pickle.loads(b"".join(_parts(turn, sender)))
+
+
+def _parts(turn: int, sender: int) -> Iterable[bytes]:
+    for i in itertools.count():
+        key = f"jaxrl_llm/{turn}/{sender}/{i}"
+        part = _client().blocking_key_value_get_bytes(key, FOREVER_MS)
+        yield part[1:]
+        if part[0]:
+            return
+
+
+# --------------------------------------------------------------------------- the end
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """End all processes when this one fails: an error that leaves the block is told to the others.
+
+    They print it and end with status 1, wherever they wait. This process has some seconds to clean
+    up and to report, then it ends, too.
+
+    >>> with together():
+    ...     pass
+    """
+    try:
+        yield
+    except BaseException as error:
+        if count() > 1 and not _ending.is_set():
+            _ending.set()
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
+                _client().key_value_set(FAILED, f"{number()} {text}")
+        raise
+
+
+def is_ending() -> bool:
+    """Return whether the run has failed, so that the other processes can't be waited for.
+
+    >>> is_ending()
+    False
+    """
+    return _ending.is_set()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        try:
+            who, _, text = _client().key_value_try_get(FAILED).partition(" ")
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                continue
+            return  # the run is over
+        except AttributeError:  # so it is, and there is no client any more
+            return
+        if not _ending.is_set():
+            sys.stderr.write(f"process {number()} ends, as process {who} failed: {text}\n")
+        if _ending.is_set() or is_first():  # without the first, jax aborts the others
+            time.sleep(GRACE_SECONDS + is_first())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,201 @@
+"""Several processes: who is who, and what one process of several sees."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.mesh import make_mesh
+
+WEIGHTS = np.random.default_rng(0).standard_normal((1024, 768), np.float32)
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "host:1234"}
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NODELIST": "node[001-0015],host2",
+}
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}])
+def test_one_process(environment):
+    assert processes.find_membership(environment) is None
+
+
+def test_the_variables_come_before_slurm():
+    given = ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert processes.find_membership(SLURM | given) == ("host:1234", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node001", "node001"),
+        ("node001,host2", "node001"),
+        ("node[001-0015],host2", "node001"),
+        ("node[001,007-015],host2", "node001"),
+        ("gpu-a[3,5]", "gpu-a3"),
+    ],
+)
+def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
+    from jax._src.clusters import SlurmCluster
+
+    environment = SLURM | {"SLURM_STEP_NODELIST": nodes}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    theirs = SlurmCluster.get_coordinator_address(None, None)
+    assert processes.find_membership(environment) == (theirs, 8, 3)
+    assert theirs.startswith(f"{host}:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (ADDRESS, "JAX_COORDINATOR_ADDRESS set without JAX_NUM_PROCESSES, JAX_PROCESS_ID: set all"),
+        ({"JAX_PROCESS_ID": "0"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
+        (ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID='2'; wanted"),
+        (ADDRESS | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES='two'"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "JAX_COORDINATOR_ADDRESS='host', wanted host:port",
+        ),
+    ],
+)
+def test_an_incomplete_environment_is_refused(environment, said):
+    with pytest.raises(ValueError, match=said):
+        processes.find_membership(environment)
+
+
+def test_put_and_fetch_in_one_process():
+    mesh = make_mesh({"fsdp": 8})
+    tree = {"a": np.arange(16.0, dtype=np.float32), "b": np.arange(8, dtype=np.int32)}
+    placed = processes.put(tree, NamedSharding(mesh, PartitionSpec("fsdp")))
+    assert placed["a"].addressable_shards[3].data.tolist() == [6.0, 7.0]
+    for name, value in processes.fetch(placed).items():
+        np.testing.assert_array_equal(value, tree[name])
+
+
+def test_an_error_that_cannot_travel_is_named():
+    class Odd(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"{one} and {two}")
+
+    sent = pickle.loads(pickle.dumps(processes._as_sent(Odd(1, 2))))
+    assert str(sent) == "Odd: 1 and 2"
+    assert processes._as_sent(ValueError("same")).args == ("same",)
+
+
+# --------------------------------------------------------------------- in two processes
+
+
+def program():
+    """Check everything from inside; the processes' standard error shows what was wrong."""
+    processes.start()
+    processes.start()  # again: nothing happens
+    me = processes.number()
+    assert (processes.count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
+    mesh = make_mesh({"fsdp": -1})
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    tree = {"a": np.arange(8.0, dtype=np.float32), "b": np.ones((4, 3), bool)}
+    placed = processes.put(tree, {"a": split, "b": NamedSharding(mesh, PartitionSpec())})
+    assert not placed["a"].is_fully_addressable
+    again = processes.put(placed, split)
+    for found in (placed, again, jax.jit(lambda t: jax.tree.map(jnp.copy, t))(placed)):
+        for name, value in processes.fetch(found).items():
+            np.testing.assert_array_equal(value, tree[name])
+
+    large = bytes([me]) * (3 * processes.PART_BYTES + 7)
+    for _ in range(3):
+        assert processes.gather(large) == [b"\0" * len(large), b"\1" * len(large)]
+    assert len({turn for turn, _ in processes._own_keys}) == 1  # what was read is removed
+    parts = processes.gather(list(range(7))[processes.share(7)])
+    assert parts == [[0, 1, 2], [3, 4, 5, 6]]
+
+    assert processes.once(lambda: me) == 0
+
+    def fail():
+        raise KeyError(f"process {me}")
+
+    for _ in range(2):
+        try:
+            processes.once(fail)
+        except KeyError as error:
+            assert error.args == ("process 0",)
+        else:
+            raise AssertionError("no error arrived")
+
+    checkpoint(Path(sys.argv[1]), mesh)
+    print("well")
+
+
+def like(mesh, *parts):
+    sharding = NamedSharding(mesh, PartitionSpec(*parts))
+    return {"w": jax.ShapeDtypeStruct(WEIGHTS.shape, WEIGHTS.dtype, sharding=sharding)}
+
+
+def checkpoint(folder, mesh):
+    """Read what one process wrote, each array also where all devices hold a copy; write it anew."""
+    found = Checkpoints(folder / "one", keep=None, read_only=True).restore(like(mesh, None, "fsdp"))
+    np.testing.assert_array_equal(processes.fetch(found.state)["w"], WEIGHTS)
+    assert found.extra == {"by": "one"}
+    both = make_mesh({"data": 2, "fsdp": 2})
+    saved = Checkpoints(folder / "two", keep=1)
+    for step in (1, 2):
+        donated = processes.put({"w": WEIGHTS * step}, like(both, "fsdp")["w"].sharding)
+        saved.save(step, donated, {"by": f"process {processes.number()}"})
+        jax.block_until_ready(jax.jit(jnp.negative, donate_argnums=0)(donated["w"]))
+    saved.close()
+
+
+def start(number, address, folder):
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(number),
+    }
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        cwd=Path(__file__).parents[2],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_two_processes(tmp_path):
+    one, devices = make_mesh({"tensor": 8}), jax.devices()
+    saved = Checkpoints(tmp_path / "one", keep=None)
+    saved.save(7, jax.device_put({"w": WEIGHTS}, like(one, "tensor")["w"].sharding), {"by": "one"})
+    saved.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for process in [start(number, address, tmp_path) for number in range(2)]:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "well" in out
+
+    saved = Checkpoints(tmp_path / "two", keep=None, read_only=True)
+    found = saved.restore(like(make_mesh({"fsdp": 3}, devices[:3]), None, "fsdp"))
+    np.testing.assert_array_equal(found.state["w"], WEIGHTS * 2)
+    assert (found.step, found.extra) == (2, {"by": "process 0"})
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["2"]
+    size = sum(path.stat().st_size for path in (tmp_path / "two").rglob("*") if path.is_file())
+    assert size < 1.05 * WEIGHTS.nbytes  # each part once, though two processes hold it
+
+
+if __name__ == "__main__":
+    program()
