@@ -4,13 +4,16 @@
 """
 
 import bisect
+import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxrl_llm.data.balance import VERL_COST, Cost, karmarkar_karp, loads
 from jaxrl_llm.types import Rows
 
 SEQUENCES_PER_ROW = 16
@@ -18,14 +21,32 @@ SEQUENCES_PER_ROW = 16
 
 
 class RowShape(NamedTuple):
-    """The static shape of a micro-batch: R rows of L tokens with at most b sequences."""
+    """The static shape of a micro-batch: R rows of L tokens with at most b sequences.
+
+    The i-th of its ranks, devices that wait for each other, has the i-th block of R / ranks rows.
+    `cost` is that of a sequence, by which ranks are balanced.
+    """
 
     rows: int
     length: int
     sequences: int
+    ranks: int = 1
+    cost: Cost = VERL_COST
+
+    @property
+    def tokens(self) -> int:
+        """Return the places for tokens in a micro-batch."""
+        return self.rows * self.length
+
+    @property
+    def most(self) -> int:
+        """Return the most sequences in a row."""
+        return min(SEQUENCES_PER_ROW, self.sequences)
 
 
-def row_shape(tokens: int, length: int, *, sequences: int, multiple_of: int = 1) -> RowShape:
+def row_shape(
+    tokens: int, length: int, *, sequences: int, multiple_of: int = 1, cost: Cost = VERL_COST
+) -> RowShape:
     """Return the shape of a micro-batch of at most `tokens` tokens.
 
     Args:
@@ -33,12 +54,13 @@ def row_shape(tokens: int, length: int, *, sequences: int, multiple_of: int = 1)
         length: tokens in a row, at least the longest sequence.
         sequences: sequences in all; a micro-batch never needs more slots.
         multiple_of: devices over which rows are split.
+        cost: of a sequence.
 
     Raises:
         ValueError: where not even one row for each device fits.
 
-    >>> row_shape(4096, 1024, sequences=512)
-    RowShape(rows=4, length=1024, sequences=64)
+    >>> row_shape(4096, 1024, sequences=512)[:4]
+    (4, 1024, 64, 1)
     """
     rows = tokens // length // multiple_of * multiple_of
     if rows == 0:
@@ -48,43 +70,57 @@ def row_shape(tokens: int, length: int, *, sequences: int, multiple_of: int = 1)
         )
     rows = min(rows, -(-sequences // multiple_of) * multiple_of)
     slots = min(rows * SEQUENCES_PER_ROW, sequences)
-    return RowShape(rows, length, -(-slots // multiple_of) * multiple_of)
+    return RowShape(rows, length, -(-slots // multiple_of) * multiple_of, multiple_of, cost)
 
 
 def plan(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]:
-    """Place sequences into the rows of as few micro-batches as best-fit-decreasing finds.
+    """Place sequences into the rows of few micro-batches, so that ranks finish together.
+
+    In every micro-batch ranks wait for the slowest. Sequences are dealt out to ranks of equal cost
+    by `karmarkar_karp`, in as few micro-batches as that finds room for: never more than
+    best-fit-decreasing, and with as many there is no more waiting than if its rows were dealt out.
 
     Args:
         sizes: tokens of each sequence.
         shape: of every micro-batch.
 
     Returns:
-        For each micro-batch, for each of its rows, the indices of the sequences in it.
+        For each micro-batch, for each of its rows, the indices of the sequences in it. With several
+        ranks some rows may be empty, since the i-th rank has the i-th block of rows.
 
     Raises:
         ValueError: a sequence longer than a row, or without tokens.
 
     >>> plan(np.array([3, 2, 2, 4]), RowShape(rows=1, length=5, sequences=4))
     [[[3]], [[0, 1]], [[2]]]
+    >>> plan(np.array([3, 2, 2, 4]), RowShape(rows=2, length=7, sequences=4, ranks=2))
+    [[[3, 2], [0, 1]]]
     """
     for index, size in enumerate(sizes):
         if not 0 < size <= shape.length:
             raise ValueError(f"sequence {index} has {size} tokens, wanted 1 to {shape.length}")
-    most = min(SEQUENCES_PER_ROW, shape.sequences)
-    rows: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for index in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[index])
-        at = bisect.bisect_left(space, (size, -1))
-        if at == len(space):
-            rows.append([])
-            left, row = shape.length, len(rows) - 1
-        else:
-            left, row = space.pop(at)
-        rows[row].append(index)
-        if len(rows[row]) < most:
-            bisect.insort(space, (left - size, row))
-    return _into_microbatches(rows, shape)
+    costs = shape.cost(sizes)
+    # ranks of equal cost, or else of equal size, which are easier to pack
+    levels = [costs, sizes.astype(np.float64)] if shape.ranks > 1 else [costs]
+    rows = best_fit(sizes, shape)
+    found = [_over_ranks(batch, costs, shape) for batch in _into_microbatches(rows, shape)]
+    counts = _counts(sizes, len(found), shape) + [len(found)] * (shape.ranks > 1)
+    for count, level in itertools.product(counts, levels):
+        if even := _deal_out(sizes, level, count, shape):
+            return min(found, even, key=lambda p: (len(p), _time(costs, p, shape)))
+    return found
+
+
+def _counts(sizes: Int[np.ndarray, " B"], most: int, shape: RowShape) -> list[int]:
+    """Return numbers of micro-batches to try, from the fewest possible to less than `most`.
+
+    A row has room for no more than k sequences of more than L / (k + 1) tokens.
+    """
+    k = np.arange(1, shape.most + 1)
+    crowded = ((sizes[:, None] * (k + 1) > shape.length).sum(0) / k).max()
+    fewest = max(sizes.sum() / shape.tokens, crowded / shape.rows, len(sizes) / shape.sequences)
+    steps = (math.ceil(fewest) + 2**n - 1 for n in itertools.count())
+    return list(itertools.takewhile(lambda count: count < most, steps))
 
 
 def _into_microbatches(rows: list[list[int]], shape: RowShape) -> list[list[list[int]]]:
@@ -97,6 +133,125 @@ def _into_microbatches(rows: list[list[int]], shape: RowShape) -> list[list[list
         batches[-1].append(row)
         used += len(row)
     return batches
+
+
+def _time(costs: Float[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
+    return float(loads(costs, batches, shape.rows, shape.ranks).max(1).sum())
+
+
+def _over_ranks(
+    rows: list[list[int]], costs: Float[np.ndarray, " B"], shape: RowShape
+) -> list[list[int]]:
+    """Order the rows of a micro-batch so that its ranks have equal cost."""
+    if shape.ranks == 1:
+        return rows
+    rows = rows + [[]] * (shape.rows - len(rows))
+    each = np.array([costs[row].sum() for row in rows])
+    parts = karmarkar_karp(each, shape.ranks, equal_size=True)
+    return [rows[number] for part in parts for number in part]
+
+
+def _deal_out(
+    sizes: Int[np.ndarray, " B"], costs: Float[np.ndarray, " B"], count: int, shape: RowShape
+) -> list[list[list[int]]] | None:
+    """Place sequences in `count` micro-batches of ranks with equal cost, or find no room."""
+    left = np.argsort(-costs, kind="stable")
+    ranks: list[Int[np.ndarray, " _"]] = []
+    for others in reversed(range(count)):
+        taken = _share(sizes[left], costs[left], others, shape)
+        chosen, left = left[taken], left[~taken]
+        ranks += [chosen[part] for part in karmarkar_karp(costs[chosen], shape.ranks)]
+    rows = _into_rows(ranks, sizes, costs, shape)
+    if rows is None:
+        return None
+    batches = [rows[at : at + shape.rows] for at in range(0, len(rows), shape.rows)]
+    fits = all(sum(map(len, batch)) <= shape.sequences for batch in batches)
+    return [batch for batch in batches if any(batch)] if fits else None
+
+
+def _share(
+    sizes: Int[np.ndarray, " n"], costs: Float[np.ndarray, " n"], others: int, shape: RowShape
+) -> Bool[np.ndarray, " n"]:
+    """Choose a micro-batch's share of the sequences, which descend, when `others` follow it.
+
+    A sequence of more than a rank's mean cost makes the other ranks wait, unless they get as much:
+    then this micro-batch takes more than the others, and one such sequence for each rank. The rest
+    of its share is spread evenly over the smaller sequences.
+    """
+    mean = costs.sum() / (shape.ranks * (others + 1))
+    big = np.flatnonzero(costs[: shape.ranks] > mean)
+    if len(big) == len(sizes):
+        return np.ones(len(sizes), bool)
+    rest = slice(len(big), None)
+    amounts = np.array([sizes[rest].sum(), len(sizes[rest])])
+    room = np.array([shape.tokens, shape.sequences])
+    wanted = (max(mean, costs[0]) * shape.ranks - costs[big].sum()) / costs[rest].sum()
+    here = (room - [sizes[big].sum(), len(big)]) / amounts
+    there = 1 - others * room / amounts
+    share = min(max(min(wanted, *here), *there, 0), 1)
+    steps = np.floor(np.arange(len(sizes[rest]) + 1) * share + 0.5)
+    return np.concatenate([np.ones(len(big), bool), np.diff(steps) > 0])
+
+
+def _into_rows(
+    ranks: list[Int[np.ndarray, " _"]],
+    sizes: Int[np.ndarray, " B"],
+    costs: Float[np.ndarray, " B"],
+    shape: RowShape,
+) -> list[list[int]] | None:
+    """Pack each rank's sequences into its rows; what does not fit goes where it delays least."""
+    each = shape.rows // shape.ranks
+    rows, homeless = [], []
+    for members in ranks:
+        found = [members[row].tolist() for row in _even_rows(sizes[members], each, shape)]
+        rows += found[:each] + [[] for _ in range(each - len(found))]
+        homeless += [index for row in found[each:] for index in row]
+    tokens = np.array([sizes[row].sum() for row in rows])
+    cost = np.array([costs[row].sum() for row in rows])
+    for index in sorted(homeless, key=lambda index: -costs[index]):
+        fits = [
+            row
+            for row in np.flatnonzero(tokens + sizes[index] <= shape.length).tolist()
+            if len(rows[row]) < shape.most
+        ]
+        if not fits:
+            return None
+        load = cost.reshape(-1, shape.ranks, each).sum(2)
+        slack = (load.max(1, keepdims=True) - load).ravel()
+        row = max(fits, key=lambda row: slack[row // each])
+        rows[row].append(index)
+        tokens[row] += sizes[index]
+        cost[row] += costs[index]
+    return rows
+
+
+def _even_rows(sizes: Int[np.ndarray, " n"], rows: int, shape: RowShape) -> list[list[int]]:
+    """Place a rank's sequences into equally full rows, which have room for many short ones."""
+    even = karmarkar_karp(sizes.astype(np.float64), rows)
+    fits = all(len(row) <= shape.most and sizes[row].sum() <= shape.length for row in even)
+    return even if fits else best_fit(sizes, shape)
+
+
+def best_fit(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[int]]:
+    """Place sequences, longest first, each in the fullest row with room, or else in a new one.
+
+    >>> best_fit(np.array([3, 2, 2, 4]), RowShape(rows=1, length=5, sequences=4))
+    [[3], [0, 1], [2]]
+    """
+    rows: list[list[int]] = []
+    space: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[index])
+        at = bisect.bisect_left(space, (size, -1))
+        if at == len(space):
+            rows.append([])
+            left, row = shape.length, len(rows) - 1
+        else:
+            left, row = space.pop(at)
+        rows[row].append(index)
+        if len(rows[row]) < shape.most:
+            bisect.insort(space, (left - size, row))
+    return rows
 
 
 def pack_rows(

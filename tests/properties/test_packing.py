@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import (
     SEQUENCES_PER_ROW,
     RowShape,
+    best_fit,
     pack,
     pack_rows,
     plan,
@@ -23,6 +25,9 @@ SHAPES = [
     RowShape(rows=4, length=16, sequences=64),
     RowShape(rows=4, length=16, sequences=4),  # a small mini-batch: fewer slots than rows could use
     RowShape(rows=2, length=40, sequences=3),
+    RowShape(rows=2, length=16, sequences=32, ranks=2),
+    RowShape(rows=8, length=16, sequences=16, ranks=4),
+    RowShape(rows=9, length=24, sequences=144, ranks=3),
 ]
 
 
@@ -49,8 +54,9 @@ def test_every_sequence_is_placed_once_and_no_row_is_overfull(problem):
     for batch in batches:
         assert 1 <= len(batch) <= shape.rows
         assert len(members(batch)) <= shape.sequences
+        assert members(batch), "no empty micro-batch"
         for row in batch:
-            assert 1 <= len(row) <= SEQUENCES_PER_ROW
+            assert (shape.ranks == 1) <= len(row) <= SEQUENCES_PER_ROW
             assert sum(int(sizes[index]) for index in row) <= shape.length
 
 
@@ -63,10 +69,69 @@ def test_the_plan_depends_on_nothing_but_its_input(problem):
 def test_rows_are_well_filled(problem):
     """At most one row with a free slot is half empty, else two of them would have been one."""
     sizes, shape = problem
-    rows = [row for batch in plan(sizes, shape) for row in batch]
-    most = min(SEQUENCES_PER_ROW, shape.sequences)
-    loads = [sum(int(sizes[i]) for i in row) for row in rows if len(row) < most]
+    loads = [int(sizes[row].sum()) for row in best_fit(sizes, shape) if len(row) < shape.most]
     assert sum(2 * load <= shape.length for load in loads) <= 1
+
+
+def in_order(sizes, shape):
+    """Cut the rows of best-fit-decreasing into micro-batches as they come."""
+    batches = []
+    for row in best_fit(sizes, shape):
+        used = len(members(batches[-1])) if batches else 0
+        if not used or len(batches[-1]) == shape.rows or used + len(row) > shape.sequences:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def waiting(sizes, batches, shape, cost):
+    """Sum over micro-batches the cost of the slowest rank, in a plain loop."""
+    total = 0.0
+    for batch in batches:
+        each = [0.0] * shape.ranks
+        for number, row in enumerate(batch):
+            rank = number // (shape.rows // shape.ranks)
+            each[rank] += sum(int(sizes[i]) + int(sizes[i]) ** 2 / cost.breakeven for i in row)
+        total += max(each)
+    return total
+
+
+@given(problems(), st.sampled_from([Cost(5.0), Cost(100.0), Cost(float("inf"))]))
+def test_a_plan_is_no_worse_than_best_fit(problem, cost):
+    sizes, shape = problem
+    shape = shape._replace(cost=cost)
+    wanted, found = in_order(sizes, shape), plan(sizes, shape)
+    assert len(found) <= len(wanted)
+    if len(found) == len(wanted):
+        limit = waiting(sizes, wanted, shape, cost)
+        assert waiting(sizes, found, shape, cost) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("each", "limit"), [(1, 1.07), (2, 1.005), (4, 1.005)])
+def test_ranks_finish_together(each, limit):
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.lognormal(np.log(512) - 0.5, 1.0, 512), 1, 4096).astype(np.int32)
+    cost = Cost(24576.0)
+    shape = row_shape(8 * each * 4096, 4096, sequences=512, multiple_of=8, cost=cost)
+    found = plan(sizes, shape)
+    ideal = cost(sizes).sum() / shape.ranks
+    assert waiting(sizes, found, shape, cost) < limit * ideal
+    assert waiting(sizes, in_order(sizes, shape), shape, cost) > 1.06 * ideal
+
+
+def test_the_rank_beside_a_long_sequence_gets_as_much():
+    """Equal micro-batches would wait: 16 tokens beside 12, then 10 beside 10."""
+    sizes = np.array([16, *[2] * 16])
+    shape = RowShape(rows=2, length=16, sequences=32, ranks=2, cost=Cost(float("inf")))
+    found = plan(sizes, shape)
+    assert [[int(sizes[row].sum()) for row in batch] for batch in found] == [[16, 16], [8, 8]]
+
+
+def test_sequences_of_many_sizes_need_fewer_microbatches_than_best_fit():
+    """Its last rows have 16 short sequences and much room."""
+    sizes = np.array([16] * 8 + [1] * 64)
+    shape = RowShape(rows=1, length=32, sequences=16)
+    assert [len(in_order(sizes, shape)), len(plan(sizes, shape))] == [8, 7]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -188,11 +253,11 @@ def test_values_beyond_a_sequence_are_not_packed():
     [
         (4096, 1024, 512, 1, (4, 1024, 64)),
         (4096 + 1023, 1024, 512, 1, (4, 1024, 64)),  # no broken row
-        (4096, 1024, 512, 3, (3, 1024, 48)),  # rows are split over three devices
+        (4096, 1024, 512, 3, (3, 1024, 48, 3)),  # rows are split over three devices
         (8192, 1024, 5, 1, (5, 1024, 5)),  # no more rows than sequences
-        (8192, 1024, 5, 4, (8, 1024, 8)),  # rounded up, for the devices
+        (8192, 1024, 5, 4, (8, 1024, 8, 4)),  # rounded up, for the devices
         (1024, 1024, 1, 1, (1, 1024, 1)),
-        (4096, 1024, 50, 4, (4, 1024, 52)),  # slots are split over devices, too
+        (4096, 1024, 50, 4, (4, 1024, 52, 4)),  # slots are split over devices, too
     ],
 )
 def test_shapes(tokens, length, sequences, multiple_of, shape):

@@ -1,0 +1,94 @@
+"""How evenly sequences are shared out over data ranks: the plan against best-fit-decreasing.
+
+    python benchmarks/balance.py        the table, as Markdown
+
+Sizes are lognormal with mean 512 before they are cut at 4,096 tokens, the length of a row. All
+figures are means over several draws. A step is the time of the slowest ranks of all its
+micro-batches; its bound is what ranks would take if the same sequences could be divided freely.
+"""
+
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxrl_llm.data.balance import VERL_COST, imbalance, loads
+from jaxrl_llm.data.packing import RowShape, best_fit, plan, row_shape
+
+MEAN, LENGTH, DRAWS = 512, 4096, 10
+CASES = [
+    (sequences, ranks, rows)
+    for sequences in (512, 4096)
+    for ranks in (1, 8, 32)
+    for rows in (1, 2, 4)
+]
+Plan = list[list[list[int]]]
+
+
+def lognormal(seed: int, sequences: int, sigma: float = 1.0) -> np.ndarray:
+    """Draw sizes."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(np.log(MEAN) - sigma**2 / 2, sigma, sequences)
+    return np.clip(drawn, 1, LENGTH).astype(np.int32)
+
+
+def in_order(sizes: np.ndarray, shape: RowShape) -> Plan:
+    """Cut the rows of best-fit-decreasing into micro-batches as they come."""
+    rows = best_fit(sizes, shape)
+    return [rows[at : at + shape.rows] for at in range(0, len(rows), shape.rows)]
+
+
+def padded(sizes: np.ndarray, found: Plan, shape: RowShape) -> float:
+    """Return a step over its bound, where padding costs all but attention too."""
+    squares = loads(VERL_COST(sizes) - sizes, found, shape.rows, shape.ranks)
+    slowest = (squares + shape.tokens / shape.ranks).max(1).sum()
+    return float(slowest * shape.ranks / VERL_COST(sizes).sum())
+
+
+def measure(
+    make: Callable[[np.ndarray, RowShape], Plan], sequences: int, shape: RowShape
+) -> list[float]:
+    """Return micro-batches, imbalance, the same with padding, and seconds to plan."""
+    figures = []
+    for seed in range(DRAWS):
+        sizes = lognormal(seed, sequences)
+        start = time.perf_counter()
+        found = make(sizes, shape)
+        seconds = time.perf_counter() - start
+        waiting = imbalance(sizes, found, shape.rows, shape.ranks, VERL_COST)["perf/imbalance"]
+        figures.append((len(found), waiting, padded(sizes, found, shape), seconds))
+    return [statistics.mean(column) for column in zip(*figures, strict=True)]
+
+
+def bound(sequences: int, shape: RowShape) -> float:
+    """Return the mean of the fewest micro-batches that hold the tokens."""
+    totals = [int(lognormal(seed, sequences).sum()) for seed in range(DRAWS)]
+    return statistics.mean(-(-total // shape.tokens) for total in totals)
+
+
+def main() -> None:
+    """Print the table."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
+    print(f"`python benchmarks/balance.py`, {today}, {machine}, {versions}; {DRAWS} draws\n")
+    heads = ["sequences", "ranks", "rows each", "micro-batches: best fit", "ours", "bound"]
+    heads += ["step / bound: best fit", "ours", "padding counted: best fit", "ours", "ms to plan"]
+    print("|", " | ".join(heads), "|")
+    print("|" + "---|" * len(heads))
+    for sequences, ranks, rows in CASES:
+        tokens = ranks * rows * LENGTH
+        shape = row_shape(tokens, LENGTH, sequences=sequences, multiple_of=ranks)
+        old, new = (measure(make, sequences, shape) for make in (in_order, plan))
+        cells = [sequences, ranks, rows, f"{old[0]:.1f}", f"{new[0]:.1f}"]
+        cells += [f"{bound(sequences, shape):.1f}"]
+        cells += [f"{value:.3f}" for pair in zip(old[1:3], new[1:3], strict=True) for value in pair]
+        print("|", " | ".join(map(str, [*cells, f"{1000 * new[3]:.0f}"])), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Balance: what a sequence costs, and how sequences are shared out so that devices finish together.
+
+In a synchronous micro-batch every device waits for the slowest.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxrl_llm.models.spec import ArrayDecl, ModelSpec, declare
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The FLOPs of sequences, in those that one token takes outside attention: n + n² / breakeven.
+
+    Attributes:
+        breakeven: tokens of the sequence that spends as much in attention as outside of it.
+
+    >>> Cost(breakeven=100.0)(np.array([10, 100]))
+    array([ 11., 200.])
+    """
+
+    breakeven: float
+
+    def __call__(self, sizes: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
+        """Return the cost of sequences of these sizes, in tokens."""
+        return sizes + np.square(sizes, dtype=np.float64) / self.breakeven
+
+
+VERL_COST = Cost(breakeven=24576.0)
+"""What verl assumes for every model: 24576·n + n², six times the width of one of 7B."""
+
+
+def model_cost(spec: ModelSpec) -> Cost:
+    """Return what sequences cost in a model.
+
+    Forward and backward, a token takes 6 FLOPs for each parameter that it is multiplied with, and
+    a pair of tokens 12·N·H in a layer's attention (https://arxiv.org/abs/2204.02311, appendix B).
+    We count the n²/2 pairs of causal attention and not n², so n = parameters / (layers·N·H) is
+    where both are equal. Experts count as far as a token is sent to them. Layers with a window are
+    left out of the layers: their attention does not grow with the square.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  qk_norm=False, max_positions=32)
+    >>> model_cost(spec).breakeven * 3 * 2 * 2  # 3 layers of 48 + 72, norms of 4, and the embedding
+    420.0
+    """
+    declared = declare(spec)
+    if not spec.tied_embeddings or spec.value_head or spec.reward_head:
+        del declared["embed"]  # looked up, not multiplied with
+    leaves = jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, ArrayDecl))
+    windowed = sum(spec.windowed_layers) if spec.windowed_layers else spec.layers
+    full = spec.layers - (windowed if spec.window else 0)
+    pairs = full * spec.heads * spec.head_width
+    return Cost(sum(_multiplied(leaf, spec) for leaf in leaves) / pairs if pairs else math.inf)
+
+
+def _multiplied(array: ArrayDecl, spec: ModelSpec) -> int:
+    """Return how many of an array's parameters a token is multiplied with."""
+    parameters = math.prod(array.shape)
+    if spec.moe and "experts" in array.stacked:
+        return parameters // spec.moe.experts * spec.moe.experts_per_token
+    return parameters
+
+
+def karmarkar_karp(
+    costs: Float[np.ndarray, " n"], parts: int, *, equal_size: bool = False
+) -> list[list[int]]:
+    """Divide numbers into parts of nearly equal sums, by the largest differencing method.
+
+    Each number begins as a partial solution of its own. The two whose parts differ most are joined,
+    the largest part of one with the smallest of the other, until one is left. Its largest sum is at
+    most 4/3 - 1/(3·parts) times the smallest possible, as with the greedy method that gives the
+    next largest number to the smallest part, and on average much closer; neither is always better.
+    From Karmarkar and Karp 1982, "The differencing method of set partitioning"; bound by Michiels
+    et al. 2007 (https://doi.org/10.1007/s10878-006-9010-z).
+
+    Args:
+        costs: the numbers, not negative.
+        parts: how many parts.
+        equal_size: whether all parts hold as many numbers, by starting from solutions of `parts`
+            numbers next to each other in size; the bound is then 2 - 1/parts.
+
+    Returns:
+        For each part the indices of its numbers, ascending.
+
+    Raises:
+        ValueError: no parts, or numbers that can't be divided into parts of equal size.
+
+    >>> karmarkar_karp(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    [[1, 3, 4], [0, 2]]
+    """
+    if parts < 1 or (equal_size and len(costs) % parts):
+        equal = " of equal size" if equal_size else ""
+        raise ValueError(f"{len(costs)} numbers can't be divided into {parts} parts{equal}")
+    found: list[list[int]] = [[] for _ in range(parts)]
+    if not len(costs) or parts == 1:
+        return [[*range(len(costs))], *found[1:]]
+    members = np.argsort(-costs, kind="stable").reshape(-1, parts if equal_size else 1)
+    sums = dict(enumerate(costs[members]))  # descending; parts that are empty are left out
+    widest = [(-_spread(s, parts), number) for number, s in sums.items()]
+    heapq.heapify(widest)
+    joins = []
+    while len(widest) > 1:
+        first, second = heapq.heappop(widest)[1], heapq.heappop(widest)[1]
+        one, other = sums[first], sums.pop(second)
+        total = np.zeros(min(parts, len(one) + len(other)))
+        total[: len(one)] += one
+        total[len(total) - len(other) :] += other[::-1]
+        order = np.argsort(-total, kind="stable")
+        joins.append((first, second, len(one), len(other), order))
+        sums[first] = total[order]
+        heapq.heappush(widest, (-_spread(sums[first], parts), first))
+    ((root, total),) = sums.items()
+    place = {root: np.arange(len(total))}
+    for first, second, ones, others, order in reversed(joins):
+        joined = np.empty_like(order)
+        joined[order] = place[first]
+        place[first], place[second] = joined[:ones], joined[len(order) - others :][::-1]
+    for number, indices in enumerate(members.tolist()):
+        for index, part in zip(indices, place[number].tolist(), strict=True):
+            found[part].append(index)
+    return [sorted(part) for part in found]
+
+
+def _spread(sums: Float[np.ndarray, " k"], parts: int) -> float:
+    return float(sums[0] - (sums[-1] if len(sums) == parts else 0))
+
+
+def loads(
+    amounts: Float[np.ndarray, " B"] | Int[np.ndarray, " B"],
+    batches: Sequence[Sequence[Sequence[int]]],
+    rows: int,
+    ranks: int,
+) -> Float[np.ndarray, "M S"]:
+    """Sum what each of S ranks has in each of M micro-batches of a plan.
+
+    Args:
+        amounts: of each sequence.
+        batches: for each micro-batch, for each of its rows, the indices of the sequences in it.
+        rows: in a micro-batch; rank i has the i-th block of rows / ranks.
+        ranks: devices over which rows are split.
+
+    >>> print(loads(np.array([3, 2, 1]), [[[0], [1]], [[], [2]]], rows=2, ranks=2))
+    [[3. 2.]
+     [0. 1.]]
+    """
+    found = np.zeros((len(batches), ranks))
+    for batch, total in zip(batches, found, strict=True):
+        for number, row in enumerate(batch):
+            total[number * ranks // rows] += amounts[list(row)].sum()
+    return found
+
+
+def imbalance(
+    sizes: Int[np.ndarray, " B"],
+    batches: Sequence[Sequence[Sequence[int]]],
+    rows: int,
+    ranks: int,
+    cost: Cost,
+) -> dict[str, float]:
+    """Return how evenly a plan loads the ranks.
+
+    Args:
+        sizes: tokens of each sequence.
+        batches: the plan of these sequences.
+        rows: in a micro-batch.
+        ranks: devices over which rows are split.
+        cost: of a sequence.
+
+    Returns:
+        `perf/imbalance`: the time of the slowest ranks of all micro-batches over that of ranks with
+        the same cost, 1 at best; and under verl's names the tokens of ranks, had the sequences been
+        dealt out in their order, and `balanced_` as they are.
+
+    >>> found = imbalance(np.array([3, 2, 1]), [[[0], [1, 2]]], 2, 2, VERL_COST)
+    >>> found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]
+    (4.0, 3.0)
+    """
+    costs = loads(cost(sizes), batches, rows, ranks)
+    tokens = loads(sizes, batches, rows, ranks).sum(0)
+    in_order = [float(part.sum()) for part in np.array_split(sizes, ranks)]
+    return {
+        "perf/imbalance": float(costs.max(1).sum() / costs.mean(1).sum()),
+        "global_seqlen/min": min(in_order),
+        "global_seqlen/max": max(in_order),
+        "global_seqlen/minmax_diff": max(in_order) - min(in_order),
+        "global_seqlen/balanced_min": float(tokens.min()),
+        "global_seqlen/balanced_max": float(tokens.max()),
+        "global_seqlen/mean": float(tokens.mean()),
+    }

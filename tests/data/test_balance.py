@@ -1,0 +1,191 @@
+"""Karmarkar-Karp against brute force, costs against counted FLOPs, and the metrics of a plan."""
+
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, model_cost
+from jaxrl_llm.data.packing import plan, row_shape
+from jaxrl_llm.models.moe import MoeSpec
+from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.models.transformer import forward, head_matrix
+
+NUMBERS = st.lists(st.integers(0, 40), max_size=7)
+
+
+def sums(costs, parts):
+    return [sum(costs[i] for i in part) for part in parts]
+
+
+def greedy(costs, parts):
+    """Give the next largest number to the smallest part."""
+    totals = [0.0] * parts
+    for cost in sorted(costs, reverse=True):
+        totals[totals.index(min(totals))] += cost
+    return max(totals)
+
+
+def brute_force(costs, parts, sizes=None):
+    """Try every division, or every one into parts of equal size."""
+    best = float("inf")
+    for chosen in itertools.product(range(parts), repeat=len(costs)):
+        if sizes is None or all(chosen.count(part) == sizes for part in range(parts)):
+            totals = [0.0] * parts
+            for part, cost in zip(chosen, costs, strict=True):
+                totals[part] += cost
+            best = min(best, max(totals))
+    return best
+
+
+# ---------------------------------------------------------------------------------- karmarkar_karp
+
+
+def test_the_example_of_wikipedia():
+    """8, 7, 6, 5, 4: the method leaves a difference of 2, where 0 is possible."""
+    costs = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
+    assert sorted(sums(costs, karmarkar_karp(costs, 2))) == [14, 16]
+    assert sorted(sums(costs, karmarkar_karp(costs, 3))) == [8, 11, 11]
+
+
+@given(NUMBERS, st.integers(1, 4))
+def test_every_number_is_in_one_part_and_the_bound_holds(numbers, parts):
+    costs = np.array(numbers, float)
+    found = karmarkar_karp(costs, parts)
+    assert len(found) == parts
+    assert sorted(i for part in found for i in part) == [*range(len(numbers))]
+    best = brute_force(numbers, parts)
+    assert best <= max(sums(costs, found)) <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+    if len(numbers) <= max(parts + 2, 4):  # then it is optimal
+        assert max(sums(costs, found)) == best
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.data())
+def test_parts_of_equal_size(parts, size, data):
+    n = parts * size
+    numbers = data.draw(st.lists(st.integers(0, 40), min_size=n, max_size=n))
+    costs = np.array(numbers, float)
+    found = karmarkar_karp(costs, parts, equal_size=True)
+    assert [len(part) for part in found] == [size] * parts
+    assert sorted(i for part in found for i in part) == [*range(n)]
+    assert max(sums(costs, found)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_it_beats_the_greedy_method_on_many_numbers(parts):
+    excess = []
+    for seed in range(50):
+        costs = np.random.default_rng(seed).lognormal(size=64)
+        totals = np.array([max(sums(costs, karmarkar_karp(costs, parts))), greedy(costs, parts)])
+        excess.append(totals / (costs.sum() / parts) - 1)
+    excess = np.array(excess)
+    assert (excess[:, 0] <= excess[:, 1]).all()
+    assert 10 * np.median(excess[:, 0]) < np.median(excess[:, 1])
+
+
+def test_the_greedy_method_can_be_better():
+    costs = np.array([29.0, 28, 28, 25, 24, 22, 18, 13, 8, 4])
+    assert (max(sums(costs, karmarkar_karp(costs, 4))), greedy(costs, 4)) == (51, 50)
+
+
+@pytest.mark.parametrize(("parts", "equal"), [(0, ""), (2, " of equal size")])
+def test_impossible_parts(parts, equal):
+    with pytest.raises(ValueError, match=f"3 numbers can't be divided into {parts} parts{equal}"):
+        karmarkar_karp(np.ones(3), parts, equal_size=bool(equal))
+
+
+# ------------------------------------------------------------------------------------------- costs
+
+SIZES = dict(vocab_size=512, width=128, heads=4, kv_heads=4, head_width=32, ff_width=384)
+REST = dict(layers=2, rope_theta=1e4, norm_eps=1e-6, max_positions=4096)
+
+
+def flops(spec, n):
+    """Let XLA count the FLOPs of logits for one sequence; attention computes all n² pairs."""
+
+    def logits(params, tokens):
+        rows = jnp.zeros_like(tokens)
+        return forward(params, spec, tokens, rows, rows + 1) @ head_matrix(params, spec)
+
+    like = jax.eval_shape(lambda key: initialize(spec, key=key), jax.random.key(0))
+    lowered = jax.jit(logits).lower(like, jax.ShapeDtypeStruct((1, n), jnp.int32))
+    return lowered.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_breakeven_is_what_xla_counts(tied):
+    """Fit a·n + b·n² to three lengths: half of b is causal, so breakeven = 2a/b."""
+    spec = ModelSpec(**SIZES, **REST, tied_embeddings=tied)
+    lengths = np.array([512.0, 1024.0, 2048.0])
+    counted = np.array([flops(spec, int(n)) for n in lengths])
+    linear, square = np.linalg.lstsq(np.stack([lengths, lengths**2], 1), counted, rcond=None)[0]
+    np.testing.assert_allclose(model_cost(spec).breakeven, 2 * linear / square, rtol=0.1)
+
+
+def test_a_model_of_7b_by_hand():
+    """Verl's 12·D² parameters a layer; it counts all n² pairs, so its breakeven is half."""
+    shape = dict(width=4096, heads=32, kv_heads=32, head_width=128, ff_width=8 * 4096 // 3)
+    spec = ModelSpec(**REST | {"layers": 32}, **shape, vocab_size=1, tied_embeddings=True)
+    np.testing.assert_allclose(model_cost(spec).breakeven / 2, VERL_COST.breakeven, rtol=1e-3)
+
+
+def test_only_the_experts_that_a_token_is_sent_to_count():
+    moe = MoeSpec(experts=8, experts_per_token=2, ff_width=64)
+    spec = ModelSpec(**SIZES, **REST, tied_embeddings=False, moe=moe)
+    embed, expert = 512 * 128, 3 * 128 * 64
+    whole = sum(np.prod(a.shape) for a in jax.tree.leaves(declare(spec), is_leaf=is_declaration))
+    assert model_cost(spec).breakeven * 2 * 128 == whole - embed - 2 * 6 * expert
+
+
+def is_declaration(leaf):
+    return hasattr(leaf, "hf_name")
+
+
+def test_layers_with_a_window_do_not_grow_with_the_square():
+    spec = ModelSpec(**SIZES, **REST, tied_embeddings=True)
+    mixed = ModelSpec(
+        **SIZES, **REST, tied_embeddings=True, window=16, windowed_layers=(True, False)
+    )
+    assert model_cost(mixed).breakeven == 2 * model_cost(spec).breakeven
+    windowed = ModelSpec(**SIZES, **REST, tied_embeddings=True, window=16)
+    assert model_cost(windowed)(np.array([3, 4000])).tolist() == [3, 4000]
+
+
+def test_the_square_of_a_long_sequence_does_not_overflow():
+    assert Cost(1.0)(np.array([100_000], np.int32)).tolist() == [1e5 + 1e10]
+
+
+# --------------------------------------------------------------------------------------- imbalance
+
+
+def test_the_metrics_of_a_plan_by_hand():
+    sizes = np.array([6, 2, 2, 4, 1])
+    found = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, 2, Cost(4.0))
+    slowest = (6 + 9) + (4 + 4 + 1 + 0.25)
+    assert found == {
+        "perf/imbalance": slowest / ((15 + 2 * 3 + 8 + 1.25) / 2),
+        "global_seqlen/min": 5.0,  # 4 and 1 against 6, 2 and 2
+        "global_seqlen/max": 10.0,
+        "global_seqlen/minmax_diff": 5.0,
+        "global_seqlen/balanced_min": 6.0,
+        "global_seqlen/balanced_max": 9.0,
+        "global_seqlen/mean": 7.5,
+    }
+
+
+def test_a_plan_balances_what_the_order_did_not():
+    sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
+    shape = row_shape(1024, 128, sequences=64, multiple_of=8)
+    found = imbalance(sizes, plan(sizes, shape), shape.rows, shape.ranks, VERL_COST)
+    assert found["global_seqlen/minmax_diff"] > 300
+    assert found["global_seqlen/balanced_max"] - found["global_seqlen/balanced_min"] < 100
+    assert 1 <= found["perf/imbalance"] < 1.1
+
+
+def test_one_rank_is_balanced():
+    found = imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, 1, VERL_COST)
+    assert found["perf/imbalance"] == 1
