@@ -1,11 +1,15 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.moe import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 
 SPEC = ModelSpec(
@@ -21,23 +25,31 @@ SPEC = ModelSpec(
     tied_embeddings=False,
     max_positions=64,
 )
+MIXTURE = dataclasses.replace(SPEC, moe=MoeSpec(experts=8, experts_per_token=2, ff_width=16))
+SPECS = {"dense": SPEC, "moe": MIXTURE}
 MAX_TOKENS = 40
 
 
-def draw(seed):
+def draw(seed, model="dense"):
     rng = np.random.default_rng(seed)
 
     def one(decl):
         values = 0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_width"))
         return jnp.asarray(values, jnp.float32)
 
-    return jax.tree.map(one, declare(SPEC))
+    return jax.tree.map(one, declare(SPECS[model]))
 
 
 @pytest.fixture(scope="session")
 def params():
     """Parameters under which attention and the next token are far from uniform."""
     return draw(0)
+
+
+@pytest.fixture(scope="session")
+def draw_params():
+    """(seed, model) -> parameters of the dense model or of the mixture of experts."""
+    return draw
 
 
 @pytest.fixture(scope="session")
@@ -66,12 +78,13 @@ def next_logits():
 
 @pytest.fixture(scope="session")
 def build():
-    """(devices, options) -> an engine, without weights."""
+    """(devices, axes of the mesh, model, options) -> an engine, without weights."""
 
-    def make(devices=1, **options):
-        mesh = make_mesh({"fsdp": -1}, jax.devices()[:devices])
+    def make(devices=1, axes=None, model="dense", **options):
+        mesh = make_mesh(axes or {"fsdp": -1}, jax.devices()[:devices])
         sizes = {"slots": 4, "max_tokens": MAX_TOKENS, "max_prompt_tokens": 24}
-        return NativeEngine(SPEC, mesh=mesh, **sizes | {"prompts_per_fill": 2} | options)
+        sizes |= {"prompts_per_fill": 2} | options
+        return NativeEngine(SPECS[model], layout=Layout(mesh), **sizes)
 
     return make
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import jax
 import numpy as np
 import pytest
 
@@ -173,16 +174,62 @@ def test_many_concurrent_requests(engine):
         assert answer.finish == wanted.finish
 
 
-def test_eight_devices_give_the_same_answers(engine, build, params):
-    many = build(devices=8, slots=8, max_prompt_tokens=16, prompts_per_fill=3, steps=64)
-    requests = [r for r in RAGGED if len(r.prompt) <= 16]
-    try:
-        assert many.load(params, version=3).checksum == engine.load(params, version=0).checksum
-        answers = many.sample(requests)
-        assert many._params["embed"].sharding.is_fully_replicated
-        assert {s.data.shape[1] for s in many._cache.keys.addressable_shards} == {1}
-    finally:
-        many.close()
-    for answer, wanted in zip(answers, engine.sample(requests), strict=True):
-        assert answer.tokens.tolist() == wanted.tokens.tolist()
-        np.testing.assert_allclose(answer.logprobs, wanted.logprobs, atol=1e-5)
+SHORT = [request for request in RAGGED if len(request.prompt) <= 16]
+
+
+@pytest.fixture(scope="module")
+def answers_on(build, draw_params):
+    """(model, axes of the mesh) -> answers, where weights and cache are, and their checksum."""
+    found = {}
+
+    def run(model, axes):
+        key = model, tuple(axes.items())
+        if key not in found:
+            engine = build(
+                devices=8 if axes else 1,
+                axes=axes or {"data": 1},
+                model=model,
+                slots=8,
+                max_prompt_tokens=16,
+                prompts_per_fill=3,
+                steps=64,
+            )
+            try:
+                receipt = engine.load(draw_params(0, model), version=3)
+                answers = engine.sample(SHORT)
+                layouts = jax.tree.map(lambda leaf: leaf.sharding, engine._params)
+                found[key] = answers, layouts, engine._cache.keys.sharding, receipt.checksum
+            finally:
+                engine.close()
+        return found[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        ("dense", {"data": 8}),
+        ("dense", {"data": 4, "tensor": 2}),
+        pytest.param("dense", {"fsdp": 8}, marks=pytest.mark.slow),
+        pytest.param("dense", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param("dense", {"tensor": 8}, marks=pytest.mark.slow),
+        pytest.param("moe", {"data": 8}, marks=pytest.mark.slow),
+        pytest.param("moe", {"expert": 8}, marks=pytest.mark.slow),
+        ("moe", {"expert": 2, "data": 2, "tensor": 2}),
+    ],
+    ids=lambda x: " ".join(f"{axis}={n}" for axis, n in x.items()) if isinstance(x, dict) else None,
+)
+def test_every_mesh_gives_the_same_answers(answers_on, model, axes):
+    """Greedy ones and sampled ones, of prompts of all lengths."""
+    answers, layouts, cache, checksum = answers_on(model, axes)
+    wanted, _, _, wanted_checksum = answers_on(model, {})
+    assert checksum == wanted_checksum
+    for answer, want in zip(answers, wanted, strict=True):
+        assert answer.tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=2e-5)
+    held = layouts["embed"].shard_shape((32, 16))
+    assert held == (32 // axes.get("tensor", 1), 16 // axes.get("fsdp", 1) // axes.get("expert", 1))
+    _, slots, _, heads, _ = cache.shard_shape((2, 8, 40, 2, 4))
+    assert slots == 8 * axes.get("tensor", 1) // 8
+    assert heads == (1 if axes.get("tensor") == 2 else 2)

@@ -10,6 +10,7 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.types import Request, Sampling
 
@@ -46,7 +47,7 @@ def test_answers_and_cache():
     ]
     engine = NativeEngine(
         SPEC,
-        mesh=make_mesh({"fsdp": 1}, jax.devices()[:1]),
+        layout=Layout(make_mesh({}, jax.devices()[:1])),
         slots=SLOTS,
         max_tokens=LENGTH,
         max_prompt_tokens=12,

@@ -10,6 +10,7 @@ from jaxrl_llm.models.cache import Cache, decode_step, prefill
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import logits
 from jaxrl_llm.rollout.native.sampler import choose_tokens
+from jaxrl_llm.sharding.layout import Layout
 
 
 class Slots(NamedTuple):
@@ -47,6 +48,8 @@ def fill(
     prompts: Int[Array, "P T"],
     lengths: Int[Array, " P"],
     source: Int[Array, " B"],
+    *,
+    layout: Layout | None = None,
 ) -> Cache:
     """Prefill prompts and copy each into the slots that share it.
 
@@ -57,9 +60,13 @@ def fill(
         prompts: right-padded.
         lengths: tokens of each prompt, at least 1.
         source: for each slot the prompt that it continues, or -1 to leave the slot alone.
+        layout: how prompts are split over a mesh.
     """
     width = prompts.shape[1]
-    _, prefix = prefill(params, spec, prompts, lengths, cache_length=width, dtype=cache.keys.dtype)
+    dtype = cache.keys.dtype
+    _, prefix = prefill(
+        params, spec, prompts, lengths, cache_length=width, dtype=dtype, layout=layout
+    )
     replace = (source >= 0)[:, None, None, None]
 
     def copy_layer(layer: Array, cache: Cache) -> Cache:  # one layer of all slots at a time
@@ -75,9 +82,24 @@ def fill(
 
 
 def decode(
-    params: Any, spec: ModelSpec, cache: Cache, slots: Slots, *, steps: int
+    params: Any,
+    spec: ModelSpec,
+    cache: Cache,
+    slots: Slots,
+    *,
+    steps: int,
+    layout: Layout | None = None,
 ) -> tuple[Cache, Slots]:
-    """Decode up to `steps` tokens in every slot; stop early when all are done."""
+    """Decode up to `steps` tokens in every slot; stop early when all are done.
+
+    Args:
+        params: in the compute dtype.
+        spec: the model.
+        cache: of all slots.
+        slots: where each sequence stands.
+        steps: the most tokens.
+        layout: how slots are split over a mesh.
+    """
 
     def live(carry: tuple[Array, Cache, Slots]) -> Bool[Array, ""]:
         return (carry[0] < steps) & jnp.any(~carry[2].done)
@@ -85,7 +107,13 @@ def decode(
     def body(carry: tuple[Array, Cache, Slots]) -> tuple[Array, Cache, Slots]:
         step, cache, slots = carry
         hidden, cache = decode_step(
-            params, spec, cache, slots.tokens, slots.positions, dtype=cache.keys.dtype
+            params,
+            spec,
+            cache,
+            slots.tokens,
+            slots.positions,
+            dtype=cache.keys.dtype,
+            layout=layout,
         )
         return step + 1, cache, extend(slots, *_choose(params, spec, hidden, slots))
 

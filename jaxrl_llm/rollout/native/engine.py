@@ -2,10 +2,14 @@
 
 Requests wait in a queue. A worker thread takes as many as there are slots, prefills each distinct
 prompt once, copies its cache to all slots that share it, and decodes until every slot is done.
+
+In a run of several processes each has this thread, and all of them must run the same waves: each
+process calls `sample` with the same requests, and starts nothing else on the devices meanwhile.
 """
 
 import asyncio
 import functools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,14 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.cache import Cache, init_cache
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.native.decode import Slots, decode, fill
-from jaxrl_llm.sharding.mesh import replicated
-from jaxrl_llm.sharding.reshard import checksum, reshard
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import BATCH, batch_shards, over_batch
+from jaxrl_llm.sharding.reshard import moved_bytes, reshard
 from jaxrl_llm.types import Completion, Receipt, Request
 
 STOP_IDS = 8
@@ -33,27 +39,27 @@ SHORTEST_PREFILL = 16
 
 
 class NativeEngine:
-    """An `Engine` in pure JAX. Each device decodes its share of the slots with all the weights.
+    """An `Engine` in pure JAX. Slots are split over the batch axes of a mesh, weights by rules.
 
     Args:
         spec: the model.
-        mesh: the devices.
-        slots: sequences decoded at once; a multiple of the number of devices.
+        layout: how slots and weights are split; the axes `stage` and `context` have one device.
+        slots: sequences decoded at once; a multiple of the parts of a batch.
         max_tokens: the longest sequence, prompt and answer.
         max_prompt_tokens: the longest prompt.
-        prompts_per_fill: distinct prompts prefilled at once.
+        prompts_per_fill: distinct prompts prefilled at once; rounded up to such a multiple.
         dtype: of weights, cache and computation.
         steps: tokens decoded between two looks at what is done.
 
     Raises:
-        ValueError: slots that the devices can't share evenly.
+        ValueError: slots that the devices can't share evenly, or a mesh with stages or contexts.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         *,
-        mesh: Mesh,
+        layout: Layout,
         slots: int,
         max_tokens: int,
         max_prompt_tokens: int,
@@ -62,25 +68,32 @@ class NativeEngine:
         steps: int = 32,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
-        if slots % mesh.size:
+        idle = [axis for axis in ("stage", "context") if layout.mesh.shape[axis] > 1]
+        if idle:
+            raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; wanted a size of 1")
+        parts = batch_shards(layout.mesh)
+        if slots % parts:
             raise ValueError(
-                f"rollout.slots={slots} can't be shared evenly by {mesh.size} devices; "
-                f"wanted a multiple of {mesh.size}"
+                f"rollout.slots={slots} can't be shared evenly by the {parts} parts of a batch; "
+                f"wanted a multiple of {parts}"
             )
-        self.spec, self.mesh, self.slots, self.dtype = spec, mesh, slots, jnp.dtype(dtype)
+        self.spec, self.slots, self.dtype = spec, slots, jnp.dtype(dtype)
         self._dtypes = compute_dtypes(spec, self.dtype)
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
-        self.prompts_per_fill = prompts_per_fill
-        self._everywhere = replicated(mesh)
+        self.prompts_per_fill = math.ceil(prompts_per_fill / parts) * parts
+        self._params_layout = layout.of(declare(spec))
         run_as = spec.for_decoding
-        self._by_slot = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        by_row: Any = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
+        self._by_slot = over_batch(layout.mesh)
+        heads = "tensor" if run_as.kv_heads % layout.mesh.shape["tensor"] == 0 else None
+        by_row: Any = layout.sharding(None, BATCH, None, heads)
         self._cache_layout = Cache(by_row, by_row)
         self._fill = jax.jit(
-            functools.partial(_fill, run_as), donate_argnums=1, out_shardings=self._cache_layout
+            functools.partial(_fill, run_as, layout),
+            donate_argnums=1,
+            out_shardings=self._cache_layout,
         )
         self._decode = jax.jit(
-            functools.partial(_decode, run_as, steps),
+            functools.partial(_decode, run_as, layout, steps),
             donate_argnums=(1, 2),
             out_shardings=(self._cache_layout, self._by_slot),
         )
@@ -111,12 +124,32 @@ class NativeEngine:
         with self._device:
             first = self._params is None
             self._params = None  # free the old copy before the new one is made
-            self._params = reshard(params, self._everywhere, dtype=self._dtypes)
+            moved = moved_bytes(params, self._params_layout, dtype=self._dtypes)
+            self._params = reshard(params, self._params_layout, dtype=self._dtypes)
             self._version = version
-            receipt = Receipt(version, int(jax.jit(checksum)(self._params)))
+            receipt = Receipt(version, int(jax.jit(checksum)(self._params)), moved)
             if first:
                 self._warm_up()
         return receipt
+
+    def shapes(self) -> tuple[Any, Cache]:
+        """Return weights and cache as shapes in their layouts; nothing is allocated."""
+        weights = jax.tree.map(
+            lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), declare(self.spec), self._dtypes
+        )
+        cache = jax.eval_shape(self._make_cache)
+        return _placed((weights, cache), (self._params_layout, self._cache_layout))
+
+    def lower(self) -> dict[str, Any]:
+        """Lower `fill`, of the longest prompts, and `decode` for shapes alone."""
+        width = self._prefill_width(self.max_prompt_tokens)
+        prompts = jax.ShapeDtypeStruct((self.prompts_per_fill, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((self.prompts_per_fill,), jnp.int32)
+        slots = _start([], self.slots, self.max_tokens)
+        inputs = (prompts, lengths, slots.tokens, slots)
+        inputs = _placed(inputs, jax.tree.map(lambda _: self._by_slot, inputs))
+        fill = self._fill.lower(*self.shapes(), *inputs[:3])
+        return {"fill": fill, "decode": self._decode.lower(*self.shapes(), inputs[3])}
 
     def pause(self) -> None:
         """Start no new wave until `resume`; the one in flight ends."""
@@ -227,15 +260,15 @@ class NativeEngine:
                 self._params,
                 cache,
                 *self._prompt_arrays(group, width),
-                jax.device_put(np.where(inside, source - first, -1), self._by_slot),
+                processes.put(np.where(inside, source - first, -1), self._by_slot),
             )
-        slots = jax.device_put(_start(wave, self.slots, self.max_tokens), self._by_slot)
+        slots = processes.put(_start(wave, self.slots, self.max_tokens), self._by_slot)
         while True:
             cache, slots = self._decode(self._params, cache, slots)
-            if np.all(jax.device_get(slots.done)):
+            if np.all(processes.fetch(slots.done)):
                 break
         self._cache = cache
-        return self._read(wave, jax.device_get(slots))
+        return self._read(wave, processes.fetch(slots))
 
     def _read(self, wave: Sequence[Request], slots: Slots) -> list[Completion]:
         answers = []
@@ -265,27 +298,34 @@ class NativeEngine:
         for i, prompt in enumerate(prompts):
             tokens[i, : len(prompt)] = prompt
             lengths[i] = len(prompt)
-        return jax.device_put((tokens, lengths), self._everywhere)
+        return processes.put((tokens, lengths), self._by_slot)
 
     def _warm_up(self) -> None:
         """Compile every shape now, so that nothing compiles in the middle of a run."""
         cache = self._take_cache()
-        nowhere = jax.device_put(np.full(self.slots, -1, np.int32), self._by_slot)
+        nowhere = processes.put(np.full(self.slots, -1, np.int32), self._by_slot)
         widths = {self._prefill_width(n) for n in range(1, self.max_prompt_tokens + 1)}
         for width in sorted(widths):
             cache = self._fill(self._params, cache, *self._prompt_arrays([], width), nowhere)
-        slots = jax.device_put(_start([], self.slots, self.max_tokens), self._by_slot)
+        slots = processes.put(_start([], self.slots, self.max_tokens), self._by_slot)
         self._cache, _ = self._decode(self._params, cache, slots)
 
 
-def _fill(spec: ModelSpec, params: Any, cache: Cache, *prompts: jax.Array) -> Cache:
-    return fill(params, spec, cache, *prompts)
+def _placed(tree: Any, layout: Any) -> Any:
+    """Return arrays as shapes in a layout."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
+    )
+
+
+def _fill(spec: ModelSpec, layout: Layout, params: Any, cache: Cache, *prompts: jax.Array) -> Cache:
+    return fill(params, spec, cache, *prompts, layout=layout)
 
 
 def _decode(
-    spec: ModelSpec, steps: int, params: Any, cache: Cache, slots: Slots
+    spec: ModelSpec, layout: Layout, steps: int, params: Any, cache: Cache, slots: Slots
 ) -> tuple[Cache, Slots]:
-    return decode(params, spec, cache, slots, steps=steps)
+    return decode(params, spec, cache, slots, steps=steps, layout=layout)
 
 
 def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:
@@ -297,7 +337,7 @@ def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:
 
     how = [request.sampling for request in wave]
     stops = [[*s.stop_ids, *[-1] * (STOP_IDS - len(s.stop_ids))] for s in how]
-    columns: dict[str, Any] = dict(  # on the host; device_put makes them arrays
+    columns: dict[str, Any] = dict(  # on the host; `put` makes them arrays
         tokens=column([r.prompt[-1] for r in wave], 0, np.int32),
         positions=column([len(r.prompt) - 1 for r in wave], 0, np.int32),
         generated=np.zeros(slots, np.int32),
