@@ -1,0 +1,79 @@
+"""`python -m jaxrl_llm.plan --config X.yaml --devices N`: what a run needs, without its GPUs.
+
+The run's own steps are lowered and compiled for N simulated devices, with shapes in place of
+arrays. What they need is read off the compiled programs; see docs/planning.md.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.config import load
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import TrainConfig
+
+
+def simulate(devices: int) -> None:
+    """Make jax believe in so many CPU devices; it must not have looked at any yet."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def plan(config: TrainConfig, gpu: str, change: Callable[[Sequence[str]], TrainConfig]) -> str:
+    """Plan a run and return the plan as text.
+
+    Args:
+        config: of the run.
+        gpu: one of `planning.estimate.GPUS`.
+        change: overrides -> the config with them.
+    """
+    from jaxrl_llm.planning import report
+    from jaxrl_llm.planning.advice import advise
+    from jaxrl_llm.planning.estimate import GPUS, USABLE
+    from jaxrl_llm.planning.memory import lay_out, phases
+    from jaxrl_llm.planning.steps import compile_steps
+
+    shapes = lay_out(config)
+    steps = compile_steps(shapes, GPUS[gpu])
+    scratch = {step.name: step.scratch for step in steps}
+    found = phases(shapes, scratch)
+    limit = GPUS[gpu].memory * USABLE
+    lines = [*report.run(shapes), "", *report.memory(found, limit, gpu)]
+    if max(p.total for p in found) > limit:
+        lines += ["", *report.advice(advise(shapes, scratch, limit, change), limit)]
+    lines += ["", *report.work(steps), "", *report.collectives(steps)]
+    return "\n".join([*lines, "", *report.time(steps, shapes, gpu)]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_llm.plan",
+        description="Say what memory, operations, communication and time a run needs.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE.yaml", help="the run's config")
+    parser.add_argument("--devices", required=True, type=int, help="how many GPUs")
+    parser.add_argument("--gpu", default="H100", choices=("H100", "H200", "B200"))
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
+    options = parser.parse_intermixed_args(arguments)
+
+    from jaxrl_llm.setup import quiet_libraries  # which imports jax
+
+    def change(more: Sequence[str]) -> TrainConfig:
+        return load(TrainConfig, options.config, [*options.overrides, *more])
+
+    try:
+        config = change(())
+        simulate(options.devices)
+        quiet_libraries()
+        sys.stdout.write(plan(config, options.gpu, change))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the planner works with: lowered steps, their programs, memory, time and remedies."""

@@ -1,0 +1,222 @@
+"""The steps of a run, lowered for arrays that have a shape and a layout but no bytes.
+
+The CPU backend computes in bfloat16 by converting whole arrays to float32 first, weights and cache
+included, which no GPU does. It has float16, which is as large. So what is compiled here is the same
+program with float16 in place of bfloat16; nothing of it is ever run.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxlib.mlir import ir
+
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.job import microbatch_shape
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.models.lora import join, split_adapter, without_adapter
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.objective import Forward, MicroBatch, token_fields, value_fields
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.setup import blamed_on, forward_settings
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import over_batch, replicated
+from jaxrl_llm.step import make_learner
+from jaxrl_llm.types import Rows
+from jaxrl_llm.wiring import Learning, abstract_fields
+
+
+class Role(NamedTuple):
+    """A model that reads micro-batches, as shapes.
+
+    Attributes:
+        settings: how it runs.
+        layout: where it stands.
+        shape: of its micro-batches.
+        params: its parameters, or its adapter; gradients are as large.
+        optimizer: the optimizer's state; None for the reference, which is not trained.
+        frozen: the base of an adapter, else nothing.
+    """
+
+    settings: Forward
+    layout: Layout
+    shape: RowShape
+    params: Any
+    optimizer: Any
+    frozen: Any
+
+
+def shapes_of(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> Any:
+    """Return a model's parameters as shapes in a layout; float32 masters or a copy to compute with.
+
+    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> shapes_of(spec, Layout(make_mesh({}, jax.devices()[:1])), "bfloat16")["embed"].dtype
+    dtype(bfloat16)
+    """
+    return jax.tree.map(
+        lambda d, s, t: jax.ShapeDtypeStruct(d.shape, t, sharding=s),
+        declare(spec),
+        layout.of(declare(spec)),
+        compute_dtypes(spec, dtype),
+    )
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Count the bytes that each device holds of arrays, or of shapes with a layout.
+
+    >>> bytes_on_device({"w": jnp.ones((2, 3))})
+    24
+    """
+    return sum(
+        x.dtype.itemsize * _size(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def halves(lowered: Any) -> Any:
+    """Put float16 in the place of bfloat16 in a lowered program, and return it.
+
+    >>> def double(x): return x * 2
+    >>> lowered = halves(jax.jit(double).lower(jax.ShapeDtypeStruct((2,), jnp.bfloat16)))
+    >>> "bf16" in lowered.as_text()
+    False
+    """
+    module = lowered.compiler_ir("stablehlo")
+    text = re.sub(r",\s*algorithm = <[^>]*>", "", str(module))  # the CPU has none for float16
+    text = re.sub(r"(?<![A-Za-z_])bf16\b|(?<=x)bf16\b", "f16", text)
+    with module.context:
+        replaced = ir.Module.parse(text)
+    for operation in list(module.body.operations):
+        operation.erase()
+    for operation in list(replaced.body.operations):
+        operation.detach_from_parent()
+        module.body.append(operation)
+    return lowered
+
+
+def plan_role(
+    config: TrainConfig, spec: ModelSpec, how: Learning, layout: Layout
+) -> tuple[Role, dict[str, Callable[[], Any]]]:
+    """Return a model that is trained, and what lowers its steps, by name.
+
+    Args:
+        config: of the run.
+        spec: the model, with its adapter or value head.
+        how: it learns.
+        layout: where it stands.
+    """
+    params, frozen = shapes_of(spec, layout), {}
+    if spec.lora is not None:
+        params = split_adapter(params)[0]
+        frozen = shapes_of(without_adapter(spec), layout, config.model.dtype)
+    settings = forward_settings(config.model, spec, layout, config.rollout.temperature)
+    shape = microbatch_shape(config, spec, layout)
+    learner = make_learner(
+        how.objective,
+        settings,
+        how.optimizer,
+        reduce=how.reduce,
+        shape=shape,
+        mesh=layout.mesh,
+        params_like=params,
+        frozen=frozen,
+    )
+    state = placed(jax.eval_shape(learner.init, params), learner.state_shardings)
+    micro = abstract_microbatch(how.objective.asks_for(), config, shape, layout.mesh)
+    coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    everywhere = replicated(layout.mesh)
+    if spec.moe is not None and config.model.router_loss_coef:
+        weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
+        coefs["balance_weights"] = weights
+    inputs = (params, frozen, micro, coefs)
+
+    def lower_apply() -> Any:
+        _, metrics = jax.eval_shape(learner.differentiate, *inputs)
+        router = metrics.get("router")
+        router = router and placed(router, jax.tree.map(lambda _: everywhere, router))
+        return learner.apply.lower(state, params, router)
+
+    lower = {
+        "differentiate": lambda: learner.differentiate.lower(*inputs),
+        "apply": lower_apply,
+        "infer": lambda: lower_inference(settings, layout.mesh, params, frozen, micro.rows),
+    }
+    return Role(settings, layout, shape, params, state.opt_state, frozen), lower
+
+
+def plan_reference(
+    config: TrainConfig, spec: ModelSpec, layout: Layout
+) -> tuple[Role, Callable[[], Any]]:
+    """Return the reference, in the compute dtype, and what lowers its pass."""
+    weights = shapes_of(spec, layout, config.model.dtype)
+    settings = forward_settings(config.model, spec, layout, config.rollout.temperature)
+    shape = microbatch_shape(config, spec, layout)
+    rows = abstract_microbatch(set(), config, shape, layout.mesh).rows
+    role = Role(settings, layout, shape, weights, None, {})
+    return role, lambda: lower_inference(settings, layout.mesh, weights, {}, rows)
+
+
+def lower_inference(model: Forward, mesh: Mesh, params: Any, frozen: Any, rows: Rows) -> Any:
+    """Lower a pass without gradients: log-probs and entropy, or a critic's values."""
+
+    def infer(params: Any, frozen: Any, rows: Rows) -> Any:
+        if model.spec.value_head:
+            return value_fields(join(params, frozen), rows, model, mesh)
+        stats = token_fields(join(params, frozen), rows, model, mesh)
+        return stats.logprobs, stats.entropy
+
+    return jax.jit(infer).lower(params, frozen, rows)
+
+
+def abstract_microbatch(
+    names: set[str], config: TrainConfig, shape: RowShape, mesh: Mesh
+) -> MicroBatch:
+    """Return a micro-batch with the fields that a loss asks for, as shapes."""
+    known = abstract_fields(shape.sequences, shape.length, len(config.reward.components))
+    per_token = jax.ShapeDtypeStruct((shape.sequences, shape.length), jnp.float32)
+    fields = {name: known[name] for name in names | {"mask"}}
+    fields |= {"weights": per_token, "token_weights": per_token}
+    row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
+    slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
+    micro = MicroBatch(Rows(row, row, row, slot, slot, slot), fields)
+    return placed(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
+
+
+def plan_engine(
+    config: TrainConfig, spec: ModelSpec, layout: Layout
+) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
+    """Return the engine's weights and cache as shapes, and what lowers its two steps."""
+    rollout = config.rollout
+    with blamed_on("rollout"):
+        engine = NativeEngine(
+            without_adapter(spec),
+            layout=layout,
+            slots=rollout.slots,
+            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            prompts_per_fill=min(
+                config.batch.prompts_per_step, rollout.slots // rollout.samples_per_prompt
+            ),
+            dtype=config.model.dtype,
+        )
+    engine.close()
+    return *engine.shapes(), engine.lower
+
+
+def placed(tree: Any, layout: Any) -> Any:
+    """Return arrays as shapes in a layout."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
+    )

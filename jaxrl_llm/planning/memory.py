@@ -1,0 +1,230 @@
+"""Memory per device: what a run holds throughout, and what each of its phases adds."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.estimate import forward_flops
+from jaxrl_llm.planning.lowering import (
+    Role,
+    bytes_on_device,
+    plan_engine,
+    plan_reference,
+    plan_role,
+    shapes_of,
+)
+from jaxrl_llm.setup import Layouts, adapted_spec, blamed_on, open_layouts
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.wiring import Functions
+
+
+class Held(NamedTuple):
+    """Bytes of each device of a layout."""
+
+    kind: str
+    size: int | float
+    layout: Layout
+
+
+class Phase(NamedTuple):
+    """A phase of a run: what each of its devices holds, in bytes by kind."""
+
+    name: str
+    held: dict[str, int | float]
+
+    @property
+    def total(self) -> int | float:
+        """Return the bytes of a device."""
+        return sum(self.held.values())
+
+
+class Shapes(NamedTuple):
+    """A run without its bytes.
+
+    Attributes:
+        config: of the run.
+        layouts: where its models stand.
+        spec: the actor.
+        roles: what is trained, by name.
+        throughout: what is held in all phases.
+        cache: of the engine, bytes of a device.
+        lower: what lowers each step, by name.
+    """
+
+    config: TrainConfig
+    layouts: Layouts
+    spec: ModelSpec
+    roles: dict[str, Role]
+    throughout: list[Held]
+    cache: int
+    lower: dict[str, Callable[[], Any]]
+
+
+def lay_out(config: TrainConfig) -> Shapes:
+    """Find out which models a run has and what each device holds of them, in shapes alone.
+
+    Raises:
+        ConfigError: the run could not be built.
+    """
+    functions, layouts = Functions(config), open_layouts(config.mesh)
+    with blamed_on("model.path"):
+        base = read_spec(config.model.path)
+    spec = adapted_spec(base, config.model.lora, config.model.adapter)
+    roles, throughout, lower = {}, [], {}
+    for name, how in functions.learning.items():
+        layout = layouts.train if name == "actor" else getattr(layouts, name)
+        own = spec if name == "actor" else role_spec(config, name, base)
+        role, steps = plan_role(config, own, how, layout)
+        roles[name] = role
+        lower |= {f"{name} {step}": run for step, run in steps.items()}
+        sizes = {"parameters": role.params, "optimizer": role.optimizer}
+        sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
+        for kind, tree in sizes.items():
+            throughout.append(Held(f"{name} {kind}", bytes_on_device(tree), layout))
+    if functions.needs_reference and not spec.lora:
+        role, lower["reference infer"] = plan_reference(config, base, layouts.reference)
+        roles["reference"] = role
+        held = Held("reference weights", bytes_on_device(role.params), layouts.reference)
+        throughout.append(held)
+    if config.reward.model:
+        judge = shapes_of(read_spec(config.reward.model), layouts.reward_model, config.model.dtype)
+        throughout.append(Held("judge weights", bytes_on_device(judge), layouts.reward_model))
+    weights, cache, lower_engine = plan_engine(config, spec, layouts.rollout)
+    throughout.append(Held("engine weights", bytes_on_device(weights), layouts.rollout))
+    lower["engine"] = lower_engine
+    return Shapes(config, layouts, spec, roles, throughout, bytes_on_device(cache), lower)
+
+
+def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
+    """Return the spec of a critic or of a reward model."""
+    path = getattr(config, name).path
+    with blamed_on(f"{name}.path"):
+        spec = read_spec(path) if path else base
+    return (
+        dataclasses.replace(spec, value_head=True, reward_head=False) if name == "critic" else spec
+    )
+
+
+def phases(shapes: Shapes, scratch: Mapping[str, int | float]) -> list[Phase]:
+    """Return what each device holds in each phase.
+
+    Gradients are held twice where there are several micro-batches, the sum and the newest part.
+
+    Args:
+        shapes: the run.
+        scratch: bytes that each step needs beside its arguments, by the step's name.
+    """
+    found = []
+    for name, role in shapes.roles.items():
+        steps = {"infer": 0}
+        if role.optimizer is not None:
+            steps = {
+                "differentiate": 1 + (microbatches(shapes.config, role) > 1),
+                "apply": 1,
+            } | steps
+        for step, copies in steps.items():
+            phase = f"{name} {step}"
+            own: dict[str, Any] = {"scratch": scratch.get(phase, 0)}
+            if copies:
+                own[f"{name} gradients"] = bytes_on_device(role.params) * copies
+            found.append(Phase(phase, _held(shapes, phase, role.layout) | own))
+    for step in ("fill", "decode"):
+        own = {"cache": shapes.cache, "scratch": scratch.get(f"engine {step}", 0)}
+        found.append(Phase(f"engine {step}", _held(shapes, "engine", shapes.layouts.rollout) | own))
+    return found
+
+
+def _held(shapes: Shapes, phase: str, layout: Layout) -> dict[str, int | float]:
+    """Return what the devices of a layout hold in a phase, without what waits on the host."""
+    here, offload = set(layout.mesh.devices.flat), shapes.config.offload
+    away = {"optimizer": offload.optimizer, "parameters": offload.params}
+    name, _, step = phase.partition(" ")
+    held = {}
+    for kind, size, where in shapes.throughout:
+        owner, _, what = kind.partition(" ")
+        waits = offload.reference if owner == "reference" else away.get(what, False)
+        needed = owner == name and (what != "optimizer" or step != "infer")
+        if here & set(where.mesh.devices.flat) and (needed or not waits):
+            held[kind] = size
+    return held
+
+
+def microbatches(config: TrainConfig, role: Role) -> int:
+    """Return the micro-batches of an update if every sequence is of full length."""
+    groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
+    sequences = groups * config.rollout.samples_per_prompt
+    per_row = role.shape.length // longest(config)
+    return math.ceil(sequences / (role.shape.rows * per_row))
+
+
+def longest(config: TrainConfig) -> int:
+    """Return the tokens of the longest sequence."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def tokens_on_device(role: Role) -> int | float:
+    """Return the tokens of a micro-batch that each device has."""
+    return role.shape.tokens / (batch_shards(role.layout.mesh) * role.layout.pieces)
+
+
+class Work(NamedTuple):
+    """What a step does besides what its program says.
+
+    Attributes:
+        mesh: where it runs.
+        runs: in a training step.
+        touched: bytes that a device reads and writes at least in one run.
+        flops: that the model needs in one run, on all devices together.
+    """
+
+    mesh: Mesh
+    runs: int | float
+    touched: int | float
+    flops: int | float
+
+
+def workload(shapes: Shapes, step: str) -> Work:
+    """Return how often a step runs, and what it needs at least.
+
+    All sequences are taken to be of full length; a token attends to half of its own on average.
+    """
+    name, what = step.split()
+    if name == "engine":
+        return _engine_work(shapes, what)
+    config, role = shapes.config, shapes.roles[name]
+    batch, mesh = config.batch, role.layout.mesh
+    groups = batch.prompts_per_minibatch or batch.prompts_per_step
+    updates = batch.prompts_per_step // groups * batch.epochs_per_step
+    runs = microbatches(config, role)
+    params, moments = bytes_on_device(role.params), bytes_on_device(role.optimizer)
+    forward = forward_flops(role.settings.spec, role.shape.tokens, longest(config) / 2)
+    if what == "apply":
+        return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
+    if what == "differentiate":
+        return Work(mesh, updates * runs, 3 * params, 3 * forward)
+    passes = runs * batch.prompts_per_step / groups
+    idle = name == "actor" and config.algorithm.bypass
+    return Work(mesh, 0.0 if idle else passes, params, forward)
+
+
+def _engine_work(shapes: Shapes, what: str) -> Work:
+    config, mesh = shapes.config, shapes.layouts.rollout.mesh
+    prompts, slots = config.batch.prompts_per_step, config.rollout.slots
+    waves = math.ceil(prompts * config.rollout.samples_per_prompt / slots)
+    weights = next(held.size for held in shapes.throughout if held.kind == "engine weights")
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    spec = shapes.spec.for_decoding
+    if what == "decode":
+        attended = prompt + answer / 2
+        cached = shapes.cache * attended / longest(config)
+        return Work(mesh, waves * answer, weights + cached, forward_flops(spec, slots, attended))
+    filled = min(prompts, slots // config.rollout.samples_per_prompt)
+    runs = waves * math.ceil(slots / config.rollout.samples_per_prompt / filled)
+    return Work(mesh, runs, weights, forward_flops(spec, filled * prompt, prompt / 2))

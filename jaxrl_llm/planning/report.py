@@ -1,0 +1,109 @@
+"""A plan as text."""
+
+from collections.abc import Sequence
+
+from jaxrl_llm.models.spec import parameter_count
+from jaxrl_llm.planning.advice import Tried
+from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS
+from jaxrl_llm.planning.memory import Phase, Shapes, longest
+from jaxrl_llm.planning.steps import Step
+from jaxrl_llm.sharding.layout import Layout
+
+GIB = 2**30
+LEAST_SHARE = 1e-3
+"""Share of the bytes that a step sends below which a collective is not listed."""
+
+
+def run(shapes: Shapes) -> list[str]:
+    """Say what is planned."""
+
+    def sizes(layout: Layout) -> str:
+        return " ".join(f"{a}={n}" for a, n in layout.mesh.shape.items() if n > 1) or "one device"
+
+    billions = parameter_count(shapes.spec) / 1e9
+    lines = [f"{'model':10}{shapes.config.model.path}: {billions:.2f} B parameters"]
+    for name, role in shapes.roles.items():
+        rows = f"micro-batches of {role.shape.rows} rows of {role.shape.length} tokens"
+        lines.append(f"{name:10}{sizes(role.layout)}; {rows}")
+    slots = f"{shapes.config.rollout.slots} slots of {longest(shapes.config)} tokens"
+    return [*lines, f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}"]
+
+
+def memory(found: Sequence[Phase], limit: int | float, gpu: str) -> list[str]:
+    """Tabulate memory by phase and kind."""
+    kinds = list(dict.fromkeys(kind for phase in found for kind in phase.held))
+    width = max(map(len, kinds)) + 2
+    names = [phase.name for phase in found]
+    lines = ["memory of a device, GiB", " " * width + "  ".join(names)]
+
+    def row(name: str, values: list[str]) -> str:
+        cells = (v.rjust(len(n)) for v, n in zip(values, names, strict=True))
+        return name.ljust(width) + "  ".join(cells)
+
+    for kind in kinds:
+        sizes = [p.held.get(kind) for p in found]
+        cells = ["" if size is None else f"{size / GIB:.2f}" for size in sizes]
+        lines.append(row(kind, cells))
+    lines.append(row("together", [f"{p.total / GIB:.2f}" for p in found]))
+    fits = ["fits" if p.total <= limit else f"+{(p.total - limit) / GIB:.1f}" for p in found]
+    return [*lines, row(f"on {gpu}: {limit / GIB:.0f}", fits)]
+
+
+def advice(path: Sequence[Tried], limit: int | float) -> list[str]:
+    """Say which changes make the run fit."""
+    lines = ["what would make it fit, one after another (scratch is scaled: plan the result again)"]
+    for tried in path:
+        size = f"{tried.worst.total / GIB:.1f} GiB in {tried.worst.name}"
+        lines.append(f"  {' '.join(tried.changes)}: {size}")
+    if not path or path[-1].worst.total > limit:
+        lines.append("  and still it does not fit: take more devices")
+    return lines
+
+
+def work(steps: Sequence[Step]) -> list[str]:
+    """Tabulate operations."""
+    columns = f"{'runs':>8}{'compiled':>12}{'model':>12}{'ratio':>8}{'loops once':>12}"
+    lines = [f"{'operations of a device, TFLOP':32}{columns}"]
+    for s in steps:
+        done, needed = s.counted.flops / 1e12, s.model_flops / 1e12
+        ratio = f"{done / needed:8.2f}" if needed else " " * 8
+        lines.append(
+            f"{s.name:32}{s.runs:8.0f}{done:12.3f}{needed:12.3f}{ratio}{s.unlooped / 1e12:12.3f}"
+        )
+    return lines
+
+
+def collectives(steps: Sequence[Step]) -> list[str]:
+    """Tabulate bytes sent by kind of collective and mesh axes."""
+    lines = ["bytes that a device sends in one run, GB"]
+    for step in steps:
+        lines += [
+            f"{step.name:24}{over.kind:20}{','.join(over.axes):20}"
+            f"{'between nodes' if over.leaves_node else 'in a node':15}{size / 1e9:12.4g}"
+            for over, size in step.counted.sent.most_common()
+            if size >= LEAST_SHARE * step.counted.sent.total()
+        ]
+    return lines if len(lines) > 1 else ["no collectives"]
+
+
+def time(steps: Sequence[Step], shapes: Shapes, gpu: str) -> list[str]:
+    """Tabulate the estimated time."""
+    columns = f"{'runs':>8}{'compute':>12}{'memory':>12}{'network':>12}{'in all':>12}"
+    lines = [f"{f'time on {gpu}, s':32}{columns}"]
+    total = 0.0
+    for s in steps:
+        whole = s.time.total * s.runs
+        total += whole
+        lines.append(
+            f"{s.name:32}{s.runs:8.0f}{s.time.compute:12.4f}{s.time.memory:12.4f}"
+            f"{s.time.communication:12.4f}{whole:12.1f}"
+        )
+    lines.append(f"{'a training step':76}{total:12.1f}")
+    answer, whole = shapes.config.rollout.max_new_tokens, longest(shapes.config)
+    return [
+        *lines,
+        f"assumed: {COMPUTE:.0%} of peak FLOP/s, {BANDWIDTH:.0%} of memory bandwidth, {LINKS:.0%} "
+        "of links; computing and memory",
+        "traffic overlap, communication does not; balanced experts; nothing for scores and saving;",
+        f"every answer has {answer} tokens, so that a sequence has {whole}",
+    ]

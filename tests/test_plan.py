@@ -1,0 +1,281 @@
+"""The planner: what it says of a run is what the run's own programs and arrays say."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm import plan as planner
+from jaxrl_llm.config import load
+from jaxrl_llm.job import microbatch_shape
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.models.hf_config import make_config, read_spec
+from jaxrl_llm.models.moe import MoeSpec
+from jaxrl_llm.models.spec import ModelSpec, initialize, parameter_count
+from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.planning.advice import advise, scaled
+from jaxrl_llm.planning.estimate import GPUS, forward_flops
+from jaxrl_llm.planning.lowering import bytes_on_device, halves
+from jaxrl_llm.planning.memory import lay_out, phases, workload
+from jaxrl_llm.planning.program import Collective, count, replica_groups
+from jaxrl_llm.planning.steps import read_step
+from jaxrl_llm.roles import make_roles
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.setup import open_layouts, open_model
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.step import microbatches
+from jaxrl_llm.types import Batch
+from jaxrl_llm.wiring import Functions
+
+ROOT = Path(__file__).resolve().parents[1]
+DENSE = ModelSpec(
+    vocab_size=64,
+    width=32,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_width=8,
+    ff_width=48,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=False,
+    max_positions=64,
+)
+YAML = """
+run_dir: runs/a
+steps: 1
+model: {path: PATH, random_init: true}
+data: {train: t.parquet, max_prompt_tokens: 16}
+rollout: {samples_per_prompt: 2, max_new_tokens: 16, slots: 16}
+batch: {prompts_per_step: 16, tokens_per_microbatch: 512}
+mesh: {train: {fsdp: 4, tensor: 2}, rollout: {data: 4, tensor: 2}}
+"""
+
+
+@pytest.fixture
+def configure(tmp_path):
+    def write(*overrides, spec=DENSE):
+        (tmp_path / "config.json").write_text(json.dumps(make_config(spec)))
+        (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
+        return load(TrainConfig, tmp_path / "run.yaml", overrides)
+
+    return write
+
+
+def on_first_device(tree):
+    first = jax.devices()[0]
+    shards = (s for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+    return sum(s.data.nbytes for s in shards if s.device == first)
+
+
+def test_the_plan_of_an_update_is_what_its_executable_says(configure):
+    config = configure()
+    shapes = lay_out(config)
+    lowered = shapes.lower["actor differentiate"]()
+    planned = read_step(
+        "actor differentiate",
+        halves(lowered).compile(),
+        workload(shapes, "actor differentiate"),
+        GPUS["H100"],
+    )
+
+    layouts = open_layouts(config.mesh)
+    model = open_model(config.model, layouts.train, seed=0)
+    shape_on = functools.partial(microbatch_shape, config, model.spec)
+    learner = make_roles(config, Functions(config), model, layouts, shape_on)[0]["actor"].learner
+    state = learner.init(model.params)
+    held = {kind: size for kind, size, _ in shapes.throughout}
+    assert held["actor parameters"] == on_first_device(state.params)
+    assert held["actor optimizer"] == on_first_device(state.opt_state)
+
+    names = Functions(config).learning["actor"].objective.asks_for()
+    names |= {"mask", "weights", "token_weights"}
+    ones = np.ones((16, 32), np.float32)
+    batch = Batch(
+        np.ones((16, 32), np.int32),
+        np.full(16, 32),
+        {name: ones > 0 if name == "mask" else ones for name in names},
+    )
+    mesh, shape = layouts.train.mesh, shape_on(layouts.train)
+    _, micro = next(microbatches(batch, names, shape, mesh))
+    own = learner.differentiate.lower(state.params, {}, micro, {}).compile().memory_analysis()
+    assert planned.arguments == own.argument_size_in_bytes
+    assert planned.scratch == own.temp_size_in_bytes
+    assert planned.arguments == on_first_device((state.params, micro))
+    gradients = phases(shapes, {})[0].held["actor gradients"]  # of two micro-batches
+    assert gradients == 2 * on_first_device(state.params)
+    assert 0 <= own.output_size_in_bytes - gradients / 2 < 1024  # metrics
+
+
+def test_the_plan_of_the_engine_is_what_it_holds(configure):
+    config = configure()
+    shapes = lay_out(config)
+    engine = NativeEngine(
+        DENSE,
+        layout=shapes.layouts.rollout,
+        slots=16,
+        max_tokens=32,
+        max_prompt_tokens=16,
+        prompts_per_fill=8,
+    )
+    weights, cache = engine.shapes()
+    engine.close()
+    assert shapes.cache == on_first_device(engine._take_cache()) == bytes_on_device(cache)
+    held = {kind: size for kind, size, _ in shapes.throughout}
+    assert held["engine weights"] == bytes_on_device(weights)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offload):
+    whole = phases(lay_out(configure()), {})
+    less = phases(lay_out(configure(f"offload.{offload}=true")), {})
+    saved = {a.name: a.total - b.total for a, b in zip(whole, less, strict=True)}
+    kind = "actor parameters" if offload == "params" else "actor optimizer"
+    assert saved["engine decode"] == whole[0].held[kind]
+    assert saved["actor differentiate"] == saved["actor apply"] == 0
+    assert (saved["actor infer"] > 0) == (offload == "optimizer")
+
+
+# --------------------------------------------------------------------------------------- programs
+
+
+def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
+    x, weights = jnp.ones((8, 16)), jnp.ones((5, 16, 16))
+
+    def scanned(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    def unrolled(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    loop = jax.jit(scanned).lower(x, weights).compile()
+    found = count(loop.as_text(), {"data": 1})
+    assert found.flops == 5 * 2 * 8 * 16 * 16
+    own = jax.jit(unrolled).lower(x, weights).compile().cost_analysis()["flops"]
+    assert own == pytest.approx(found.flops, rel=0.05)  # it counts tanh, too
+    assert loop.cost_analysis()["flops"] < found.flops / 4
+
+
+@pytest.mark.parametrize("moe", [None, MoeSpec(experts=4, experts_per_token=2, ff_width=16)])
+def test_operations_of_the_model_are_those_of_its_program(moe):
+    spec = dataclasses.replace(DENSE, moe=moe)
+    params = jax.eval_shape(lambda key: initialize(spec, key=key), jax.random.key(0))
+    rows = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+
+    def run(params, tokens, positions, segments):
+        return logits(params, spec, forward(params, spec, tokens, positions, segments))
+
+    compiled = jax.jit(run).lower(params, rows, rows, rows).compile()
+    found = count(compiled.as_text(), {"data": 1}).flops
+    needed = forward_flops(spec, 64, 32)  # dense scores: every token sees the row
+    assert found == needed if moe is None else needed < found < 2 * needed
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_collectives_are_counted_by_kind_axis_and_trip(axis):
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P(axis)))
+
+    def local(x):
+        def body(x, _):
+            return jax.lax.psum(x, axis) * 0.5, None
+
+        x = jax.lax.scan(body, x, length=3)[0]
+        back = jax.lax.ppermute(x, axis, [(0, 1), (1, 0)])
+        return jax.lax.all_gather(x + back, axis)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=False)
+    text = jax.jit(run).lower(x).compile().as_text()
+    part = 4 * 128 * 4
+    sent = count(text, mesh.shape, per_node=4).sent
+    assert sent == {
+        Collective("all-reduce", (axis,), False): 3 * part * 2 * (1 / 2),
+        Collective("collective-permute", (axis,), False): part,
+        Collective("all-gather", (axis,), False): 2 * part * (1 / 2),
+    }
+    assert all(found.leaves_node for found in count(text, mesh.shape, per_node=1).sent)
+
+
+def test_a_branch_in_a_loop_counts_once_and_the_costlier_one():
+    def run(x):
+        def body(x, i):
+            return jax.lax.cond(i < 1, lambda x: x @ x, lambda x: x, x), None
+
+        return jax.lax.scan(body, x, jnp.arange(4))[0]
+
+    text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text()
+    assert count(text, {"data": 1}).flops == 2 * 64**3
+
+
+def test_groups_over_a_part_of_a_named_axis():
+    text = "replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}, x"
+    assert replica_groups(text, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert replica_groups("to_apply=%add", 3) == [[0, 1, 2]]
+
+
+# ------------------------------------------------------------------------------------------ advice
+
+
+@pytest.mark.slow
+def test_advice_is_a_config_that_fits(configure):
+    shapes = lay_out(configure("mesh.train={data: 8, fsdp: 1}", "mesh.rollout={data: 8}"))
+    scratch = {"actor differentiate": 1e5, "engine decode": 1e4}
+    before = max(p.total for p in phases(shapes, scratch))
+
+    def change(more):
+        return configure("mesh.train={data: 8, fsdp: 1}", "mesh.rollout={data: 8}", *more)
+
+    path = advise(shapes, scratch, before / 3, change)
+    assert path[-1].worst.total <= before / 3
+    new = lay_out(change([c for tried in path for c in tried.changes]))
+    again = max(p.total for p in phases(new, scaled(scratch, shapes, new)))
+    assert again == path[-1].worst.total
+    assert advise(shapes, scratch, before, change) == []
+    assert advise(shapes, scratch, 1, change)[-1].worst.total > 1
+
+
+# --------------------------------------------------------------------------------------- documents
+
+
+def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
+    configure()
+    monkeypatch.setattr(planner, "simulate", lambda devices: None)
+    command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8"]
+    assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3"]) == 0
+    text = capsys.readouterr().out
+    for word in ("reference weights", "scratch", "cache", "all-reduce", "a training step"):
+        assert word in text, word
+    assert planner.main([*command, "mesh.train.fsdp=3"]) == 2
+    assert "mesh.train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen3-1.7B", 1.72),
+        ("Qwen3-8B", 8.19),
+        ("Qwen3-32B", 32.8),
+        ("Qwen3-235B-A22B", 235.1),
+        ("DeepSeek-V3", 671.0),
+    ],
+)
+def test_the_models_of_the_plans_have_their_published_sizes(name, billions):
+    spec = read_spec(ROOT / "configs/plan" / name)
+    assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_every_plan_in_the_documents_has_its_config():
+    text = (ROOT / "docs/planning.md").read_text()
+    for path in sorted((ROOT / "configs/plan").glob("*.yaml")):
+        config = load(TrainConfig, path)
+        assert f"configs/plan/{path.name}" in text
+        assert (ROOT / config.model.path / "config.json").exists()
