@@ -1,4 +1,8 @@
-"""Checkpoints: atomic, written in the background, the newest few and the best kept."""
+"""Checkpoints: atomic, written in the background, the newest few and the best kept.
+
+Each process writes its parts of the arrays, the first one the rest; all of them together make one
+checkpoint, which is read in any layout, by any number of processes on the same file system.
+"""
 
 import logging
 from pathlib import Path
@@ -10,6 +14,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxrl_llm.functions import RunError
+from jaxrl_llm.sharding import processes
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports each step; errors it raises
 
@@ -74,7 +79,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """Return the newest whole checkpoint's step."""
-        return self._manager.latest_step()
+        return processes.once(self._manager.latest_step)
 
     def save(
         self, step: int, state: Any, extra: dict[str, Any], metrics: dict[str, float] | None = None
@@ -85,7 +90,7 @@ class Checkpoints:
             CheckpointError: this save, or the one before it, failed; the step is not a new one.
         """
         if jax.default_backend() == "cpu":
-            state = jax.tree.map(np.array, state)  # a host "transfer" there is only a view
+            state = jax.tree.map(_copy, state)  # a host "transfer" there is only a view
         try:
             started = self._manager.save(
                 step,
@@ -164,9 +169,18 @@ class Checkpoints:
             raise CheckpointError(f"can't save in {self.directory}: {error}") from error
 
     def close(self) -> None:
-        """Wait, then release the directory."""
-        self.wait()
-        self._manager.close()
+        """Wait, then release the directory; a run that has failed waits for no other process."""
+        if not processes.is_ending():
+            self.wait()
+            self._manager.close()
+
+
+def _copy(array: Any) -> Any:
+    """Copy an array that may be donated; where other processes hold parts, copy those held here."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.array(array)
+    parts = [jax.device_put(np.array(part.data), part.device) for part in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def _restore_as(like: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.config import load, to_yaml
+from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import (
     Prompt,
@@ -20,7 +20,7 @@ from jaxrl_llm.data.dataset import (
     load_rows,
     tokenize_prompts,
 )
-from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.data.packing import RowShape, plan
 from jaxrl_llm.dataflow import describe
 from jaxrl_llm.evaluate import validation_metrics
 from jaxrl_llm.experience import (
@@ -36,26 +36,33 @@ from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, run
 from jaxrl_llm.models.lora import join, merge, without_adapter
-from jaxrl_llm.models.spec import compute_dtypes
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
 from jaxrl_llm.rewards.model import open_reward_model
 from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
-from jaxrl_llm.roles import make_roles, old_logprob_step
+from jaxrl_llm.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.runs import open_run, run_folder
 from jaxrl_llm.setup import (
+    Layouts,
     Model,
     blamed_on,
     digest,
+    forward_settings,
     made_once,
-    open_mesh,
+    open_layouts,
     open_model,
+    packed_shape,
     prepare_files,
     quiet_libraries,
 )
-from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.sharding.reshard import cast_tree, checksum, reshard
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.offload import lent, to_host
+from jaxrl_llm.sharding.reshard import cast_tree, reshard
+from jaxrl_llm.step import logprob_pass
 from jaxrl_llm.supervised import run_sft
 from jaxrl_llm.types import Batch, Sampling
 from jaxrl_llm.wiring import Functions
@@ -70,11 +77,12 @@ def run_job(config: TrainConfig) -> Progress:
     functions = Functions(config)  # wrong names fail before anything is loaded
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, processes.together():
         folder = stack.enter_context(run_folder(config.run_dir, config))
         job, start, prompt_batches = build(config, functions, folder, stack)
         done = run(job, start, prompt_batches)
-        print_before_and_after(folder, job.display)
+        if processes.is_first():
+            print_before_and_after(folder, job.display)
     return done
 
 
@@ -98,21 +106,26 @@ def build(
     config: TrainConfig, functions: Functions, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[Job, Progress, Any]:
     """Build everything that the loop calls, and find out where it starts."""
-    mesh = open_mesh(config.mesh)
-    model = open_model(config.model, mesh, seed=config.seed)
+    layouts = open_layouts(config.mesh)
+    model = open_model(config.model, layouts.train, seed=config.seed)
     with blamed_on("model.path"):
         tokenizer = load_tokenizer(config.model.path)
         stops = stop_ids(tokenizer, config.model.path)
     check_model(config, model)
     train, validation = read_prompts(config, tokenizer)
-    shape = microbatch_shape(config, mesh)
-    roles, trainees = make_roles(config, functions, model, mesh, shape)
-    engine = make_engine(config, model, mesh)
+    shape_on = functools.partial(microbatch_shape, config, model.spec)
+    roles, trainees = make_roles(config, functions, model, layouts, shape_on)
+    engine = make_engine(config, model, layouts.rollout)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     judge = (
         open_reward_model(
-            config.reward.model, config.model.dtype, tokenizer, model.spec, mesh, shape
+            config.reward.model,
+            config.model.dtype,
+            tokenizer,
+            model.spec,
+            layouts.reward_model,
+            shape_on(layouts.reward_model),
         )
         if config.reward.model
         else None
@@ -151,10 +164,13 @@ def build(
         kl=functions.kl,
         kl_reward=config.algorithm.kl_reward is not None,
         next_kl_coef=checked_controller(functions.controller),
-        reference=make_reference(config, model) if functions.needs_reference else None,
+        reference=make_reference(config, model, layouts, roles["actor"], shape_on)
+        if functions.needs_reference
+        else None,
         actor=roles["actor"],
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
+        balance=functools.partial(imbalance_of, shape=shape_on(layouts.train)),
         validate=make_validator(config, draw, stops, score_validation, validation),
         dump=functools.partial(dump_rollouts, folder / "rollouts"),
         total_steps=opened.total_steps,
@@ -167,25 +183,31 @@ def build(
     return job, Progress(opened.step, opened.states, kl_coef), opened.stream
 
 
-def microbatch_shape(config: TrainConfig, mesh: Mesh) -> RowShape:
-    """Return the shape of the micro-batches of a run's updates and log-prob passes."""
+def microbatch_shape(config: TrainConfig, spec: ModelSpec, layout: Layout) -> RowShape:
+    """Return the shape of the micro-batches of a run's updates and passes in one layout."""
     groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
-    with blamed_on("batch.tokens_per_microbatch"):
-        return row_shape(
-            config.batch.tokens_per_microbatch,
-            config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-            sequences=groups * config.rollout.samples_per_prompt,
-            multiple_of=batch_shards(mesh),
-        )
+    return packed_shape(
+        layout,
+        spec,
+        tokens=config.batch.tokens_per_microbatch,
+        longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        sequences=groups * config.rollout.samples_per_prompt,
+    )
 
 
-def make_engine(config: TrainConfig, model: Model, mesh: Mesh) -> NativeEngine:
+def imbalance_of(batch: Batch, *, shape: RowShape) -> dict[str, float]:
+    """Return how evenly a pass over a batch loads the devices."""
+    batches = plan(batch.sizes, shape)
+    return imbalance(batch.sizes, batches, shape.rows, shape.ranks, shape.cost)
+
+
+def make_engine(config: TrainConfig, model: Model, layout: Layout) -> NativeEngine:
     """Build the engine for the longest prompt and answer of a run."""
     rollout = config.rollout
     with blamed_on("rollout"):
         return NativeEngine(
             without_adapter(model.spec),
-            mesh=mesh,
+            layout=layout,
             slots=rollout.slots,
             max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -377,13 +399,42 @@ def as_held(model: Model, dtype: str) -> Callable[[Any], Any]:
     return jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
 
 
-def make_reference(config: TrainConfig, model: Model) -> Any:
-    """Copy the weights that a run begins with, in the compute dtype.
+def make_reference(
+    config: TrainConfig,
+    model: Model,
+    layouts: Layouts,
+    actor: Role,
+    shape_on: Callable[[Layout], RowShape],
+) -> Callable[[Batch], dict[str, np.ndarray]]:
+    """Copy the weights that a run begins with, in the compute dtype; return what they say.
 
     With an adapter nothing is copied: the reference is the base, and so an adapter of zeros.
+
+    Raises:
+        ConfigError: it has a mesh of its own or is offloaded, but there is an adapter.
     """
-    layout = jax.tree.map(lambda like: like.sharding, model.like)
+    layout = layouts.reference
     if model.frozen is not None:
+        if layout is not layouts.train or config.offload.reference:
+            key = "offload.reference" if config.offload.reference else "mesh.reference"
+            raise ConfigError(
+                f"{key} is set, but beside an adapter the reference is the frozen model "
+                "itself, where it is trained: remove it"
+            )
+        split = jax.tree.map(lambda like: like.sharding, model.like)
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-        return jax.jit(zeros, out_shardings=layout)(model.like)
-    return reshard(model.params, layout, dtype=compute_dtypes(model.spec, config.model.dtype))
+        return functools.partial(actor.infer, jax.jit(zeros, out_shardings=split)(model.like))
+    split, dtypes = layout.of(declare(model.spec)), compute_dtypes(model.spec, config.model.dtype)
+    infer = actor.infer
+    if layout is not layouts.train:
+        how = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
+        infer = logprob_pass(how, shape_on(layout), layout.mesh, ("logprobs",))
+    params = reshard(model.params, split, dtype=dtypes)
+    if config.offload.reference:
+        params = to_host(params)
+
+    def ask(batch: Batch) -> dict[str, np.ndarray]:
+        with lent(params) as held:
+            return infer(held, batch)
+
+    return ask

@@ -245,13 +245,58 @@ class LogConfig:
     wandb: str | None = key(None, "project at Weights & Biases; null does not log there")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """The device mesh; one size may be -1."""
+MESH_AXES = ("stage", "expert", "data", "fsdp", "context", "tensor")
+"""As `sharding.mesh.AXES`, here so that a config can be checked without jax."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """A device mesh: devices along each axis, of which one may be -1 and takes what is left."""
+
+    stage: int = key(1, "stages of layers, one after another")
+    expert: int = key(1, "parts of the experts; they split the batch, too")
     data: int = key(1, "copies of the model that share the batch")
-    fsdp: int = key(-1, "devices over which parameters and the batch are split")
-    tensor: int = key(1, "devices over which heads, feed-forward and vocabulary are split")
+    fsdp: int = key(-1, "parts of the batch that split parameters among them")
+    context: int = key(1, "parts of each row of tokens")
+    tensor: int = key(1, "parts of heads, feed-forward and vocabulary")
+    first_device: int = key(0, "index of the first device")
+    devices: int | None = key(None, "devices in all; null takes those that are left")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSizes(MeshSizes):
+    """The mesh of the engine: by default every device holds the whole model."""
+
+    data: int = key(-1, "copies of the model that share the sequences")
+    fsdp: int = key(1, "parts of the sequences that split parameters among them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftMeshConfig:
+    """The device mesh, and how arrays lie on it."""
+
+    train: MeshSizes = section(MeshSizes)
+    context_by: str = key("heads", "how attention sees rows that devices share: heads or keys")
+    rules: dict[str, Any] = key({}, "mesh axes by logical axis, in place of the default rules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(SftMeshConfig):
+    """The device meshes, and how arrays lie on them."""
+
+    rollout: RolloutSizes = section(RolloutSizes)
+    critic: MeshSizes | None = key(None, "of the critic; null: as train")
+    reference: MeshSizes | None = key(None, "of the reference; null: as train")
+    reward_model: MeshSizes | None = key(None, "of reward models; null: as train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What waits in the host's memory while it is not used."""
+
+    params: bool = key(False, "weights of the models that are trained")
+    optimizer: bool = key(False, "the optimizers' states")
+    reference: bool = key(False, "weights of the reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +317,7 @@ class TrainConfig:
     reward_model: RewardModelConfig = section(RewardModelConfig)
     batch: BatchConfig = section(BatchConfig)
     mesh: MeshConfig = section(MeshConfig)
+    offload: OffloadConfig = section(OffloadConfig)
     validation: ValidationConfig = section(ValidationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     log: LogConfig = section(LogConfig)
@@ -379,7 +425,7 @@ class SftConfig:
     data: SftDataConfig = section(SftDataConfig)
     optim: OptimConfig = section(OptimConfig)
     batch: SftBatchConfig = section(SftBatchConfig)
-    mesh: MeshConfig = section(MeshConfig)
+    mesh: SftMeshConfig = section(SftMeshConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     log: LogConfig = section(LogConfig)
 
@@ -419,12 +465,28 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
         f"checkpoint.resume={config.checkpoint.resume!r}, wanted auto or never",
     )
     _check_clip("optim.grad_clip", config.optim.grad_clip)
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_mesh(config.mesh)
+
+
+def check_mesh(mesh: SftMeshConfig) -> None:
+    """Refuse sizes that are none."""
     _require(
-        sizes.count(-1) <= 1 and all(s >= 1 or s == -1 for s in sizes),
-        f"mesh: data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}; "
-        "wanted sizes of 1 or more, at most one of them -1",
+        mesh.context_by in ("heads", "keys"),
+        f"mesh.context_by={mesh.context_by!r}, wanted heads or keys",
     )
+    for name, sizes in vars(mesh).items():
+        if isinstance(sizes, MeshSizes):
+            of = {axis: getattr(sizes, axis) for axis in MESH_AXES}
+            _require(
+                list(of.values()).count(-1) <= 1 and all(s >= 1 or s == -1 for s in of.values()),
+                f"mesh.{name}: {', '.join(f'{axis}={size}' for axis, size in of.items())}; "
+                "wanted sizes of 1 or more, at most one of them -1",
+            )
+            _require(
+                sizes.first_device >= 0 and (sizes.devices is None or sizes.devices > 0),
+                f"mesh.{name}: first_device={sizes.first_device} and devices={sizes.devices}, "
+                "wanted the index of a device, and a number of them or null",
+            )
 
 
 def check_reward(reward: RewardConfig) -> None:
@@ -455,16 +517,6 @@ def check_adapter(model: ModelConfig) -> None:
         not (model.random_init and (model.lora or model.adapter)),
         "model.random_init draws a model that is not kept, so that no adapter fits it later: "
         "remove model.lora and model.adapter, or name a model that has weights",
-    )
-
-
-def check_bias_rate(model: ModelConfig, *, has_bias: bool) -> None:
-    """Refuse a speed of the routers' bias where no such bias is trained."""
-    rate = model.router_bias_rate
-    _require(
-        has_bias or rate == ModelConfig.router_bias_rate,
-        f"model.router_bias_rate={rate}, but in {model.path} no bias of a router is trained: "
-        "remove it",
     )
 
 

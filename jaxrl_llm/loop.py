@@ -16,7 +16,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import asks_for, call, describe
 from jaxrl_llm.evaluate import headline
 from jaxrl_llm.experience import Rollouts, add_to_scores, penalize
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.keys import OffloadConfig, TrainConfig
 from jaxrl_llm.metrics import (
     Clock,
     CompileCounter,
@@ -30,6 +30,8 @@ from jaxrl_llm.objective import LossError, per_token
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.roles import Role
 from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.offload import lent, to_device, to_host
 from jaxrl_llm.step import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
@@ -59,7 +61,8 @@ class Job:
         kl: estimator (logprobs, ref_logprobs) -> [B T].
         kl_reward: whether it is subtracted from the rewards (else it is in the loss).
         next_kl_coef: (coefficient, observed KL, sequences) -> coefficient.
-        reference: parameters of the reference; of an adapter, zeros.
+        reference: batch -> what the reference says of each token [B T], by name.
+        balance: batch -> metrics of how evenly it loads the devices.
         validate: step -> metrics.
         dump: (step, rollouts, scores) -> writes them to a file.
     """
@@ -82,10 +85,11 @@ class Job:
     kl: Callable[..., Any] | None
     kl_reward: bool
     next_kl_coef: Callable[[float, float, int], float]
-    reference: Any
+    reference: Callable[[Batch], dict[str, np.ndarray]] | None
     actor: Role
     critic: Role | None
     reward_model: Role | None
+    balance: Callable[[Batch], dict[str, float]]
     validate: Callable[[int], dict[str, float]] | None
     dump: Callable[[int, Rollouts, list[Score]], None]
     checkpoints: Checkpoints
@@ -111,6 +115,7 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
     """
     config, compiled = job.config, CompileCounter()
     step, states, kl_coef = start
+    states = {name: put_away(state, config.offload) for name, state in states.items()}
     push(job, states, step)
     if step == 0 and config.validation.before and job.validate:
         record(job, 0, job.validate(0))
@@ -124,15 +129,16 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
             batch = job.correct(batch) if job.correct else batch
         states, learned = learn(job, states, batch, step, kl_coef, clock)
         with clock("update_weights"):
-            push(job, states, step)
-        metrics = batch_metrics(batch, rollouts, scores) | drawn | agreement | learned
+            moved = push(job, states, step)
+        metrics = batch_metrics(batch, rollouts, scores) | drawn | agreement | learned | moved
+        metrics |= job.balance(batch)
         if job.kl:
             metrics |= kl_metrics(batch, observed_kl, kl_coef)
             kl_coef = job.next_kl_coef(kl_coef, metrics["actor/kl"], len(batch.sizes))
         if job.validate and due(step, config.validation.every, job.total_steps):
             with clock("testing"):
                 metrics |= job.validate(step)
-        if due(step, config.rollout.dump_every, 0):
+        if due(step, config.rollout.dump_every, 0) and processes.is_first():
             job.dump(step, rollouts, scores)
         record(job, step, metrics | system_metrics(clock, compiled, batch))
         if due(step, config.checkpoint.every, job.total_steps):
@@ -186,6 +192,11 @@ def assess(
 ) -> tuple[Batch, dict[str, float]]:
     """Lay answers out as a batch, and ask each model for what the algorithm needs of them."""
     batch, metrics = job.lay_out(rollouts, scores), {}
+
+    def infer(role: Role) -> dict[str, np.ndarray]:
+        with lent(states[role.name].params) as params:
+            return role.infer(params, batch)
+
     if job.penalty:
         batch = add_to_scores(batch, job.penalty(batch))
     if job.greedy_scores:
@@ -194,20 +205,20 @@ def assess(
             batch = batch.add(greedy_scores=greedy)
             metrics["reward/greedy_errors"] = float(errors)
     with clock("old_log_prob"):
-        batch, probe = job.old_logprobs(states["actor"].params, batch)
+        with lent(states["actor"].params) as params:
+            batch, probe = job.old_logprobs(params, batch)
         metrics |= check_agreement(probe, step, job.config.rollout.logprob_tolerance)
     if job.reference is not None:
         with clock("ref"):
-            found = job.actor.infer(job.reference, batch)
+            found = job.reference(batch)
             batch = batch.add(ref_logprobs=found["logprobs"])
     if job.reward_model:
         with clock("reward_model"):
-            found = job.reward_model.infer(states["reward_model"].params, batch)
-            batch = batch.add(reward_logprobs=found["logprobs"])
+            batch = batch.add(reward_logprobs=infer(job.reward_model)["logprobs"])
     if job.critic:
         with clock("values"):
-            found = job.critic.infer(states["critic"].params, batch)
-            batch = batch.add(values=found["values"], old_values=found["values"])
+            values = infer(job.critic)["values"]
+            batch = batch.add(values=values, old_values=values)
     return batch, metrics
 
 
@@ -221,21 +232,34 @@ def learn(
     metrics = {}
     for role in roles:
         with clock(f"update_{role.name}"):
-            state, found = update(role, states[role.name], batch, job.config, kl_coef)
-            states, metrics = states | {role.name: state}, metrics | found
+            state = to_device(states[role.name])
+            state, found = update(role, state, batch, job.config, kl_coef)
+            states |= {role.name: put_away(state, job.config.offload)}
+            metrics |= found
     return states, metrics
 
 
-def push(job: Job, states: States, step: int) -> None:
+def put_away(state: TrainState, offload: OffloadConfig) -> TrainState:
+    """Move to the host what waits there until it is used again."""
+    if offload.params:
+        state = state._replace(params=to_host(state.params))
+    if offload.optimizer:
+        state = state._replace(opt_state=to_host(state.opt_state))
+    return state
+
+
+def push(job: Job, states: States, step: int) -> dict[str, float]:
     """Give the engine the current weights, and compare its echo with what was sent."""
-    params = job.whole(states["actor"].params)
-    receipt = job.engine.load(params, version=step)
-    sent = int(job.checksum(params))
+    with lent(states["actor"].params) as held:
+        params = job.whole(held)
+        receipt = job.engine.load(params, version=step)
+        sent = int(job.checksum(params))
     if receipt.version != step or receipt.checksum != sent:
         raise EngineError(
             f"the engine echoed version {receipt.version} with checksum {receipt.checksum:08x}, "
             f"wanted version {step} with {sent:08x}: it does not hold the weights that were sent"
         )
+    return {"perf/moved_gb": receipt.moved_bytes / 2**30}
 
 
 def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, float]:
@@ -400,7 +424,7 @@ def save(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, float])
         {
             "data": prompt_batches.get_state(),
             "kl_coef": at.kl_coef,
-            "metrics_bytes": job.log.file.position(),
+            "metrics_bytes": job.log.position(),
             "origin": job.origin,
             "config": as_tree(job.config),
         },

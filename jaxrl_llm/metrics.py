@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.sharding.processes import is_first
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class MetricsFile:
 
 
 class MetricsLog:
-    """All sinks at once.
+    """All sinks at once; of several processes the first one writes.
 
     Args:
         run_dir: holds metrics.jsonl and tensorboard.
@@ -119,7 +120,9 @@ class MetricsLog:
         config: Mapping[str, Any],
     ) -> None:
         """Open every sink."""
-        self._writer = self._wandb = None
+        self._file = self._writer = self._wandb = None
+        if not is_first():
+            return
         if wandb:
             try:
                 import wandb as client  # pyright: ignore[reportMissingImports]
@@ -141,20 +144,26 @@ class MetricsLog:
             self._writer = SummaryWriter(
                 str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0
             )
-        self.file = MetricsFile(run_dir / "metrics.jsonl", position)
+        self._file = MetricsFile(run_dir / "metrics.jsonl", position)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics to every sink."""
-        self.file.write(step, metrics)
+        if self._file:
+            self._file.write(step, metrics)
         if self._writer:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
 
+    def position(self) -> int:
+        """Return the length in bytes of what is safely on disk; 0 where nothing is written."""
+        return self._file.position() if self._file else 0
+
     def close(self) -> None:
         """Close every sink."""
-        self.file.close()
+        if self._file:
+            self._file.close()
         if self._writer:
             self._writer.close()
         if self._wandb:
@@ -162,13 +171,15 @@ class MetricsLog:
 
 
 class Display:
-    """A live progress bar on a terminal, plain lines elsewhere."""
+    """A live progress bar on a terminal, plain lines elsewhere; of the first process only."""
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         """Show the bar."""
-        self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self.console = Console(
+            file=sys.stdout, soft_wrap=True, highlight=False, quiet=not is_first()
+        )
         self._progress = None
-        if self.console.is_terminal:
+        if self.console.is_terminal and is_first():
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -9,28 +9,29 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.functions import RunError
-from jaxrl_llm.keys import TrainConfig, check_bias_rate
+from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.runs import Trainee
 from jaxrl_llm.setup import (
+    Layouts,
     Model,
     blamed_on,
     forward_settings,
     laid_out,
     read_model,
-    split,
 )
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.step import (
     Learner,
     TrainState,
-    has_router_bias,
     logprob_pass,
     make_learner,
     value_pass,
@@ -63,7 +64,11 @@ class Role:
 
 
 def make_roles(
-    config: TrainConfig, functions: Functions, actor: Model, mesh: Mesh, shape: RowShape
+    config: TrainConfig,
+    functions: Functions,
+    actor: Model,
+    layouts: Layouts,
+    shape_on: Callable[[Layout], RowShape],
 ) -> tuple[dict[str, Role], dict[str, Trainee]]:
     """Build every model that is trained, and say what it starts from.
 
@@ -71,28 +76,34 @@ def make_roles(
         config: of the run.
         functions: that it names.
         actor: the policy's model.
-        mesh: the devices.
-        shape: of micro-batches.
+        layouts: where each model stands.
+        shape_on: shape of micro-batches in a layout.
     """
-    check_bias_rate(config.model, has_bias=has_router_bias(actor.params))
     roles, trainees = {}, {}
     paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
     for name, how in functions.learning.items():
         is_critic, path = name == "critic", paths.get(name)
+        layout = layouts.train if name == "actor" else getattr(layouts, name)
         key = f"{name}.path" if path else "model.path"
         if actor.frozen is not None and name != "actor":
             path = path or config.model.path  # these begin at the base, and have no adapter
-        model = read_role(path, key, mesh, actor.spec, value_head=is_critic) if path else actor
+        model = actor
+        if path:
+            model = read_role(path, key, layout, actor.spec, value_head=is_critic)
+        elif layout is not layouts.train:
+            placed = reshard(actor.params, layout.of(declare(actor.spec)))
+            model = laid_out(actor.spec, placed, layout)
         if is_critic:
-            model = as_critic(model, key, mesh)
-        settings = forward_settings(config.model, model.spec, config.rollout.temperature)
+            model = as_critic(model, key, layout)
+        settings = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
+        shape = shape_on(layout)
         learner = make_learner(
             how.objective,
             settings,
             how.optimizer,
             reduce=how.reduce,
             shape=shape,
-            mesh=mesh,
+            mesh=layout.mesh,
             params_like=model.like,
             frozen=model.frozen,
         )
@@ -102,7 +113,7 @@ def make_roles(
             if is_critic
             else functools.partial(logprob_pass, names=names, frozen=model.frozen)
         )
-        infer = run(settings, shape, mesh)
+        infer = run(settings, shape, layout.mesh)
         roles[name] = Role(
             name=name,
             learner=learner,
@@ -119,13 +130,13 @@ def make_roles(
     return roles, trainees
 
 
-def read_role(path: str, key: str, mesh: Mesh, actor: ModelSpec, *, value_head: bool) -> Model:
+def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool) -> Model:
     """Load the model of a critic or of a reward model.
 
     Args:
         path: Hugging Face directory.
         key: its config key, for messages.
-        mesh: the devices.
+        layout: where it stands.
         actor: the policy, whose tokens and positions it must know.
         value_head: whether the model may end in a value head.
     """
@@ -137,16 +148,16 @@ def read_role(path: str, key: str, mesh: Mesh, actor: ModelSpec, *, value_head: 
             got, wanted = getattr(spec, name), getattr(actor, name)
             if got < wanted:
                 raise ValueError(f"{path} has {name}={got}, wanted the policy's {wanted} or more")
-        return read_model(path, spec, mesh)
+        return read_model(path, spec, layout)
 
 
-def as_critic(model: Model, key: str, mesh: Mesh) -> Model:
+def as_critic(model: Model, key: str, layout: Layout) -> Model:
     """Return a model with a value head: its own, or one of zeros."""
     if model.spec.value_head:
         return model
     log.info("the critic starts from %s, with a new value head of zeros", key)
     params, spec = with_value_head(model.params, model.spec)
-    return laid_out(spec, jax.device_put(params, split(spec, mesh)), mesh)
+    return laid_out(spec, processes.put(params, layout.of(declare(spec))), layout)
 
 
 class LabelError(RunError):
@@ -175,7 +186,7 @@ def covariance_marker(
         return call(with_key(select, key), fields)
 
     def mark(state: TrainState, batch: Batch) -> Batch:
-        key = jax.random.fold_in(jax.random.key(seed), state.updates)
+        key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
         fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
         marked = np.asarray(compute(fields, key))
         if marked.shape != batch.tokens.shape or marked.dtype != bool:

@@ -23,7 +23,8 @@ from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.metrics import Display, MetricsLog
 from jaxrl_llm.setup import Model, blamed_on, write_text
-from jaxrl_llm.sharding.reshard import checksum
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.step import Learner, TrainState
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ CHANGEABLE = (
     "checkpoint",
     "validation",
     "mesh",
+    "offload",
     "export_to",
     "algorithm.max_draws",
     "batch.tokens_per_microbatch",
@@ -59,12 +61,19 @@ CHANGEABLE = (
 
 @contextlib.contextmanager
 def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
-    """Hold a run's folder: one process at a time; its config, versions and commit inside.
+    """Hold a run's folder: one run at a time; its config, versions and commit inside.
 
     Raises:
-        ConfigError: another process runs there, or nothing can be written there.
+        ConfigError: another run is there, or nothing can be written there.
     """
     folder = Path(run_dir)
+    with contextlib.ExitStack() as stack:
+        processes.once(lambda: stack.enter_context(_held(folder, config)))
+        yield folder
+
+
+@contextlib.contextmanager
+def _held(folder: Path, config: Any) -> Iterator[None]:
     with blamed_on("run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
@@ -78,7 +87,7 @@ def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
             check_changes(folder, changes(read_yaml(resolved), as_tree(config)))
         write_text(resolved, to_yaml(config))
         write_text(folder / "versions.json", json.dumps(versions(config.seed), indent=1) + "\n")
-        yield folder
+        yield
 
 
 def check_changes(folder: Path, changed: Sequence[str]) -> None:
@@ -117,6 +126,7 @@ def versions(seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": [d.device_kind for d in jax.devices()],
+        "processes": processes.count(),
         "seed": seed,
     }
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jaxrl_llm import keys
-from jaxrl_llm.functions import ConfigError, FunctionSpec, load_function
+from jaxrl_llm.data.balance import model_cost
+from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.functions import ConfigError, FunctionSpec, closest, load_function
 from jaxrl_llm.keys import (
     LoraConfig,
     MeshConfig,
+    MeshSizes,
     ModelConfig,
     OptimConfig,
+    SftMeshConfig,
 )
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec
@@ -35,11 +38,15 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
+from jaxrl_llm.models.moe import SigmoidRouter
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec, compute_dtypes, declare, initialize
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.objective import Forward
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks, shardings
+from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules, fallbacks
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +90,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
-    """Run a preparation if any of the files it should write is missing.
+    """Run a preparation if any of the files it should write is missing; in the first process.
 
     Raises:
         ConfigError: it failed, or left a file unwritten.
     """
-    if spec is None:
-        return
+    if spec is not None:
+        processes.once(functools.partial(_prepare_files, spec, wanted))
+
+
+def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
     stamp = Path(wanted[0]).parent / ".prepared_by"
     recipe = digest(json.dumps(spec.as_config(), sort_keys=True, default=str))
     if all(Path(path).exists() for path in wanted):
@@ -111,15 +121,81 @@ def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
     write_text(stamp, recipe)
 
 
-def open_mesh(config: MeshConfig) -> Mesh:
-    """Lay this process's devices out as the config says."""
-    try:
-        return make_mesh({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor})
-    except ValueError as error:
-        raise ConfigError(f"mesh: {error}") from error
+class Layouts(NamedTuple):
+    """Where each model of a run stands."""
+
+    train: Layout
+    rollout: Layout
+    critic: Layout
+    reference: Layout
+    reward_model: Layout
 
 
-def open_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
+def open_layouts(config: MeshConfig) -> Layouts:
+    """Lay the devices out as the config says, for each model."""
+
+    def other(name: str, sizes: MeshSizes | None) -> Layout:
+        return train if sizes is None else open_layout(config, name, sizes)
+
+    train = open_layout(config, "train", config.train)
+    return Layouts(
+        train,
+        other("rollout", config.rollout),
+        other("critic", config.critic),
+        other("reference", config.reference),
+        other("reward_model", config.reward_model),
+    )
+
+
+def open_layout(config: SftMeshConfig, name: str, sizes: MeshSizes) -> Layout:
+    """Lay the devices out as one of the config's meshes says.
+
+    Raises:
+        ConfigError: the devices don't make up this mesh, or a rule is none.
+    """
+    devices = jax.devices()
+    end = None if sizes.devices is None else sizes.first_device + sizes.devices
+    chosen = devices[sizes.first_device : end]
+    if not chosen or (end or 0) > len(devices):
+        raise ConfigError(
+            f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices}, but "
+            f"there are {len(devices)} devices"
+        )
+    with blamed_on(f"mesh.{name}"):
+        along = {
+            "stage": sizes.stage,
+            "expert": sizes.expert,
+            "data": sizes.data,
+            "fsdp": sizes.fsdp,
+            "context": sizes.context,
+            "tensor": sizes.tensor,
+        }
+        mesh = make_mesh(along, chosen)
+    defaults = ROLLOUT_RULES if name == "rollout" else DEFAULT_RULES
+    return Layout(mesh, config.context_by, own_rules(config.rules, defaults))
+
+
+def own_rules(changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES) -> Rules:
+    """Return rules with a config's own in their place.
+
+    >>> own_rules({"embed": None})["embed"]
+    >>> own_rules({"vocab": ["tensor"]})["vocab"]
+    ('tensor',)
+
+    Raises:
+        ConfigError: there is no such logical axis, or the rule is none.
+    """
+    for axis, rule in changed.items():
+        if axis not in DEFAULT_RULES:
+            raise ConfigError(f"mesh.rules.{axis}: {closest(axis, DEFAULT_RULES)}")
+        names = [rule] if isinstance(rule, str) else rule or []
+        if not isinstance(names, list) or any(name not in AXES for name in names):
+            raise ConfigError(f"mesh.rules.{axis}={rule!r}, wanted null or some of {list(AXES)}")
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
+    return {**defaults, **lists}
+
+
+def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> Model:
     """Load a Hugging Face directory, or draw its weights at random, in the training layout.
 
     Raises:
@@ -129,21 +205,33 @@ def open_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
         spec = read_spec(config.path)
         if spec.value_head or spec.reward_head:
             raise ValueError(f"{config.path} ends in a value head, wanted a language model")
-        if config.router_loss_coef and spec.moe is None:
-            raise ConfigError(
-                f"model.router_loss_coef={config.router_loss_coef}, but {config.path} has no "
-                "experts: remove it"
-            )
+        is_adapted = config.lora is not None or config.adapter is not None
+        check_router_keys(config, spec, is_adapted=is_adapted)
         if not config.random_init:
-            model = read_model(config.path, spec, mesh)
-            is_adapted = config.lora is not None or config.adapter is not None
-            return with_adapter(model, config, mesh, seed=seed) if is_adapted else model
-        layout = split(spec, mesh)
-        draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=layout)
-        return laid_out(spec, draw(jax.random.key(seed)), mesh)
+            model = read_model(config.path, spec, layout)
+            return with_adapter(model, config, layout, seed=seed) if is_adapted else model
+        split = layout.of(declare(spec))
+        draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=split)
+        return laid_out(spec, draw(jax.random.key(seed)), layout)
 
 
-def with_adapter(base: Model, config: ModelConfig, mesh: Mesh, *, seed: int) -> Model:
+def check_router_keys(config: ModelConfig, spec: ModelSpec, *, is_adapted: bool) -> None:
+    """Raise ConfigError for a key of routers that the model does not have, or does not train."""
+    if config.router_loss_coef and spec.moe is None:
+        raise ConfigError(
+            f"model.router_loss_coef={config.router_loss_coef}, but {config.path} has no "
+            "experts: remove it"
+        )
+    has_bias = spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
+    rate = config.router_bias_rate
+    if rate != ModelConfig.router_bias_rate and (is_adapted or not has_bias):
+        raise ConfigError(
+            f"model.router_bias_rate={rate}, but in {config.path} no bias of a router is trained: "
+            "remove it"
+        )
+
+
+def with_adapter(base: Model, config: ModelConfig, layout: Layout, *, seed: int) -> Model:
     """Freeze a model, and put an adapter beside it: a new one, or that of model.adapter.
 
     The base is held in the compute dtype: nothing is added to it, so it needs no float32 masters.
@@ -152,20 +240,18 @@ def with_adapter(base: Model, config: ModelConfig, mesh: Mesh, *, seed: int) -> 
         ConfigError: the adapter does not fit the model.
     """
     spec = adapted_spec(base.spec, config.lora, config.adapter)
-    layout, _ = split_adapter(split(spec, mesh))
+    split, _ = split_adapter(layout.of(declare(spec)))
     if config.adapter is None:
-        draw = jax.jit(
-            lambda key: split_adapter(initialize(spec, key=key))[0], out_shardings=layout
-        )
+        draw = jax.jit(lambda key: split_adapter(initialize(spec, key=key))[0], out_shardings=split)
         adapter = draw(jax.random.key(seed))
     else:
         with blamed_on("model.adapter"):
-            adapter = jax.device_put(load_adapter(config.adapter, spec), layout)
+            adapter = processes.put(load_adapter(config.adapter, spec), split)
     frozen = base.params
     if config.dtype != "float32":
         dtypes = compute_dtypes(base.spec, config.dtype)
-        frozen = reshard(frozen, split(base.spec, mesh), dtype=dtypes)
-    return Model(spec, adapter, like_of(adapter, layout), frozen)
+        frozen = reshard(frozen, layout.of(declare(base.spec)), dtype=dtypes)
+    return Model(spec, adapter, like_of(adapter, split), frozen)
 
 
 def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) -> ModelSpec:
@@ -213,21 +299,16 @@ def merged_into_base(
     return run(base, adapter), alone
 
 
-def read_model(path: str, spec: ModelSpec, mesh: Mesh) -> Model:
-    """Load the weights of a Hugging Face directory in the training layout."""
-    return laid_out(spec, load_params(path, spec, shardings=split(spec, mesh)), mesh)
+def read_model(path: str, spec: ModelSpec, layout: Layout) -> Model:
+    """Load the weights of a Hugging Face directory in a layout."""
+    return laid_out(spec, load_params(path, spec, shardings=layout.of(declare(spec))), layout)
 
 
-def split(spec: ModelSpec, mesh: Mesh) -> Any:
-    """Return the training layout of a model."""
-    return shardings(declare(spec), mesh)
-
-
-def laid_out(spec: ModelSpec, params: Any, mesh: Mesh) -> Model:
-    """Return parameters that are in the training layout as a Model; log where rules don't apply."""
-    for name, left in fallbacks(declare(spec), mesh, DEFAULT_RULES).items():
+def laid_out(spec: ModelSpec, params: Any, layout: Layout) -> Model:
+    """Return parameters that are in a layout as a Model; log where its rules don't apply."""
+    for name, left in fallbacks(declare(spec), layout.mesh, layout.rules).items():
         log.warning("%s is not split as the rules say: %s", name, left)
-    return Model(spec, params, like_of(params, split(spec, mesh)))
+    return Model(spec, params, like_of(params, layout.of(declare(spec))))
 
 
 def like_of(params: Any, layout: Any) -> Any:
@@ -237,8 +318,15 @@ def like_of(params: Any, layout: Any) -> Any:
     )
 
 
-def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 1.0) -> Forward:
-    """Return how the model is run in training."""
+def forward_settings(
+    config: ModelConfig, spec: ModelSpec, layout: Layout, temperature: float = 1.0
+) -> Forward:
+    """Return how the model is run in training.
+
+    Raises:
+        ConfigError: its layers, experts or heads can't be split over the mesh.
+    """
+    check_split(spec, layout)
     return Forward(
         spec=spec,
         dtype=config.dtype,
@@ -247,7 +335,43 @@ def forward_settings(config: ModelConfig, spec: ModelSpec, temperature: float = 
         router_loss_coef=config.router_loss_coef,
         router_bias_rate=config.router_bias_rate,
         temperature=temperature,
+        context=layout.context,
     )
+
+
+def check_split(spec: ModelSpec, layout: Layout) -> None:
+    """Raise ConfigError where a model can't be run on a mesh, before anything is compiled."""
+    rows = jax.ShapeDtypeStruct((batch_shards(layout.mesh) * layout.pieces, 1), jnp.int32)
+    params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    with blamed_on("mesh"):
+        jax.eval_shape(
+            lambda params, rows: forward(params, spec, rows, rows, rows, layout=layout),
+            params,
+            rows,
+        )
+
+
+def packed_shape(
+    layout: Layout, spec: ModelSpec, *, tokens: int, longest: int, sequences: int
+) -> RowShape:
+    """Return the shape of the micro-batches of a pass.
+
+    Args:
+        layout: where it runs.
+        spec: the model, which says what a sequence costs.
+        tokens: the most in a micro-batch.
+        longest: sequence, in tokens; a row is as long, or longer if several devices share it.
+        sequences: in all.
+    """
+    share = layout.pieces * layout.stages
+    with blamed_on("batch.tokens_per_microbatch"):
+        return row_shape(
+            tokens,
+            -(-longest // share) * share,
+            sequences=sequences,
+            multiple_of=batch_shards(layout.mesh),
+            cost=model_cost(spec),
+        )
 
 
 def make_optimizer(
@@ -293,23 +417,29 @@ def made_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
     Args:
         directory: what `make` writes.
         recipe: everything that decides the result.
-        make: writes the directory, whole or not at all.
+        make: writes the directory, whole or not at all; all processes call it.
     """
     stamp = directory.with_name(directory.name + ".made_by")
-    if directory.exists():
-        if stamp.exists() and stamp.read_text() != digest(recipe):
+
+    def is_made() -> bool:
+        if directory.exists() and stamp.exists() and stamp.read_text() != digest(recipe):
             raise ConfigError(
                 f"{directory} was made by another config than the one given now: "
                 "remove it, or name another directory"
             )
-        return
-    make()
-    write_text(stamp, digest(recipe))
+        return directory.exists()
+
+    if not processes.once(is_made):
+        make()
+        processes.once(lambda: write_text(stamp, digest(recipe)))
 
 
 def quiet_libraries() -> None:
     """Keep libraries' chatter off the screen; warnings and errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    who = f"process {processes.number()} " if processes.count() > 1 else ""
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {who}%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax raises its errors, too
-    logging.getLogger("jaxrl_llm").setLevel(logging.INFO)
+    logging.getLogger("jaxrl_llm").setLevel(
+        logging.INFO if processes.is_first() else logging.WARNING
+    )

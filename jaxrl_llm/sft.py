@@ -9,9 +9,13 @@ from jaxrl_llm.keys import SftConfig
 
 def sft(config: SftConfig) -> None:
     """Run a whole supervised training from its config; continue where one left off."""
-    from jaxrl_llm.supervised import run_sft  # jax is slow to import, and errors should not wait
+    from jaxrl_llm.sharding import processes  # jax is slow to import, and errors should not wait
 
-    run_sft(config)
+    processes.start()
+    from jaxrl_llm.supervised import run_sft
+
+    with processes.together():
+        run_sft(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -42,6 +42,7 @@ from jaxrl_llm.objective import (
     token_fields,
     value_fields,
 )
+from jaxrl_llm.sharding import processes
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.types import Batch, Rows
 
@@ -83,7 +84,7 @@ def microbatches(
         indices = np.array([i for row in members for i in row])
         rows = pack_rows(batch.tokens, batch.sizes, members, shape)
         fields = {name: _pad(batch[name][indices], shape) for name in names}
-        yield indices, jax.device_put(MicroBatch(rows, fields), sharding)
+        yield indices, processes.put(MicroBatch(rows, fields), sharding)
 
 
 def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
@@ -144,7 +145,7 @@ def _inference(
         ]
         found: dict[str, np.ndarray] = {}
         for indices, results in pending:
-            for name, values in jax.device_get(results).items():
+            for name, values in processes.fetch(results).items():
                 whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
                 whole[indices] = values[: len(indices), : batch.tokens.shape[1]]
         return found
@@ -188,11 +189,15 @@ class Learner(NamedTuple):
         init: params -> TrainState.
         update: (state, batch, coefficients) -> (state, metrics). Donates the state.
         state_shardings: the layout of a TrainState.
+        differentiate: (params, frozen, micro, coefficients) -> (gradients, metrics), jitted.
+        apply: (state, gradients, router statistics) -> (state, metrics), jitted.
     """
 
     init: Callable[[Params], TrainState]
     update: Callable[[TrainState, Batch, dict[str, float]], tuple[TrainState, dict[str, Any]]]
     state_shardings: TrainState
+    differentiate: Any
+    apply: Any
 
 
 def make_learner(
@@ -275,7 +280,7 @@ def make_learner(
         state, applied = apply(state, grads, metrics.pop("router", None))
         return state, metrics | applied
 
-    return Learner(init, update, state_shardings)
+    return Learner(init, update, state_shardings, differentiate, apply)
 
 
 def apply_gradients(
@@ -309,15 +314,11 @@ def apply_gradients(
 
 
 def _move_bias(before: Params, after: Params, router: RouterStats, rate: float) -> Params:
-    if not has_router_bias(before):
+    bias = before.get("layers", {}).get("router_bias")
+    if bias is None:  # another router, or frozen beside an adapter
         return after
-    moved = update_bias(before["layers"]["router_bias"], router.choices, rate=rate)
+    moved = update_bias(bias, router.choices, rate=rate)
     return after | {"layers": after["layers"] | {"router_bias": moved}}
-
-
-def has_router_bias(params: Params) -> bool:
-    """Return whether what is trained has the bias of sigmoid routers: an adapter has none."""
-    return "router_bias" in params.get("layers", {})
 
 
 def _router_summary(router: RouterStats) -> Fields:

@@ -18,26 +18,25 @@ from jaxrl_llm.data.dataset import (
     load_rows,
     tokenize_examples,
 )
-from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import SftConfig, check_bias_rate
+from jaxrl_llm.keys import SftConfig
 from jaxrl_llm.metrics import Clock, due
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec, Params
 from jaxrl_llm.objective import PolicyObjective
 from jaxrl_llm.runs import OpenRun, Trainee, open_run, run_folder
 from jaxrl_llm.setup import (
-    blamed_on,
     forward_settings,
     make_optimizer,
     merged_into_base,
-    open_mesh,
+    open_layout,
     open_model,
+    packed_shape,
     prepare_files,
     quiet_libraries,
 )
-from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.step import Learner, check_skipped, has_router_bias, make_learner
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.step import Learner, check_skipped, make_learner
 from jaxrl_llm.types import Batch
 
 
@@ -51,9 +50,9 @@ def run_sft(config: SftConfig) -> None:
     quiet_libraries()
     optimizer, schedule = make_optimizer(config.optim)
     prepare_files(config.data.prepare, config.data.train)
-    if Path(config.export_to).exists():
+    if processes.once(Path(config.export_to).exists):
         raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, processes.together():
         folder = stack.enter_context(run_folder(config.run_dir, config))
         params, spec, base = _train(config, optimizer, schedule, folder, stack)
         if base is not None:
@@ -101,7 +100,7 @@ def _train(
         if due(step, config.checkpoint.every, total):
             extra = {
                 "data": stream.get_state(),
-                "metrics_bytes": log.file.position(),
+                "metrics_bytes": log.position(),
                 "origin": opened.origin,
             }
             opened.checkpoints.save(step, {"actor": state}, extra)
@@ -114,23 +113,22 @@ def _start(
     folder: Path,
     stack: contextlib.ExitStack,
 ) -> tuple[Learner, OpenRun, ModelSpec, Any]:
-    mesh = open_mesh(config.mesh)
-    model = open_model(config.model, mesh, seed=config.seed)
-    check_bias_rate(config.model, has_bias=has_router_bias(model.params))
-    with blamed_on("batch.tokens_per_microbatch"):
-        shape = row_shape(
-            config.batch.tokens_per_microbatch,
-            config.data.max_tokens,
-            sequences=config.batch.examples_per_step,
-            multiple_of=batch_shards(mesh),
-        )
+    layout = open_layout(config.mesh, "train", config.mesh.train)
+    model = open_model(config.model, layout, seed=config.seed)
+    shape = packed_shape(
+        layout,
+        model.spec,
+        tokens=config.batch.tokens_per_microbatch,
+        longest=config.data.max_tokens,
+        sequences=config.batch.examples_per_step,
+    )
     learner = make_learner(
         PolicyObjective(loss=negative_log_likelihood),
-        forward_settings(config.model, model.spec),
+        forward_settings(config.model, model.spec, layout),
         optimizer,
         reduce=token_mean,
         shape=shape,
-        mesh=mesh,
+        mesh=layout.mesh,
         params_like=model.like,
         frozen=model.frozen,
     )

@@ -9,9 +9,13 @@ from jaxrl_llm.keys import TrainConfig
 
 def train(config: TrainConfig) -> None:
     """Run a whole training from its config; continue where a run in its folder left off."""
-    from jaxrl_llm.job import run_job  # jax is slow to import, and a wrong key should not wait
+    from jaxrl_llm.sharding import processes  # jax is slow to import, a wrong key should not wait
 
-    run_job(config)
+    processes.start()
+    from jaxrl_llm.job import run_job
+
+    with processes.together():
+        run_job(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -33,7 +34,9 @@ from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import initialize
 from jaxrl_llm.objective import PolicyObjective, as_token_loss
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.setup import own_rules
+from jaxrl_llm.sharding.mesh import AXES
+from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.types import FIELDS
 from jaxrl_llm.wiring import SCORED, Functions
 
@@ -237,6 +240,41 @@ def test_the_tutorials_lines_are_those_of_the_config():
         assert load(TrainConfig, GSM8K, [f"{key}={value}"]) == config, key
 
 
+# -------------------------------------------------------------------------------------- parallelism
+
+
+def devices_of(sizes):
+    """Return how many devices a mesh has; None where an axis of -1 takes what there is."""
+    along = [sizes.get(axis, 1) for axis in AXES]
+    return None if -1 in along else math.prod(along)
+
+
+def test_the_meshes_of_the_page_are_of_as_many_devices_as_it_says():
+    parts = re.split(r"^\*\*(\d+) GPUs?\*\*", read("docs/parallelism.md"), flags=re.MULTILINE)
+    assert parts[1::2] == ["1", "8", "32"]
+    for count, text in zip([8, 1, 8, 32], parts[::2], strict=True):
+        shown = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        assert shown
+        for block in map(yaml.safe_load, shown):
+            load(TrainConfig, GSM8K, [f"{key}={json.dumps(value)}" for key, value in block.items()])
+            meshes = [v for v in block["mesh"].values() if v and not v.keys() - {*AXES}]
+            assert {devices_of(sizes) for sizes in meshes} <= {count}, block
+            own_rules(block["mesh"].get("rules", {}))
+
+
+def test_the_page_has_a_row_for_every_axis_and_names_every_dimension():
+    text = read("docs/parallelism.md")
+    assert [row[0].strip("`") for row in rows("docs/parallelism.md") if row[0][0] == "`"] == [
+        "data",
+        "fsdp",
+        "tensor",
+        "expert",
+        "context",
+        "stage",
+    ]
+    assert [axis for axis in DEFAULT_RULES if f"`{axis}`" not in text] == []
+
+
 # --------------------------------------------------------------------------------------- algorithms
 
 
@@ -422,9 +460,8 @@ def written(tmp_path_factory):
         validation.temperature=1 checkpoint.every=0
     """
     with pytest.MonkeyPatch.context() as patch:  # one device compiles sooner than eight
-        patch.setattr(
-            "jaxrl_llm.setup.make_mesh", lambda sizes: make_mesh(sizes, jax.devices()[:1])
-        )
+        one = jax.devices()[:1]
+        patch.setattr("jax.devices", lambda: one)
         run_job(load(TrainConfig, ROOT / "configs/quickstart.yaml", overrides.split()))
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return {name for line in lines for name in line} - {"step"}

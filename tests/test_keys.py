@@ -146,9 +146,16 @@ def test_values_out_of_range(override, said):
         ("model.dtype=float16", "model.dtype='float16', wanted float32 or bfloat16"),
         ("checkpoint.resume=always", "checkpoint.resume='always', wanted auto or never"),
         ("data.train=[]", "data.train names no file"),
-        ("mesh.data=0", "mesh: data=0, fsdp=-1, tensor=1; wanted sizes of 1 or more, at most one"),
-        ("mesh.tensor=-1", "mesh: data=1, fsdp=-1, tensor=-1; wanted sizes"),
-        ("mesh.tensor=-2", "wanted sizes of 1 or more"),
+        (
+            "mesh.train.data=0",
+            "mesh.train: stage=1, expert=1, data=0, fsdp=-1, context=1, tensor=1; wanted sizes of "
+            "1 or more, at most one of them -1",
+        ),
+        ("mesh.train.tensor=-1", "fsdp=-1, context=1, tensor=-1; wanted sizes"),
+        ("mesh.train.tensor=-2", "wanted sizes of 1 or more"),
+        ("mesh.train.devices=0", "mesh.train: first_device=0 and devices=0, wanted the index"),
+        ("mesh.train.first_device=-1", "mesh.train: first_device=-1 and devices=None, wanted"),
+        ("mesh.context_by=rows", "mesh.context_by='rows', wanted heads or keys"),
     ],
 )
 def test_values_out_of_range_in_the_shared_groups(cls, override, said):
@@ -216,7 +223,9 @@ def test_contradictions_in_supervised_training(overrides, said):
         ["algorithm.kl_reward=k1", "algorithm.kl_coef=0"],
         ["rollout.top_p=1", "validation.temperature=0", "reward.workers=0"],
         ["optim.grad_clip=null", "steps=1", "checkpoint.resume=never", "model.dtype=bfloat16"],
-        ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"],
+        ["mesh.train={data: 2, fsdp: 2, tensor: 2}", "mesh.rollout={data: -1, tensor: 4}"],
+        ["mesh.train.devices=4", "mesh.rollout.first_device=4", "mesh.context_by=keys"],
+        ["mesh.critic={fsdp: 1, data: -1}", "mesh.reference={tensor: 8}"],
     ],
 )
 def test_the_edges_are_allowed(overrides):
@@ -266,4 +275,5 @@ def test_a_ready_config_survives_printing(path, tmp_path):
     config = load(cls, path)
     (tmp_path / "printed.yaml").write_text(to_yaml(config))
     assert load(cls, tmp_path / "printed.yaml") == config
-    assert set(leaves_of(read_yaml(tmp_path / "printed.yaml"))) >= {"run_dir", "mesh.data"}
+    names = set(leaves_of(read_yaml(tmp_path / "printed.yaml")))
+    assert names >= {"run_dir", "mesh.train.data"}

@@ -14,17 +14,32 @@ import pytest
 
 from jaxrl_llm.config import load, read_yaml, to_yaml
 from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.keys import DataConfig, MeshConfig, OptimConfig, PolicyConfig, TrainConfig
+from jaxrl_llm.keys import (
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    MeshSizes,
+    OptimConfig,
+    PolicyConfig,
+    RolloutSizes,
+    TrainConfig,
+)
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs import restore_or_start, run_folder
 from jaxrl_llm.setup import (
+    adapted_spec,
     blamed_on,
     made_once,
     make_optimizer,
-    open_mesh,
+    open_layout,
+    open_layouts,
     open_model,
+    own_rules,
+    packed_shape,
     prepare_files,
     write_text,
 )
+from jaxrl_llm.sharding.rules import DEFAULT_RULES
 
 
 def config_of(folder, **more):
@@ -372,18 +387,116 @@ def test_schedules_that_do_not_work(spec, said):
 # -------------------------------------------------------------------------- mesh, model, resuming
 
 
-def test_meshes():
-    assert open_mesh(MeshConfig()).size == 8
-    assert dict(open_mesh(MeshConfig(data=2, fsdp=2, tensor=2)).shape) == {
-        "data": 2,
-        "fsdp": 2,
-        "tensor": 2,
-    }
-    assert refusal(open_mesh, MeshConfig(data=3)).startswith("mesh: ")
+SPEC = ModelSpec(
+    vocab_size=8,
+    width=4,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_width=2,
+    ff_width=6,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=32,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("rank", 3, 3),
+        ("alpha", 5.0, 5.0),
+        ("targets", ("q_proj",), ("query",)),
+        ("rslora", True, True),
+    ],
+)
+def test_each_key_of_an_adapter_reaches_the_model(key, value, found):
+    changed, plain = (
+        adapted_spec(SPEC, lora, None) for lora in (LoraConfig(**{key: value}), LoraConfig())
+    )
+    assert getattr(changed.lora, key) == found
+    assert getattr(plain.lora, key) != found
+
+
+def sizes_of(layout):
+    return {axis: n for axis, n in layout.mesh.shape.items() if n > 1}
+
+
+def test_by_default_training_splits_parameters_and_the_engine_copies_them():
+    layouts = open_layouts(MeshConfig())
+    assert sizes_of(layouts.train) == {"fsdp": 8}
+    assert sizes_of(layouts.rollout) == {"data": 8}
+    assert layouts.critic is layouts.reference is layouts.reward_model is layouts.train
+    assert layouts.train.context == "heads"
+    assert layouts.train.rules == DEFAULT_RULES
+
+
+def test_every_model_has_its_own_mesh_and_devices():
+    layouts = open_layouts(
+        MeshConfig(
+            train=MeshSizes(fsdp=2, tensor=-1, devices=4),
+            rollout=RolloutSizes(tensor=2, first_device=4),
+            critic=MeshSizes(stage=2),
+            reference=MeshSizes(first_device=6, devices=2),
+            reward_model=MeshSizes(fsdp=1, expert=8),
+            context_by="keys",
+            rules={"vocab": None, "ff": ["tensor", "context"]},
+        )
+    )
+    found = [(sizes_of(x), [d.id for d in x.mesh.devices.ravel()]) for x in layouts]
+    assert found == [
+        ({"fsdp": 2, "tensor": 2}, [0, 1, 2, 3]),
+        ({"data": 2, "tensor": 2}, [4, 5, 6, 7]),
+        ({"stage": 2, "fsdp": 4}, [*range(8)]),
+        ({"fsdp": 2}, [6, 7]),
+        ({"expert": 8}, [*range(8)]),
+    ]
+    assert all(layout.context == "keys" for layout in layouts)
+    assert layouts.critic.rules["ff"] == ("tensor", "context")
+    assert layouts.critic.rules["vocab"] is None
+    assert layouts.critic.rules["embed"] == DEFAULT_RULES["embed"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (MeshSizes(data=3), "does not cover 8 devices; each size must be one of [1, 2, 4, 8]"),
+        (MeshSizes(fsdp=4), "does not cover 8 devices"),
+        (MeshSizes(fsdp=4, devices=6), "mesh fsdp=4 does not cover 6 devices; each size must be"),
+        (MeshSizes(first_device=8), "first_device=8 with devices=None, but there are 8 devices"),
+        (MeshSizes(first_device=4, devices=5), "first_device=4 with devices=5, but there are 8"),
+    ],
+)
+def test_devices_that_do_not_make_up_a_mesh(sizes, said):
+    message = refusal(open_layout, MeshConfig(), "critic", sizes)
+    assert message.startswith("mesh.critic: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"head": None}, "mesh.rules.head: "),
+        ({"heads": "tenser"}, "mesh.rules.heads='tenser', wanted null or some of ['stage', "),
+        ({"heads": {"tensor": 2}}, "mesh.rules.heads={'tensor': 2}, wanted null or some of"),
+        ({"heads": ["tensor", 2]}, "mesh.rules.heads=['tensor', 2], wanted null or some of"),
+    ],
+)
+def test_rules_that_are_none(rules, said):
+    assert refusal(own_rules, rules).startswith(said)
+
+
+def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
+    layout = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
+    shape = packed_shape(layout, SPEC, tokens=64, longest=13, sequences=10)
+    assert (shape.length, shape.rows % 2) == (16, 0)
+    with pytest.raises(ConfigError, match=r"^batch\.tokens_per_microbatch: "):
+        packed_shape(layout, SPEC, tokens=16, longest=13, sequences=10)
 
 
 def test_a_model_that_can_not_be_read(tmp_path):
-    mesh = open_mesh(MeshConfig())
+    mesh = open_layouts(MeshConfig()).train
     message = refusal(open_model, PolicyConfig(path=str(tmp_path / "none")), mesh, seed=0)
     assert message.startswith("model.path: ")
     assert "none" in message

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
@@ -17,13 +16,13 @@ from jaxrl_llm.experience import Rollouts, side_by_side
 from jaxrl_llm.models.heads import sequence_scores
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.hf_hub import resolve
-from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.objective import Forward
+from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes, declare
+from jaxrl_llm.objective import Forward, hidden_states
 from jaxrl_llm.rewards.pool import SCORER, RewardError, Score
 from jaxrl_llm.rewards.worker import shorten
-from jaxrl_llm.setup import blamed_on, read_model, split
-from jaxrl_llm.sharding.mesh import over_batch
+from jaxrl_llm.setup import blamed_on, read_model
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.step import microbatches
 from jaxrl_llm.types import Batch, Rows
@@ -32,38 +31,29 @@ log = logging.getLogger(__name__)
 
 
 def score_pass(
-    model: Forward, shape: RowShape, mesh: Mesh
+    model: Forward, shape: RowShape, layout: Layout
 ) -> Callable[[Params, Batch], np.ndarray]:
     """Return a function from a reward model's parameters and a batch to its scores [B].
 
     Args:
         model: how the model is run.
         shape: of the micro-batches.
-        mesh: the devices.
+        layout: where it runs.
     """
 
     @jax.jit
     def compute(params: Params, rows: Rows) -> Array:
-        tokens, positions, segments, *where = map(jnp.asarray, rows)
-        hidden = forward(
-            params,
-            model.spec,
-            tokens,
-            positions,
-            segments,
-            dtype=jnp.dtype(model.dtype),
-            activation_sharding=over_batch(mesh),
-        )
-        return sequence_scores(params, hidden, *where)
+        hidden, _ = hidden_states(params, rows, model, layout.mesh)
+        return sequence_scores(params, layout.join(hidden), *map(jnp.asarray, rows[3:]))
 
     def score(params: Params, batch: Batch) -> np.ndarray:
         pending = [
             (indices, compute(params, micro.rows))
-            for indices, micro in microbatches(batch, set(), shape, mesh)
+            for indices, micro in microbatches(batch, set(), shape, layout.mesh)
         ]
         scores = np.zeros(len(batch.sizes), np.float32)
         for indices, found in pending:
-            scores[indices] = np.asarray(found)[: len(indices)]
+            scores[indices] = processes.fetch(found)[: len(indices)]
         return scores
 
     return score
@@ -82,7 +72,7 @@ class RewardModel(NamedTuple):
 
 
 def open_reward_model(
-    path: str, dtype: str, tokenizer: Any, actor: ModelSpec, mesh: Mesh, shape: RowShape
+    path: str, dtype: str, tokenizer: Any, actor: ModelSpec, layout: Layout, shape: RowShape
 ) -> RewardModel:
     """Load a reward model in the compute dtype.
 
@@ -93,7 +83,7 @@ def open_reward_model(
         dtype: compute dtype.
         tokenizer: of the policy.
         actor: the policy.
-        mesh: the devices.
+        layout: where it stands.
         shape: of micro-batches; a row holds the longest sequence.
 
     Raises:
@@ -109,10 +99,10 @@ def open_reward_model(
                 f"data.max_prompt_tokens + rollout.max_new_tokens = {shape.length}"
             )
         check_vocabulary(path, spec, tokenizer, actor)
-        params = read_model(path, spec, mesh).params
+        params = read_model(path, spec, layout).params
     if dtype != "float32":
-        params = reshard(params, split(spec, mesh), dtype=compute_dtypes(spec, dtype))
-    run = score_pass(Forward(spec=spec, dtype=dtype), shape, mesh)
+        params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
+    run = score_pass(Forward(spec=spec, dtype=dtype), shape, layout)
 
     def score(rollouts: Rollouts) -> np.ndarray:
         return run(params, Batch(*side_by_side(rollouts, shape.length), {}))

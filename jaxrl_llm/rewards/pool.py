@@ -156,6 +156,7 @@ class RewardPool:
         self._spec, self._workers = spec, workers
         self._timeout_s, self._on_error = float(timeout_s), on_error
         self._crew: list[_Worker] = []
+        self._first = 0
         self._lock = threading.Lock()
         self._closer = weakref.finalize(self, _stop_all, self._crew)  # at exit, too
 
@@ -174,17 +175,19 @@ class RewardPool:
         """End the workers; `score` can't be called any more."""
         self._closer()
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+    def score(self, items: Sequence[RewardItem], *, first: int = 0) -> list[Score]:
         """Return the score of every item, in order.
 
         Args:
             items: the replies; the strings, and whatever else they hold, must be picklable.
+            first: the first one's row, for messages.
 
         Raises:
             RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
                 closed.
         """
         with self._lock:
+            self._first = first
             if not self._closer.alive:
                 raise RewardError("reward: the pool is closed")
             if self._workers == 0:
@@ -271,7 +274,8 @@ class RewardPool:
         error = f"{outcome.failure}: {outcome.message}"
         reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
         row = (
-            f"row {number} (data_source {item.data_source!r}, reply {reply}, ground truth {truth})"
+            f"row {self._first + number} (data_source {item.data_source!r}, reply {reply},"
+            f" ground truth {truth})"
         )
         if self._on_error is None:
             raise RewardError(f"reward {self._spec.fn!r} failed on {row}: {error}")

@@ -10,6 +10,7 @@ from jaxrl_llm.keys import RewardConfig, TrainConfig
 from jaxrl_llm.rewards.model import RewardModel, judge
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
 from jaxrl_llm.rewards.scorers import SOURCES
+from jaxrl_llm.sharding import processes
 
 Scoring = Callable[[Rollouts], list[Score]]
 
@@ -34,7 +35,10 @@ def make_scoring(
 
 
 def make_scorer(reward: RewardConfig, scorer: FunctionSpec, stack: contextlib.ExitStack) -> Scoring:
-    """Start the scoring processes; return the function from answers to what they say of them."""
+    """Start the scoring processes; return the function from answers to what they say of them.
+
+    Each process of a run scores its share of the answers, and gets the scores of all.
+    """
     pool = stack.enter_context(
         RewardPool(
             scorer,
@@ -46,9 +50,10 @@ def make_scorer(reward: RewardConfig, scorer: FunctionSpec, stack: contextlib.Ex
 
     def score(rollouts: Rollouts) -> list[Score]:
         pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
-        return pool.score(
-            [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
-        )
+        items = [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
+        mine = processes.share(len(items))
+        parts = processes.gather(pool.score(items[mine], first=mine.start))
+        return [found for part in parts for found in part]
 
     return score
 

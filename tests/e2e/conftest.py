@@ -25,7 +25,6 @@ from jaxrl_llm import sft, train
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import initialize
-from jaxrl_llm.sharding.mesh import make_mesh
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 USER_FUNCTIONS = Path(__file__).with_name("user_functions.py")
@@ -158,7 +157,7 @@ class Workshop:
             self.caching(),
         ):
             some = jax.devices()[:devices]
-            patch.setattr("jaxrl_llm.setup.make_mesh", lambda sizes: make_mesh(sizes, some))
+            patch.setattr("jax.devices", lambda: some)
             status = program.main(words)
         return Result(status, out.getvalue(), err.getvalue(), run_dir)
 

@@ -241,6 +241,7 @@ def test_no_prompt_is_used_twice_in_an_epoch(refilled, workshop):
     assert used <= Counter(json.dumps(row["prompt"], ensure_ascii=False) for row in data)
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_draws_again_continues_bit_for_bit(
     refilled, workshop, until, same, tmp_path
 ):

@@ -40,7 +40,7 @@ def failed(result, status, pattern):
         ("reward.scorer=mine.py:nothing", r"no file '.*/mine\.py'"),
         ("data.train=no.parquet", r"'arithmetic' did not write no\.parquet; make its `out` the"),
         ("model.path=nowhere", r"model\.path: .*nowhere"),
-        ("mesh.fsdp=3", r"mesh.* does not cover 1 devices"),
+        ("mesh.train.fsdp=3", r"mesh\.train: .*fsdp=3 does not cover 1 devices"),
         ("data.max_prompt_tokens=3", r"data\.train: .*row 0: \d+ tokens, .* max_prompt_tokens=3"),
         ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
         ("rollout.slots=30", r"rollout\.slots=30 is not a multiple of .*samples_per_prompt=4"),
@@ -194,6 +194,7 @@ def test_a_truncated_checkpoint_and_its_remedy(run, finished, copy_of):
     assert run(*words, run_dir=folder).ok().learned == finished.learned
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_while_a_checkpoint_is_saved(workshop):
     if not shutil.which("prlimit"):
         pytest.skip("needs prlimit (util-linux)")

@@ -114,6 +114,7 @@ def our_logits(directory):
     return np.asarray(logits(params, spec, hidden))
 
 
+@pytest.mark.parametrize("model", ["DeepseekV3"], indirect=True)
 @pytest.mark.parametrize(
     ("role", "kind"),
     [("actor", "AutoModelForCausalLM"), ("critic", "AutoModelForTokenClassification")],
@@ -121,8 +122,6 @@ def our_logits(directory):
 def test_the_biases_of_deepseek_move_in_a_run_and_stay_float32(
     model, trained, tmp_path, role, kind
 ):
-    if model[0] != "DeepseekV3":
-        pytest.skip("no bias")
     out = tmp_path / "out"
     words = ["--dtype", "bfloat16", "--role", role]
     assert export.main([str(trained.run_dir), str(out), *words]) == 0
@@ -135,11 +134,10 @@ def test_the_biases_of_deepseek_move_in_a_run_and_stay_float32(
     assert 0 < np.abs(steps).max() <= updates + 1e-3
 
 
+@pytest.mark.parametrize("model", ["Qwen3Moe"], indirect=True)
 def test_supervised_training_reports_its_routers(run, model, tmp_path):
     """The loss that it reports is that of the tokens, without the experts' balance."""
-    family, directory = model
-    if family != "Qwen3Moe":
-        pytest.skip("one is enough")
+    _, directory = model
     words = ("model.random_init=false", "model.router_loss_coef=10", "steps=1")
     where = (f"model.path={directory}", f"export_to={tmp_path / 'out'}")
     (line,) = run(*where, *words, program=sft, config="sft.yaml").ok().metrics

@@ -233,6 +233,7 @@ def test_a_critic_beside_an_adapter_is_trained_in_full(workshop):
     assert result.metrics[-1]["critic/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_base_in_bfloat16(workshop, tmp_path):
     result = workshop(*LORA, "model.dtype=bfloat16", "algorithm.kl_loss=k3").ok()
     assert result.metrics[1]["actor/kl"] == 0.0

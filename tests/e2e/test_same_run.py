@@ -139,14 +139,43 @@ def test_the_micro_batch_makes_no_difference(workshop, plain, tokens):
 @pytest.mark.parametrize(
     "mesh",
     [
-        "{data: 2, fsdp: 2, tensor: 2}",
-        pytest.param("{fsdp: 8}", marks=pytest.mark.slow),
-        pytest.param("{data: 8, fsdp: 1}", marks=pytest.mark.slow),
+        "{train: {data: 2, fsdp: 2, tensor: 2}, rollout: {data: 4, tensor: 2}}",
+        "{train: {fsdp: 4, devices: 4}, rollout: {first_device: 4, tensor: 2}}",
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in (
+                "{train: {fsdp: 8}}",
+                "{train: {data: 8, fsdp: 1}, rollout: {fsdp: 8, data: 1}}",
+                "{train: {context: 4, fsdp: 2}, rollout: {tensor: 8, data: 1}}",
+                "{train: {context: 2, tensor: 2, fsdp: 2}, context_by: keys}",
+                "{train: {fsdp: 4, tensor: 2}, rules: {vocab: null, ff: null, norm: tensor}}",
+                "{train: {first_device: 2, devices: 4}, rollout: {devices: 2}}",
+            )
+        ),
     ],
 )
 def test_the_mesh_makes_no_difference(workshop, plain, mesh):
     other = workshop(*EXACTLY, f"mesh={mesh}", devices=8).ok()
     close(workshop, other, plain)
+
+
+def test_every_model_s_own_mesh_makes_no_difference(workshop):
+    """A critic and a reference, each on other devices than the actor."""
+    words = [
+        *EXACTLY,
+        "algorithm.advantage=gae_whitened",
+        "algorithm.kl_loss=k3",
+        "critic.optim={optimizer: sgd, schedule: {fn: constant_schedule, value: 0.1}}",
+    ]
+    mesh = "{train: {fsdp: 4, devices: 4}, critic: {fsdp: 2, tensor: 2, first_device: 4}, "
+    mesh += "reference: {data: 2, fsdp: 1, first_device: 6}}"
+    wanted = workshop(*words).ok()
+    found = workshop(*words, f"mesh={mesh}", devices=8).ok()
+    close(workshop, found, wanted)
+    assert wanted.metrics[2]["actor/kl_loss"] > 0
+    for a, b in zip(found.metrics[1:], wanted.metrics[1:], strict=True):
+        for name in ("critic/vf_loss", "critic/values/mean", "critic/grad_norm", "actor/kl_loss"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("left", ["nothing", "metadata", "no mark"])

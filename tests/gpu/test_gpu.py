@@ -14,7 +14,9 @@ from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
 from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.step import logprob_pass, make_learner
 from jaxrl_llm.types import Batch, Request, Sampling
@@ -43,7 +45,7 @@ def _sequences(device, dtype):
     params = jax.device_put(initialize(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh))
     engine = NativeEngine(
         SPEC,
-        mesh=mesh,
+        layout=Layout(mesh),
         slots=32,
         max_tokens=LENGTH,
         max_prompt_tokens=40,
@@ -102,3 +104,21 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
     assert abs(gpu - cpu) < 1e-3
     assert np.allclose(on_gpu, on_cpu, atol=1e-4)
     assert jnp.isfinite(gpu)
+
+
+def test_what_is_offloaded_leaves_the_device():
+    devices = jax.devices("gpu")[:1]
+    layout, size = replicated(make_mesh({}, devices)), 2**30
+    draw = jax.jit(lambda key: jax.random.bits(key, (size // 4,)), out_shardings=layout)
+    array = jax.block_until_ready(draw(jax.random.key(0)))
+    wanted = np.asarray(array)
+    [full] = device_memory(devices)
+    held = to_host(array)
+    [empty] = device_memory(devices)
+    assert full.current - empty.current >= size
+    np.testing.assert_array_equal(np.asarray(held), wanted)
+    back = to_device(held)
+    [again] = device_memory(devices)
+    assert abs(again.current - full.current) < size // 100
+    assert again.peak - full.peak < size // 100
+    np.testing.assert_array_equal(np.asarray(back), wanted)

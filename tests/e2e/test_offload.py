@@ -1,0 +1,43 @@
+"""What waits in the host's memory changes where arrays are, and no number."""
+
+import jax
+
+from jaxrl_llm import loop
+from jaxrl_llm.models.hf_config import read_spec
+
+CRITIC = (
+    "algorithm.advantage=gae",
+    "algorithm.kl_loss=k3",
+    "algorithm.kl_coef=0.01",
+    "validation.every=1",
+)
+ALL = ("offload={params: true, optimizer: true, reference: true}",)
+
+
+def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypatch):
+    """Actor, critic and reference; while the engine samples, one copy is on the device: its own."""
+    held = []
+    gather = loop.gather
+
+    def watched(job, *rest):
+        arrays = [a for a in jax.live_arrays() if id(a) not in before and a.shape == table]
+        kinds = [array.sharding.memory_kind for array in arrays]
+        held.append((kinds.count("pinned_host"), len(kinds) - kinds.count("pinned_host")))
+        return gather(job, *rest)
+
+    wanted = run(*CRITIC, "steps=3").ok()
+    before = {id(array) for array in jax.live_arrays()}
+    spec = read_spec(workshop.base)
+    table = (spec.vocab_size, spec.width)
+    monkeypatch.setattr(loop, "gather", watched)
+    found = run(*CRITIC, *ALL, "steps=2").ok()
+    found = run(*CRITIC, *ALL, "steps=3", run_dir=found.run_dir).ok()
+    assert found.learned == wanted.learned
+    same(workshop.params(found.run_dir), workshop.params(wanted.run_dir))
+    assert held == [(7, 1)] * 3  # weights and two moments of actor and critic, and the reference
+
+
+def test_a_reference_beside_an_adapter_can_not_be_offloaded(run):
+    result = run("model.lora={rank: 2}", *CRITIC[1:], "offload.reference=true")
+    assert result.status == 2
+    assert "offload.reference is set, but beside an adapter" in result.err

@@ -1,0 +1,169 @@
+"""One run by several processes: the same metrics and parameters, everything written once."""
+
+import json
+import re
+import socket
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
+MESH = ("mesh.train={data: 2, fsdp: 4}",)
+
+
+@pytest.fixture
+def start(workshop, monkeypatch):
+    """Starts a program as several processes, each with four devices."""
+
+    def run(*overrides, run_dir, count=2, **how):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        started = []
+        for number in range(count):
+            with monkeypatch.context() as patch:
+                patch.setenv("JAX_COORDINATOR_ADDRESS", address)
+                patch.setenv("JAX_NUM_PROCESSES", str(count))
+                patch.setenv("JAX_PROCESS_ID", str(number))
+                patch.setenv("JAX_NUM_CPU_DEVICES", "4")
+                started.append(workshop.start(*overrides, run_dir=run_dir, **how))
+        return started
+
+    return run
+
+
+@pytest.fixture
+def two(workshop, start):
+    """Runs `train` as two processes; returns what both leave."""
+
+    def run(*overrides, run_dir=None, **how):
+        run_dir = run_dir or workshop.folder()
+        started = start(*overrides, run_dir=run_dir, **how)
+        return [workshop.finish(process, run_dir) for process in started]
+
+    return run
+
+
+def close(workshop, found, wanted, *, apart=()):
+    """Assert that two runs learned the same; metrics whose names begin with `apart` may differ."""
+    before = workshop.params(wanted.run_dir)
+    for name, value in workshop.params(found.run_dir).items():
+        np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
+    assert [line["step"] for line in found.learned] == [line["step"] for line in wanted.learned]
+    for a, b in zip(found.learned, wanted.learned, strict=True):
+        assert a.keys() == b.keys()
+        for name in (name for name in b if not name.startswith(apart)):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+
+
+def test_two_processes_do_what_one_does(workshop, two):
+    words = (*EXACTLY, *MESH, "rollout.dump_every=2", "checkpoint.every=2")
+    first, second = (found.ok() for found in two(*words))
+    wanted = workshop(*words, devices=8).ok()
+    close(workshop, first, wanted)
+    assert "step 2/2" in first.out
+    assert "step" not in second.out
+    paths = [
+        {path.relative_to(r.run_dir) for path in r.run_dir.rglob("*")} for r in (first, wanted)
+    ]
+    outside = [{p for p in found if p.parts[0] != "checkpoints"} for found in paths]
+    assert outside[0] == outside[1]
+    assert json.loads((first.run_dir / "versions.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_mesh_and_another_number_of_processes(workshop, two):
+    """Two processes save, one goes on, two go on after it; each with its own mesh."""
+    words = (*EXACTLY, "validation.every=1")
+    wanted = workshop(*words, *MESH, "steps=6", "checkpoint.every=2", devices=8).ok()
+    first, second = two(*words, *MESH, "steps=2")
+    first.ok(), second.ok()
+    run_dir = first.run_dir
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["2"]
+    one = workshop(*words, "mesh.train={tensor: 2}", "steps=4", run_dir=run_dir, devices=2).ok()
+    assert [line["step"] for line in one.metrics] == [0, 1, 2, 3, 4]
+    mesh = "mesh.train={data: 2, fsdp: 2, tensor: 2}"
+    first, second = two(
+        *words, mesh, "mesh.rollout={data: 4, tensor: 2}", "steps=6", run_dir=run_dir
+    )
+    first.ok(), second.ok()
+    assert "continuing after step 4" in first.err
+    assert "continuing" not in second.err
+    close(workshop, first, wanted, apart="global_seqlen")  # the load of each device
+
+
+FAILING = """
+import os
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if os.environ["JAX_PROCESS_ID"] == "1":
+        raise ValueError("not here")
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_all(workshop, two):
+    (workshop.root / "failing.py").write_text(FAILING)
+    began = time.monotonic()
+    words = (f"reward.scorer={workshop.root}/failing.py:score", "reward.on_error=null", "steps=1")
+    first, second = two(*words)
+    seconds = time.monotonic() - began
+    print(f"ended after {seconds:.0f} s")
+    assert first.status == 1 and second.status == 1
+    assert re.search(r"process 0 ends, as process 1 failed: RewardError: .* not here", first.err)
+    assert re.search(r"^error: reward .* failed on row 8 ", second.err, re.MULTILINE)
+    assert seconds < 120
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_reaches_all(workshop, two):
+    run_dir = workshop.folder()
+    run_dir.write_text("in the way")
+    for found in two(run_dir=run_dir):
+        assert found.status != 0
+        assert "run_dir" in found.err
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_and_the_run_goes_on(workshop, two, start, until):
+    run_dir = workshop.folder()
+    words = (*EXACTLY, *MESH, "steps=4", "checkpoint.every=1")
+    wanted = workshop(*words, devices=8).ok()
+    first, second = start(*words, run_dir=run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3, second)
+    second.kill()
+    began = time.monotonic()
+    assert workshop.finish(first, run_dir).status != 0
+    print(f"ended after {time.monotonic() - began:.0f} s")
+    second.communicate()
+    again, _ = (found.ok() for found in two(*words, run_dir=run_dir))
+    close(workshop, again, wanted)
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_made_by_all_and_written_once(workshop, two):
+    config = yaml.safe_load((workshop.root / "sft.yaml").read_text())
+    workshop.write("short.yaml", config | {"steps": 3, "optim": {"optimizer": "sgd"}})
+    words = (*EXACTLY, *MESH, f"model.warm_start={workshop.root}/short.yaml")
+    first, _ = (found.ok() for found in two(*words, f"model.path={workshop.root}/two.base"))
+    wanted = workshop(*words, f"model.path={workshop.root}/one.base", devices=8).ok()
+    close(workshop, first, wanted)
+    names = [{p.name for p in (workshop.root / f"{n}.base").iterdir()} for n in ("one", "two")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+def test_a_folder_in_use_is_refused_in_every_process(workshop, two, start, until):
+    run_dir = workshop.folder()
+    words = (*MESH, "steps=50")
+    running = start(*words, run_dir=run_dir)
+    assert until((run_dir / "versions.json").exists, running[0])
+    for found in two(*words, run_dir=run_dir):
+        assert found.status != 0
+        assert "another process is running in" in found.err
+    for process in running:
+        process.kill()
+        process.communicate()
