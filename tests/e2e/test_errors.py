@@ -209,6 +209,7 @@ def test_a_limit_on_file_sizes_while_a_checkpoint_is_saved(workshop):
     assert [line["step"] for line in again.metrics] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_a_checkpoint_is_saved(workshop, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]
     if (

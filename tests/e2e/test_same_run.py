@@ -159,6 +159,7 @@ def test_the_mesh_makes_no_difference(workshop, plain, mesh):
     close(workshop, other, plain)
 
 
+@pytest.mark.slow
 def test_every_model_s_own_mesh_makes_no_difference(workshop):
     """A critic and a reference, each on other devices than the actor."""
     words = [
