@@ -115,7 +115,7 @@ def build(
     train, validation = read_prompts(config, tokenizer)
     shape_on = functools.partial(microbatch_shape, config, model.spec)
     roles, trainees = make_roles(config, functions, model, layouts, shape_on)
-    engine = make_engine(config, model, layouts.rollout)
+    engine = make_engine(config, model.spec, layouts.rollout)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     judge = (
@@ -201,12 +201,12 @@ def imbalance_of(batch: Batch, *, shape: RowShape) -> dict[str, float]:
     return imbalance(batch.sizes, batches, shape.rows, shape.ranks, shape.cost)
 
 
-def make_engine(config: TrainConfig, model: Model, layout: Layout) -> NativeEngine:
+def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
     """Build the engine for the longest prompt and answer of a run."""
     rollout = config.rollout
     with blamed_on("rollout"):
         return NativeEngine(
-            without_adapter(model.spec),
+            without_adapter(spec),
             layout=layout,
             slots=rollout.slots,
             max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,

@@ -17,6 +17,7 @@ from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.objective import Forward
 from jaxrl_llm.runs import Trainee
 from jaxrl_llm.setup import (
     Layouts,
@@ -37,7 +38,7 @@ from jaxrl_llm.step import (
     value_pass,
 )
 from jaxrl_llm.types import Batch
-from jaxrl_llm.wiring import Functions, with_key
+from jaxrl_llm.wiring import Functions, Learning, with_key
 
 log = logging.getLogger(__name__)
 
@@ -97,16 +98,7 @@ def make_roles(
             model = as_critic(model, key, layout)
         settings = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
         shape = shape_on(layout)
-        learner = make_learner(
-            how.objective,
-            settings,
-            how.optimizer,
-            reduce=how.reduce,
-            shape=shape,
-            mesh=layout.mesh,
-            params_like=model.like,
-            frozen=model.frozen,
-        )
+        learner = learner_of(how, settings, shape, layout, model.like, model.frozen)
         names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
         run = (
             value_pass
@@ -128,6 +120,27 @@ def make_roles(
     if functions.learns_labels:
         roles["reward_model"] = dataclasses.replace(roles["reward_model"], mark=check_labels)
     return roles, trainees
+
+
+def learner_of(
+    how: Learning,
+    settings: Forward,
+    shape: RowShape,
+    layout: Layout,
+    params_like: Any,
+    frozen: Any = None,
+) -> Learner:
+    """Build the update of a model as its functions say; the last two are `make_learner`'s."""
+    return make_learner(
+        how.objective,
+        settings,
+        how.optimizer,
+        reduce=how.reduce,
+        shape=shape,
+        mesh=layout.mesh,
+        params_like=params_like,
+        frozen=frozen,
+    )
 
 
 def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool) -> Model:

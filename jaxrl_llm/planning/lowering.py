@@ -15,16 +15,15 @@ from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.job import microbatch_shape
+from jaxrl_llm.job import make_engine, microbatch_shape
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.models.lora import join, split_adapter, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.objective import Forward, MicroBatch, token_fields, value_fields
-from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.setup import blamed_on, forward_settings
+from jaxrl_llm.roles import learner_of
+from jaxrl_llm.setup import forward_settings
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.step import make_learner
 from jaxrl_llm.types import Rows
 from jaxrl_llm.wiring import Learning, abstract_fields
 
@@ -123,16 +122,7 @@ def plan_role(
         frozen = shapes_of(without_adapter(spec), layout, config.model.dtype)
     settings = forward_settings(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
-    learner = make_learner(
-        how.objective,
-        settings,
-        how.optimizer,
-        reduce=how.reduce,
-        shape=shape,
-        mesh=layout.mesh,
-        params_like=params,
-        frozen=frozen,
-    )
+    learner = learner_of(how, settings, shape, layout, params, frozen)
     state = placed(jax.eval_shape(learner.init, params), learner.state_shardings)
     micro = abstract_microbatch(how.objective.asks_for(), config, shape, layout.mesh)
     coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
@@ -198,19 +188,7 @@ def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
 ) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
     """Return the engine's weights and cache as shapes, and what lowers its two steps."""
-    rollout = config.rollout
-    with blamed_on("rollout"):
-        engine = NativeEngine(
-            without_adapter(spec),
-            layout=layout,
-            slots=rollout.slots,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            prompts_per_fill=min(
-                config.batch.prompts_per_step, rollout.slots // rollout.samples_per_prompt
-            ),
-            dtype=config.model.dtype,
-        )
+    engine = make_engine(config, spec, layout)
     engine.close()
     return *engine.shapes(), engine.lower
 

@@ -27,6 +27,16 @@ SLURM = {
 }
 
 
+def test_simulated_devices_get_threads_to_wait_in(monkeypatch):
+    """XLA reads their number when it makes the devices; what the user has set stays."""
+    monkeypatch.delenv("PJRT_NPROC")
+    processes.start()
+    assert os.environ["PJRT_NPROC"] == str(16 * len(jax.devices()))
+    monkeypatch.setenv("PJRT_NPROC", "9")
+    processes.start()
+    assert os.environ["PJRT_NPROC"] == "9"
+
+
 @pytest.mark.parametrize("environment", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}])
 def test_one_process(environment):
     assert processes.find_membership(environment) is None
