@@ -5,11 +5,12 @@ Both describe the allowed pairs by segments, lengths and a window, never by a de
 that is what block-skipping kernels take.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 
 class Attending(NamedTuple):
@@ -29,6 +30,10 @@ class Attending(NamedTuple):
 
 PLAIN = Attending()
 
+NO_WINDOW = jnp.iinfo(jnp.int32).max
+BLOCKS = (16, 8, 4, 2, 1)
+LEAST_BLOCK = 256  # queries; below it a block saves less than it costs
+
 
 def attend(
     q: Float[Array, "R L N H"],
@@ -36,13 +41,16 @@ def attend(
     v: Float[Array, "R L K H"],
     segment_ids: Int[Array, "R L"],
     how: Attending = PLAIN,
+    *,
+    in_blocks: bool = True,
 ) -> Float[Array, "R L N H"]:
     r"""Attend causally within the segments of packed rows.
 
     $o_i = \sum_{j \in A_i} \mathrm{softmax}_j(q_i \cdot k_j / \sqrt{H})\, v_j$ over
     $A_i = \{j : i - w < j \le i,\, s_j = s_i\}$ with window w (https://arxiv.org/abs/2004.05150),
     where query head n reads key/value head $\lfloor nK/N \rfloor$
-    (https://arxiv.org/abs/2305.13245). The softmax is in float32.
+    (https://arxiv.org/abs/2305.13245). The softmax is in float32. The backward pass computes the
+    scores again, and long rows are taken a block of queries at a time, with the keys up to its end.
 
     Args:
         q: Queries.
@@ -51,6 +59,7 @@ def attend(
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
         how: Scale, window and soft-cap of the scores.
+        in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
     Returns:
         The mixed values, in the dtype of `q`.
@@ -59,22 +68,117 @@ def attend(
     >>> attend(x, x, x, jnp.array([[1, 1, 0]])).shape
     (1, 3, 2, 4)
     """
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    rows, length, heads, width = q.shape
+    shared = heads // k.shape[2]
+    # batched products want their batch axes first
+    q = q.reshape(rows, length, -1, shared, width).swapaxes(1, 2)
+    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    window = jnp.asarray(NO_WINDOW if how.window is None else how.window, jnp.int32)
+    scale = width**-0.5 if how.scale is None else how.scale
+    blocks = next(n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
+    size = length // blocks if in_blocks else length
+    found: list[Any] = []
+    for end in range(size, length + 1, size):
+        block = q[:, :, end - size : end].reshape(rows, -1, size * shared, width)
+        scoring = _Scoring(scale, how.softcap, end - size)
+        mixed: Any = _attend(
+            scoring, block, k[..., :end], v[:, :, :end], segment_ids[:, :end], window
+        )
+        found.append(mixed.reshape(rows, -1, size, shared, v.shape[3]))
+    together = jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
+    return together.swapaxes(1, 2).reshape(rows, length, heads, v.shape[3])
+
+
+class _Scoring(NamedTuple):
+    """How products of queries and keys become scores, and the place of the first query."""
+
+    scale: float
+    softcap: float | None
+    first: int
+
+
+def _scores(
+    how: _Scoring, q: Float[Array, "R K Q H"], k: Float[Array, "R K H S"]
+) -> Float32[Array, "R K Q S"]:
+    raw = jnp.matmul(q, k, preferred_element_type=jnp.float32) * how.scale
+    return raw if how.softcap is None else how.softcap * jnp.tanh(raw / how.softcap)
+
+
+def _allowed(
+    how: _Scoring, q: Array, segment_ids: Int[Array, "R S"], window: Int[Array, ""]
+) -> Bool[Array, "R 1 Q S"]:
+    queries = segment_ids.shape[1] - how.first
     index = jnp.arange(segment_ids.shape[1])
-    distance = index[:, None] - index[None, :]
-    allowed = same & (segment_ids != 0)[:, None, :] & (distance >= 0)
-    if how.window is not None:
-        allowed &= distance < how.window
-    return _mix(q, k, v, allowed[:, None], how)
+    distance = index[how.first :, None] - index[None, :]
+    same = segment_ids[:, how.first :, None] == segment_ids[:, None, :]
+    allowed = same & (segment_ids != 0)[:, None, :] & (distance >= 0) & (distance < window)
+    return jnp.repeat(allowed, q.shape[2] // queries, axis=1)[:, None]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    how: _Scoring,
+    q: Float[Array, "R K Q H"],
+    k: Float[Array, "R K H S"],
+    v: Float[Array, "R K S V"],
+    segment_ids: Int[Array, "R S"],
+    window: Int[Array, ""],
+) -> Float[Array, "R K Q V"]:
+    """Attend with the last queries of a row, those of all heads that share keys as one axis Q."""
+    return _attend_forward(how, q, k, v, segment_ids, window)[0]
+
+
+@jax.named_scope("attention")
+def _attend_forward(
+    how: _Scoring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    allowed = _allowed(how, q, segment_ids, window)
+    # not -inf: a padding position allows nothing
+    scores = jnp.where(allowed, _scores(how, q, k), jnp.finfo(jnp.float32).min)
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
+    mixed = mixed.astype(v.dtype)
+    return mixed, (q, k, v, segment_ids, window, mixed, largest + jnp.log(total))
+
+
+@jax.named_scope("attention")
+def _attend_backward(
+    how: _Scoring, saved: tuple[Any, ...], cotangent: Float[Array, "R K Q V"]
+) -> tuple[Array | None, ...]:
+    r"""Compute the scores again; with $P$ and $o = P v$, $dS = P \odot (do\, v^T - do \cdot o)$.
+
+    FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2).
+    """
+    q, k, v, segment_ids, window, mixed, log_total = saved
+    allowed = _allowed(how, q, segment_ids, jnp.asarray(window))  # under remat it is numpy's
+    scores = _scores(how, q, k)
+    weights = jnp.where(allowed, jnp.exp(scores - log_total), 0.0)
+    wide = cotangent.astype(jnp.float32)
+    mean = (wide * mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    to_scores = weights * (product(cotangent, v.swapaxes(2, 3)) - mean) * how.scale
+    if how.softcap is not None:
+        to_scores = to_scores * (1.0 - jnp.square(scores / how.softcap))
+    to_scores, weights = to_scores.astype(q.dtype), weights.astype(v.dtype)
+    to_q = product(to_scores, k.swapaxes(2, 3)).astype(q.dtype)
+    to_k = product(q.swapaxes(2, 3), to_scores).astype(k.dtype)
+    to_v = product(weights.swapaxes(2, 3), cotangent).astype(v.dtype)
+    return to_q, to_k, to_v, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@jax.named_scope("attention")
 def attend_cache(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S V"],
     lengths: Int[Array, " B"],
     how: Attending = PLAIN,
-) -> Float[Array, "B N H"]:
+) -> Float[Array, "B N V"]:
     """Attend with one query per row over the first `lengths[b]` slots of row b of a cache.
 
     The equation is that of `attend`; the query stands in the last of these slots.
@@ -87,34 +191,20 @@ def attend_cache(
         how: Scale, window and soft-cap of the scores.
 
     Returns:
-        The mixed values, in the dtype of `q`.
+        The mixed values, in the dtype of `v`.
 
-    >>> cache = jnp.ones((2, 5, 1, 4))
+    >>> cache = jnp.ones((2, 1, 5, 4))
     >>> attend_cache(jnp.ones((2, 3, 4)), cache, cache, jnp.array([1, 4])).shape
     (2, 3, 4)
     """
-    distance = lengths[:, None] - 1 - jnp.arange(k.shape[1])
+    distance = lengths[:, None] - 1 - jnp.arange(k.shape[2])
     allowed = distance >= 0
     if how.window is not None:
         allowed &= distance < how.window
-    return _mix(q[:, None], k, v, allowed[:, None, None], how)[:, 0]
-
-
-def _mix(
-    q: Float[Array, "R L N H"],
-    k: Float[Array, "R S K H"],
-    v: Float[Array, "R S K H"],
-    allowed: Bool[Array, "R 1 L S"],
-    how: Attending,
-) -> Float[Array, "R L N H"]:
-    if how.softcap is None:
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=allowed, scale=how.scale, implementation="xla"
-        )
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("rlkgh,rskh->rkgls", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * (q.shape[3] ** -0.5 if how.scale is None else how.scale)
-    scores = how.softcap * jnp.tanh(scores / how.softcap)
-    lowest = jnp.finfo(jnp.float32).min  # not -inf: a padding position allows nothing
-    weights = jax.nn.softmax(jnp.where(allowed[:, :, None], scores, lowest), axis=-1)
-    return jnp.einsum("rkgls,rskh->rlkgh", weights.astype(v.dtype), v).reshape(q.shape)
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    scale = q.shape[2] ** -0.5 if how.scale is None else how.scale
+    scores = _scores(_Scoring(scale, how.softcap, 0), grouped, k.swapaxes(2, 3))
+    lowest = jnp.finfo(jnp.float32).min  # not -inf: a row without tokens allows nothing
+    weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, lowest), axis=-1)
+    mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return mixed.astype(v.dtype).reshape(*q.shape[:2], v.shape[3])

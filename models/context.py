@@ -1,7 +1,10 @@
 """Attention over rows that several devices share."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
@@ -28,7 +31,7 @@ def attend_pieces(
         v: Values.
         segment_ids: As for `attend`, unique in a row.
         how: Scale, window and soft-cap of the scores.
-        layout: How rows are split.
+        layout: How rows are split, and the kernel that attends on each device, if any.
 
     Returns:
         The mixed values of the pieces.
@@ -42,6 +45,8 @@ def attend_pieces(
     (1, 3, 2, 4)
     """
     if layout.pieces == 1:
+        if layout.kernel is not None:
+            return _on_each(layout, "tensor", how)(q, k, v, segment_ids)
         return attend(q, k, v, segment_ids, how)
     q, k, v, segment_ids = map(layout.join, (q, k, v, segment_ids))
     if layout.context == "heads":
@@ -53,9 +58,26 @@ def attend_pieces(
         k, v = (jax.lax.with_sharding_constraint(x, whole) for x in (k, v))
         q = jax.lax.with_sharding_constraint(q, layout.sharding(BATCH, "context", "tensor", None))
     segment_ids = jax.lax.with_sharding_constraint(segment_ids, layout.sharding(BATCH, None))
-    mixed = attend(q, k, v, segment_ids, how)
+    if layout.kernel is not None:
+        mixed = _on_each(layout, ("tensor", "context"), how)(q, k, v, segment_ids)
+    else:
+        mixed = attend(q, k, v, segment_ids, how, in_blocks=layout.context == "heads")
     own = layout.sharding(BATCH, "context", "tensor", None)
     return layout.cut(jax.lax.with_sharding_constraint(mixed, own))
+
+
+def _on_each(layout: Layout, heads: Any, how: Attending) -> Any:
+    """Let each device attend to its rows with its heads; XLA can't divide a kernel itself."""
+    kernel, rows = layout.kernel, PartitionSpec(BATCH)
+    assert kernel is not None, "attend_pieces asked"
+    mixed = PartitionSpec(BATCH, None, heads)
+    return jax.shard_map(
+        lambda q, k, v, segment_ids: kernel(q, k, v, segment_ids, how),
+        mesh=layout.mesh,
+        in_specs=(mixed, mixed, mixed, rows),
+        out_specs=mixed,
+        check_vma=False,  # a kernel does not say along which axes its results vary
+    )
 
 
 def _repeated(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Array]:

@@ -1,17 +1,21 @@
 """Rematerialisation by name: which values of a layer the backward pass finds stored.
 
-It computes the others again. Per token of a dense layer, with the letters of the axis legend and
-with XLA's attention, it stores these numbers, most of them in the compute dtype:
+It computes the others again. Per token of a dense layer, with the letters of the axis legend, it
+stores these numbers, all but the N in the compute dtype:
 
 | policy | what is stored | numbers | what is computed again |
 | --- | --- | --- | --- |
-| `none` | all that the gradient reads | about 11 D + 5 N H + 5 K H + 6 F + 2 N L | nothing |
+| `none` | arguments of products, norms, attention | 4 D + 4 N H + 3 K H + 3 F + N | norms, scores |
 | `dots` | the layer's input, products with weights | 2 D + N H + 2 K H + 2 F | attention, norms |
 | `full` | the layer's input | D | the whole layer |
 
-The compiler fuses some of the numbers of `none` away. `full` computes a second forward pass, a
+No policy stores scores, of which there are N L per token: `models.attention` computes them again,
+and norms and activations keep their arguments only. `full` computes a second forward pass, a
 quarter of its step; `dots` computes little but attention. The products of experts are not counted
 among those with weights, so `dots` computes them again.
+
+Layers are a loop that is never unrolled: next to each other, the compiler would find the second
+forward pass to be the first one, and store it.
 
 Chen et al. 2016 (https://arxiv.org/abs/1604.06174).
 """

@@ -30,6 +30,9 @@ State = TypeVar("State")
 Router = dict[str, Any]  # what the experts of a layer report; empty for a plain feed-forward
 ACTIVATION_FUNCTIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+"""Stores a function's arguments for the backward pass, and nothing of what it computes."""
+
 
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float, unit_offset: bool = False
@@ -53,9 +56,14 @@ def rms_norm(
     >>> rms_norm(jnp.array([3.0, -3.0]), jnp.array([1.0, 2.0]), eps=0.0).round(5).tolist()
     [1.0, -2.0]
     """
-    wide, gain = x.astype(jnp.float32), scale.astype(jnp.float32) + float(unit_offset)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return (scaled * gain).astype(x.dtype)
+
+    @_recomputed
+    def normed(x: Array, scale: Array) -> Array:
+        wide, gain = x.astype(jnp.float32), scale.astype(jnp.float32) + float(unit_offset)
+        scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+        return (scaled * gain).astype(x.dtype)
+
+    return normed(x, scale)
 
 
 class Layer(NamedTuple):
@@ -66,8 +74,8 @@ class Layer(NamedTuple):
         windowed: Whether it has the window; None where all layers of the model are alike.
     """
 
-    number: Int[Array, "*layers"]
-    windowed: Bool[Array, "*layers"] | None
+    number: Int[Array, "*layers"] | int
+    windowed: Bool[Array, "*layers"] | bool | None
 
 
 class Rotations(NamedTuple):
@@ -81,6 +89,8 @@ class Rotations(NamedTuple):
         windowed = layer.windowed
         if self.main is self.windowed or windowed is None:
             return self.main
+        if isinstance(windowed, bool):
+            return self.windowed if windowed else self.main
         return jax.tree.map(lambda a, b: jnp.where(windowed, b, a), self.main, self.windowed)
 
 
@@ -124,7 +134,9 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
     0.5
     """
     window = spec.window
-    if window is not None and layer.windowed is not None:
+    if layer.windowed is False:
+        window = None
+    elif window is not None and layer.windowed is not None:
         window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
     return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
 
@@ -211,9 +223,13 @@ def feed_forward(
     """
     activation = ACTIVATION_FUNCTIONS[spec.activation]
 
+    @_recomputed
+    def gated(gate: Array, up: Array) -> Array:
+        return activation(gate) * up
+
     def plain(prefix: str) -> Array:
         gate, up = (linear(weights, spec, f"{prefix}{name}", h) for name in ("gate", "up"))
-        return linear(weights, spec, f"{prefix}down", activation(gate) * up)
+        return linear(weights, spec, f"{prefix}down", gated(gate, up))
 
     if spec.moe is None or "router" not in weights:
         return plain(""), {}
@@ -339,34 +355,44 @@ def project(x: Float[Array, "R L ..."], matrix: Array | Sharded, *, inputs: int 
     (2, 3, 7)
     """
     held, home = (matrix.held, matrix.home) if isinstance(matrix, Sharded) else (matrix, None)
-    flat: Any = _product(x.reshape(-1, math.prod(held.shape[:inputs])), held, home)
-    return flat.reshape(*x.shape[:2], *held.shape[inputs:])
+    product: Any = _product(x, held, _Product(home, inputs))
+    return product
+
+
+class _Product(NamedTuple):
+    """Where a matrix is multiplied, and how many of its dimensions are inputs."""
+
+    home: NamedSharding | None
+    inputs: int
+
+    def flat(self, x: Array, matrix: Array) -> tuple[Float[Array, "X D"], Float[Array, "D F"]]:
+        """Return both factors flat, the matrix in the dtype of x and whole."""
+        width = math.prod(matrix.shape[: self.inputs])
+        narrow = matrix.astype(x.dtype)  # first, so that narrow numbers travel
+        if self.home is not None:
+            narrow = jax.lax.with_sharding_constraint(narrow, self.home)
+        return x.reshape(-1, width), narrow.reshape(width, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Float[Array, "X D"], matrix: Array, home: NamedSharding | None) -> Array:
-    return x @ _whole(x, matrix, home)
+def _product(x: Float[Array, "R L ..."], matrix: Array, how: _Product) -> Array:
+    return _product_forward(x, matrix, how)[0]
 
 
-def _whole(x: Array, matrix: Array, home: NamedSharding | None) -> Float[Array, "D F"]:
-    narrow = matrix.astype(x.dtype)  # first, so that narrow numbers travel
-    if home is not None:
-        narrow = jax.lax.with_sharding_constraint(narrow, home)
-    return narrow.reshape(x.shape[1], -1)
-
-
-def _product_forward(
-    x: Array, matrix: Array, home: NamedSharding | None
-) -> tuple[Array, tuple[Array, Array]]:
-    return x @ _whole(x, matrix, home), (x, matrix)
+def _product_forward(x: Array, matrix: Array, how: _Product) -> tuple[Array, tuple[Array, Array]]:
+    # what is stored is x as it came: the products that share it then share one copy
+    left, right = how.flat(x, matrix)
+    return (left @ right).reshape(*x.shape[:2], *matrix.shape[how.inputs :]), (x, matrix)
 
 
 def _product_backward(
-    home: NamedSharding | None, saved: tuple[Array, Array], cotangent: Float[Array, "X F"]
+    how: _Product, saved: tuple[Array, Array], cotangent: Float[Array, "R L ..."]
 ) -> tuple[Array, Array]:
     x, matrix = saved
-    to_matrix = jnp.matmul(x.T, cotangent, preferred_element_type=jnp.float32)
-    to_x = cotangent @ _whole(x, matrix, home).T
+    left, right = how.flat(x, matrix)
+    flat = cotangent.reshape(len(left), -1)
+    to_matrix = jnp.matmul(left.T, flat, preferred_element_type=jnp.float32)
+    to_x = (flat @ right.T).reshape(x.shape)
     return to_x, to_matrix.reshape(matrix.shape).astype(matrix.dtype)
 
 

@@ -1,6 +1,7 @@
 """Where the activations of a pass over packed rows stand on a mesh."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ class Layout:
         mesh: The devices.
         context: One of `CONTEXTS`.
         rules: How declared arrays are split.
+        kernel: What attends to packed rows on each device, with the arguments of
+            `models.attention.attend`; None: that function, divided by XLA.
 
     Raises:
         ValueError: There is no such way of attending.
@@ -44,6 +47,7 @@ class Layout:
     mesh: Mesh
     context: str = "heads"
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
+    kernel: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         if self.context not in CONTEXTS:

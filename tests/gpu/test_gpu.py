@@ -11,6 +11,16 @@ import pytest
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.kernels import (
+    TOLERANCE,
+    Heads,
+    attend_cudnn,
+    choose,
+    difference,
+    objection,
+    this_machine,
+)
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
 from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -122,3 +132,71 @@ def test_what_is_offloaded_leaves_the_device():
     assert abs(again.current - full.current) < size // 100
     assert again.peak - full.peak < size // 100
     np.testing.assert_array_equal(np.asarray(back), wanted)
+
+
+WIDE = Heads(16, 8, 128, Attending(scale=0.1))
+
+
+@pytest.fixture
+def hopper():
+    """Skip where the kernel can't be used, with the reason."""
+    reason = objection(WIDE, "bfloat16", this_machine())
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "heads", [WIDE, Heads(8, 8, 64, Attending()), Heads(8, 1, 256, Attending())]
+)
+def test_the_packed_kernel_agrees_with_xla_forward_and_backward(heads, dtype):
+    assert difference(attend_cudnn, heads, dtype) < TOLERANCE
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
+    """Against one product per segment in float32, so that no mask of ours takes part."""
+    sizes = (1700, 3, 911, 64, 1, 1024)
+    ids = np.zeros((2, 4096), np.int32)
+    ids[0, : sum(sizes)] = np.repeat(np.arange(1, 7), sizes)
+    ids[1, :4000] = 1
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = [
+        jax.random.normal(key, (2, 4096, n, 128), jnp.bfloat16)
+        for key, n in zip(keys, (16, 8, 8, 16), strict=True)
+    ]
+
+    def kernel(q, k, v, out):
+        mixed, backward = jax.vjp(lambda *x: attend_cudnn(*x, jnp.array(ids)), q, k, v)
+        return mixed, *backward(out)
+
+    @jax.jit
+    def alone(q, k, v, out):
+        def mix(q, k, v):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+        with jax.default_matmul_precision("float32"):
+            mixed, backward = jax.vjp(mix, q, k, v)
+            return mixed, *backward(out)
+
+    found = [np.asarray(x, np.float32) for x in jax.jit(kernel)(*given)]
+    for row in range(2):
+        for number in range(1, ids[row].max() + 1):
+            (at,) = np.nonzero(ids[row] == number)
+            part = slice(at[0], at[-1] + 1)
+            wanted = alone(*(x[row : row + 1, part].astype(jnp.float32) for x in given))
+            for a, b in zip(found, wanted, strict=True):
+                off = np.linalg.norm(a[row, part] - b[0]) / np.linalg.norm(b)
+                assert off < 0.01, (row, number, off)
+        for a in found:
+            assert not a[row][ids[row] == 0].any()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_log_probs_with_the_packed_kernel_equal_those_without():
+    mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "bfloat16")
+    choice = choose("cudnn", SPEC, Layout(mesh), "bfloat16", machine=this_machine())
+    settings = Forward(spec=SPEC, dtype="bfloat16", temperature=0.8, kernel=choice.kernel)
+    again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
+    assert np.abs(again["logprobs"] - found)[batch["mask"]].mean() < 5e-3

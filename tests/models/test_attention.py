@@ -69,7 +69,8 @@ def test_cached_equals_loops(heads, kv_heads):
     _, k, v = arrays(3, 7, heads, 8, kv_heads=kv_heads)
     lengths = np.array([1, 4, 7])
     wanted = looped(q, k, v, lambda r, i, j: j < lengths[r])
-    got = attend_cache(jnp.array(q[:, 0]), jnp.array(k), jnp.array(v), jnp.array(lengths))
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    got = attend_cache(*map(jnp.array, (q[:, 0], k, v, lengths)))
     np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
 
 
@@ -91,6 +92,7 @@ def test_windows_scales_and_caps_equal_loops(how):
     lengths = np.array([1, 4, 5, 6])
     last = lengths - 1
     wanted = looped(q[:, :1], k, v, lambda r, i, j: last[r] - window < j <= last[r], how)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     got = attend_cache(*map(jnp.array, (q[:, 0], k, v, lengths)), how)
     np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
 

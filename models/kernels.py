@@ -1,0 +1,361 @@
+"""Attention over packed rows by cuDNN's fused kernel, and whether a model may use it.
+
+`models.attention.attend` computes every score of a row. cuDNN's kernel keeps scores on the chip and
+visits only those of a segment with itself. It is told where segments begin and how long they are,
+never which pairs are allowed: that would be a mask of L² numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from jaxrl_llm.models.attention import PLAIN, Attending, attend
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+
+ATTENTIONS = ("auto", "xla", "cudnn")
+"""What may be asked for; auto takes cudnn where it is possible."""
+
+MOST_SEGMENTS = 16
+"""Of a row. The softmax statistics that cuDNN stores grow with it."""
+
+WIDEST_HEAD = 256
+LEAST_CAPABILITY = (9, 0)  # Hopper: older GPUs have no packed kernel
+LEAST_JAX = (0, 11, 2)  # before it, offsets of keys were wrong where heads share keys
+TRIED = ((150, 1, 70), (320,), (20,) * MOST_SEGMENTS, (7, 200), ())  # segments of the rows tried
+TOLERANCE = 0.04
+"""Most that a token's result may be off in 16 bits; rounding alone makes it about 0.01."""
+
+
+Kernel: TypeAlias = Callable[..., Array]
+"""What computes `attend`, from the same arguments (q, k, v, segment_ids, how)."""
+
+
+class Segments(NamedTuple):
+    """The segments of packed rows, M slots in each row, -1 where there is none.
+
+    Attributes:
+        sizes: Tokens of each segment.
+        starts: Index of its first token; cuDNN wants one more column, which is -1 here.
+        number: Index of the segment that each token is in; M or more at padding.
+    """
+
+    sizes: Int[Array, "R M"]
+    starts: Int[Array, "R M+1"]
+    number: Int[Array, "R L"]
+
+
+def find_segments(segment_ids: Int[Array, "R L"], most: int = MOST_SEGMENTS) -> Segments:
+    """Find where the segments of packed rows begin and how long they are.
+
+    Args:
+        segment_ids: As for `models.attention.attend`.
+        most: Number of slots M; further segments of a row get none, but a number of M or more.
+
+    >>> found = find_segments(jnp.array([[1, 1, 2, 0, 0]]), 3)
+    >>> found.sizes.tolist(), found.starts.tolist(), found.number.tolist()
+    ([[2, 1, -1]], [[0, 2, -1, -1]], [[0, 0, 1, 3, 3]])
+    """
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    real = segment_ids != 0
+    begins = real & (segment_ids != before)
+    number = jnp.where(real, jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1, most)
+    belongs = number[:, None, :] == jnp.arange(most)[:, None]
+    sizes = belongs.sum(axis=2, dtype=jnp.int32)
+    there = sizes > 0
+    starts = jnp.where(there, jnp.argmax(belongs, axis=2).astype(jnp.int32), -1)
+    none = ((0, 0), (0, 1))
+    return Segments(jnp.where(there, sizes, -1), jnp.pad(starts, none, constant_values=-1), number)
+
+
+@jax.named_scope("attention")
+def attend_cudnn(
+    q: Float[Array, "R L N H"],
+    k: Float[Array, "R L K H"],
+    v: Float[Array, "R L K H"],
+    segment_ids: Int[Array, "R L"],
+    how: Attending = PLAIN,
+) -> Float[Array, "R L N H"]:
+    """Compute `models.attention.attend` with cuDNN's fused kernel, FlashAttention on packed rows.
+
+    Dao 2023 (https://arxiv.org/abs/2307.08691). It takes 16 bits, on Hopper and later, without a
+    window or a soft-cap. On a mesh it has to stand inside `jax.shard_map`, or XLA gathers all that
+    it takes.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        segment_ids: As for `attend`, at most `MOST_SEGMENTS` in a row. What comes after these gets
+            NaN, so that no wrong number is taken for a result.
+        how: Scale of the scores.
+
+    Returns:
+        The mixed values; 0 at padding, and so is the gradient there.
+
+    Raises:
+        ValueError: A window or a soft-cap is asked for.
+
+    >>> x = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
+    >>> attend_cudnn(x, x, x, jnp.array([[1, 1, 0]]), Attending(window=2))
+    Traceback (most recent call last):
+    ValueError: cuDNN's packed attention has no window and no soft-cap, got window=2, softcap=None
+    """
+    if how.window is not None or how.softcap is not None:
+        raise ValueError(
+            "cuDNN's packed attention has no window and no soft-cap, got "
+            f"window={how.window}, softcap={how.softcap}"
+        )
+    # private: the public function takes no segments (jax pull request 29731 would let it)
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    found = find_segments(segment_ids)
+    real = (segment_ids != 0)[:, :, None, None]
+    # the kernel leaves padding as it finds it, in results and in gradients
+    q, k, v = (jnp.where(real, x, jnp.zeros_like(x)) for x in (q, k, v))
+    mixed: Any = dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=found.sizes,
+        kv_seqlen=found.sizes,
+        q_offsets=found.starts,
+        kv_offsets=found.starts,
+        scale=q.shape[3] ** -0.5 if how.scale is None else how.scale,
+        mask_type=MaskType.PADDING_CAUSAL,
+    )
+    left_out = real & (found.number >= MOST_SEGMENTS)[:, :, None, None]
+    mixed = jnp.where(real, mixed, jnp.zeros_like(mixed))
+    return jnp.where(left_out, jnp.full_like(mixed, jnp.nan), mixed)
+
+
+# -------------------------------------------------------------------------------- the decision
+
+
+class Machine(NamedTuple):
+    """What a kernel depends on.
+
+    Attributes:
+        platform: Of the devices: cuda, cpu, …
+        capability: Of a CUDA device, as (9, 0); empty of others.
+        jax: Version.
+    """
+
+    platform: str
+    capability: tuple[int, ...]
+    jax: tuple[int, ...]
+
+
+def this_machine() -> Machine:
+    """Describe the first device of this process.
+
+    >>> this_machine().platform in ("cpu", "cuda", "gpu", "tpu")
+    True
+    """
+    device = jax.local_devices()[0]
+    version: tuple[int, ...] = jax.__version_info__
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return Machine(device.platform, (), version)
+    return Machine("cuda", tuple(map(int, device.compute_capability.split("."))), version)
+
+
+class Heads(NamedTuple):
+    """What attention is asked to do on one device.
+
+    Attributes:
+        queries: Number of query heads N.
+        keys: Number of key/value heads K.
+        width: Of a head, H.
+        how: Scale, window and soft-cap.
+    """
+
+    queries: int
+    keys: int
+    width: int
+    how: Attending
+
+
+class Choice(NamedTuple):
+    """How attention is computed in a run.
+
+    Attributes:
+        name: cudnn or xla.
+        reason: Why, in words.
+        kernel: What computes it; None: `models.attention.attend`.
+    """
+
+    name: Literal["cudnn", "xla"]
+    reason: str
+    kernel: Kernel | None = None
+
+
+def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
+    """Return what a device of a layout is asked to do, or why a kernel can't stand there.
+
+    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=4,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
+    (2, 1, 4)
+    """
+    if layout.stages > 1:
+        return f"layers are split into stage={layout.stages} stages, which share one program"
+    if layout.pieces > 1 and layout.context == "keys":
+        return f"context={layout.pieces} devices share a row's queries (mesh.context_by=keys)"
+    parts = layout.mesh.shape["tensor"] * layout.pieces
+    keys = spec.kv_heads
+    if layout.pieces > 1:  # attention by heads repeats keys until they can be split
+        keys = next((n for n in range(keys, spec.heads + 1, keys) if n % parts == 0), keys)
+    if spec.heads % parts or keys % parts:
+        return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
+    how = Attending(spec.score_scale, spec.window, spec.score_softcap)
+    return Heads(spec.heads // parts, keys // parts, spec.head_width, how)
+
+
+def objection(heads: Heads, dtype: DTypeLike, machine: Machine) -> str | None:
+    """Return why cuDNN's packed kernel can't be used, or None if nothing speaks against trying it.
+
+    >>> heads = Heads(16, 8, 128, PLAIN)
+    >>> objection(heads, "bfloat16", Machine("cpu", (), (0, 11, 2)))
+    'the devices are cpu, not cuda'
+    >>> objection(heads, "bfloat16", Machine("cuda", (9, 0), (0, 11, 2)))
+    """
+    capability, version = (".".join(map(str, x)) for x in (machine.capability, machine.jax))
+    least_capability, least_jax = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, LEAST_JAX))
+    reasons = {
+        f"the devices are {machine.platform}, not cuda": machine.platform != "cuda",
+        f"compute capability {capability}, it needs {least_capability} (Hopper) or later": (
+            machine.capability < LEAST_CAPABILITY
+        ),
+        f"jax {version}, it needs {least_jax} or later": machine.jax < LEAST_JAX,
+        f"the compute dtype is {jnp.dtype(dtype)}, it needs bfloat16 or float16": (
+            jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16)
+        ),
+        f"heads are {heads.width} wide, it needs a multiple of 8 up to {WIDEST_HEAD}": (
+            heads.width % 8 != 0 or heads.width > WIDEST_HEAD
+        ),
+        f"the model has a window of {heads.how.window} tokens": heads.how.window is not None,
+        f"the model has a soft-cap of {heads.how.softcap}": heads.how.softcap is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
+    r"""Return how far a kernel is off on small packed rows, forward and backward.
+
+    The rows have several segments, one token or sixteen segments or none at all, and padding; their
+    numbers are random. With results $a_t$ of the kernel and $b_t$ of `attend` in float32, the
+    mixed values and the three gradients of a token t, it is the largest
+    $\lVert a_t - b_t \rVert / \max(\lVert b_t \rVert, \mathrm{rms}(b))$.
+
+    Args:
+        kernel: What is tried.
+        heads: Sizes and scale to try it with.
+        dtype: Of its inputs; `attend` gets the same numbers in float32.
+
+    >>> difference(attend, Heads(2, 1, 8, PLAIN), "float32")
+    0.0
+    """
+    length = max(map(sum, TRIED))
+    rows = [[i + 1 for i, n in enumerate(row) for _ in range(n)] for row in TRIED]
+    segment_ids = jnp.array([row + [0] * (length - len(row)) for row in rows])
+    sizes = (heads.queries, heads.keys, heads.keys, heads.queries)
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    given = [
+        jax.random.normal(key, (len(rows), length, n, heads.width)).astype(dtype)
+        for key, n in zip(keys, sizes, strict=True)
+    ]
+
+    def results(kernel: Kernel, dtype: DTypeLike) -> list[Float32[Array, "R L n H"]]:
+        def run(q: Array, k: Array, v: Array, cotangent: Array) -> tuple[Array, ...]:
+            def mix(q: Array, k: Array, v: Array) -> Array:
+                return kernel(q, k, v, segment_ids, heads.how)
+
+            mixed, backward = jax.vjp(mix, q, k, v)
+            return mixed, *backward(cotangent)
+
+        found = jax.jit(run)(*(x.astype(dtype) for x in given))
+        return [x.astype(jnp.float32) for x in found]
+
+    with jax.default_matmul_precision("float32"):
+        wanted = results(attend, jnp.float32)
+    got, real = results(kernel, dtype), segment_ids != 0
+    # what is mixed at padding means nothing; gradients are 0 there
+    everywhere = jnp.ones_like(real)
+    return max(
+        _furthest(a, b, where)
+        for a, b, where in zip(got, wanted, (real, *[everywhere] * 3), strict=True)
+    )
+
+
+def _furthest(
+    got: Float32[Array, "R L n H"], wanted: Float32[Array, "R L n H"], where: Bool[Array, "R L"]
+) -> float:
+    size, off = (jnp.sqrt(jnp.square(x).sum((2, 3))) for x in (wanted, got - wanted))
+    usual = jnp.sqrt(jnp.mean(jnp.square(size), where=where))
+    return float(jnp.max(jnp.where(where, off / jnp.maximum(size, usual), 0.0)))
+
+
+def choose(
+    asked: str,
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: DTypeLike,
+    *,
+    machine: Machine,
+    kernel: Kernel = attend_cudnn,
+) -> Choice:
+    """Decide how a model attends to packed rows.
+
+    cuDNN's kernel is taken where nothing speaks against it and it has just agreed with `attend` on
+    this device, with this model's heads.
+
+    Args:
+        asked: One of `ATTENTIONS`.
+        spec: The model.
+        layout: Where it runs.
+        dtype: Of the computation.
+        machine: The devices.
+        kernel: What is tried.
+
+    Raises:
+        ValueError: cudnn is asked for and not possible.
+
+    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=8,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
+    >>> choose("auto", spec, layout, "float32", machine=Machine("cpu", (), (0, 11, 2)))
+    Choice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
+    """
+    if asked == "xla":
+        return Choice("xla", "it was asked for")
+    heads = heads_on(spec, layout)
+    against = heads if isinstance(heads, str) else objection(heads, dtype, machine)
+    agreed = ""
+    if against is None and isinstance(heads, Heads):
+        against, agreed = _tried(kernel, heads, dtype)
+    if against is None:
+        return Choice("cudnn", agreed, kernel)
+    if asked == "cudnn":
+        raise ValueError(f"cuDNN's packed kernel can't be used: {against}; wanted auto or xla")
+    return Choice("xla", against)
+
+
+def _tried(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
+    """Return what speaks against a kernel once it has run, or else what speaks for it."""
+    try:
+        off = difference(kernel, heads, dtype)
+    except Exception as error:  # whatever stops a kernel speaks against it
+        said = (str(error).strip() or "no message").splitlines()[0]
+        return f"cuDNN's packed kernel failed: {type(error).__name__}: {said}", ""
+    by = f"its results differ from XLA's in float32 by up to {off:.2%} of a token's"
+    if not off <= TOLERANCE:
+        return f"{by}, forward or backward; at most {TOLERANCE:.0%} is rounding", ""
+    return None, by
