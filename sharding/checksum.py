@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt32
 
 
@@ -12,19 +13,30 @@ def checksum(tree: Any) -> UInt32[Array, ""]:
 
     Each array's bits, as unsigned words w_i, add up to sum_i h(w_i) * (2i + 1) mod 2^32, where h
     is the finalizer of MurmurHash3 (one to one, h(0) = 0); the arrays' sums are chained in the
-    tree's order. A changed word always changes it, swapped words do but by bad luck.
+    tree's order. A changed word always changes it, swapped words do but by bad luck. A tuple of
+    arrays counts as these stacked.
 
     >>> tree = {"a": jnp.array([1.0, 2.0])}
     >>> bool(checksum(tree) == checksum({"a": jnp.array([2.0, 1.0])}))
     False
     """
     total = jnp.zeros((), jnp.uint32)
-    for leaf in jax.tree.leaves(tree):
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{leaf.dtype.itemsize * 8}"))
-        place = jnp.arange(leaf.size, dtype=jnp.uint32).reshape(leaf.shape)
-        words = _mix(bits.astype(jnp.uint32)) * (2 * place + 1)
-        total = total * jnp.uint32(1000003) + jnp.sum(words, dtype=jnp.uint32)
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_stack):
+        pieces = leaf if _is_stack(leaf) else (leaf,)
+        sums = (_sum(piece, number * piece.size) for number, piece in enumerate(pieces))
+        total = total * jnp.uint32(1000003) + sum(sums, jnp.zeros((), jnp.uint32))
     return total
+
+
+def _is_stack(tree: Any) -> bool:
+    return type(tree) is tuple and all(hasattr(piece, "dtype") for piece in tree)
+
+
+def _sum(piece: Any, first: int) -> UInt32[Array, ""]:
+    bits = jax.lax.bitcast_convert_type(piece, jnp.dtype(f"uint{piece.dtype.itemsize * 8}"))
+    place = jnp.arange(piece.size, dtype=jnp.uint32).reshape(piece.shape)
+    place += np.uint32(first % 2**32)
+    return jnp.sum(_mix(bits.astype(jnp.uint32)) * (2 * place + 1), dtype=jnp.uint32)
 
 
 def _mix(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -144,9 +144,10 @@ def test_absorbed_form_has_the_same_parameters_and_a_small_cache():
     assert jax.tree.map(lambda d: d.shape, declare(small)) == jax.tree.map(
         lambda d: d.shape, declare(SPEC)
     )
-    assert init_cache(small, 2, 5).keys.shape == (2, 2, 5, 1, LATENT.kv_rank + LATENT.rope_width)
-    assert init_cache(small, 2, 5).values.size == 0, "the keys are the values too"
-    assert init_cache(SPEC, 2, 5).keys.shape == (2, 2, 5, HEADS, LATENT.key_width)
+    cache = init_cache(small, 2, 5)
+    assert cache.keys[1].shape == (2, 1, 5, LATENT.kv_rank + LATENT.rope_width)
+    assert cache.values[1].size == 0, "the keys are the values too"
+    assert init_cache(SPEC, 2, 5).keys[1].shape == (2, HEADS, 5, LATENT.key_width)
     assert small.score_scale == pytest.approx(SPEC.score_scale)
     plain = dataclasses.replace(SPEC, latent=None)
     assert plain.for_decoding is plain

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.metrics import CompileCounter
+from jaxrl_llm.models.cache import by_layer
 from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.checksum import checksum
@@ -55,8 +56,11 @@ def test_load_echoes_what_the_engine_holds(hollow, params, dtype):
     norms = {leaf.dtype for leaf in (held["final_norm"], held["layers"]["query_norm"])}
     assert norms == {jnp.dtype("float32")}  # as in the trainer's forward pass
     assert held["embed"].dtype == jnp.dtype(dtype)
-    same = jax.tree.map(lambda a, b: a.dtype == b.dtype, engine._params, held)
-    assert all(jax.tree.leaves(same))
+    for mine, wanted in zip(
+        *map(jax.tree.leaves, (engine._params, by_layer(held, engine.spec))), strict=True
+    ):
+        assert mine.dtype == wanted.dtype
+        np.testing.assert_array_equal(mine, wanted)
     words = np.array(params["final_norm"]).view(np.uint32)
     words[3] ^= 1  # the lowest bit
     changed = params | {"final_norm": jnp.asarray(words.view(np.float32))}

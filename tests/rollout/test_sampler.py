@@ -77,6 +77,25 @@ def test_frequencies_are_those_of_the_truncated_distribution(temperature, top_p,
     np.testing.assert_allclose(logprobs, np.log(full[tokens]), atol=1e-5)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 2, 37, 96, 1000])
+def test_frequencies_over_blocks_of_any_vocabulary(vocabulary):
+    """Half of the tokens have no mass, the last among them; the others' spreads over decades."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.normal(0, 3, vocabulary).astype(np.float32)
+    logits[rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
+    logits[-1] = -np.inf if vocabulary > 2 else 0.0
+    wanted = softmax(logits)
+    found = np.bincount(draw(logits)[0], minlength=vocabulary)
+    assert len(found) == vocabulary
+    assert np.all(found[wanted == 0] == 0)
+    often = wanted * DRAWS >= 5
+    expected, got = wanted[often] * DRAWS, found[often]
+    rest = [wanted[~often].sum() * DRAWS, found[~often].sum()]
+    terms = np.append((got - expected) ** 2 / expected, (rest[1] - rest[0]) ** 2 / max(rest[0], 1))
+    freedom = often.sum()
+    assert terms.sum() <= freedom + 4.5 * np.sqrt(2 * freedom)
+
+
 def test_temperature_zero_is_argmax_with_logprobs_at_temperature_one():
     tokens, logprobs = draw(LOGITS, temperature=0.0, top_p=0.3, top_k=2, seeds=range(50))
     assert set(tokens) == {1}

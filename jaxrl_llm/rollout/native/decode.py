@@ -63,22 +63,17 @@ def fill(
         layout: how prompts are split over a mesh.
     """
     width = prompts.shape[1]
-    dtype = cache.keys.dtype
+    dtype = cache.keys[0].dtype
     _, prefix = prefill(
         params, spec, prompts, lengths, cache_length=width, dtype=dtype, layout=layout
     )
     replace = (source >= 0)[:, None, None, None]
 
-    def copy_layer(layer: Array, cache: Cache) -> Cache:  # one layer of all slots at a time
-        chosen = (new[layer][jnp.maximum(source, 0)] for new in prefix)
-        return Cache(
-            *(
-                old.at[layer, :, :width].set(jnp.where(replace, new, old[layer, :, :width]))
-                for old, new in zip(cache, chosen, strict=True)
-            )
-        )
+    def copy(old: Array, new: Array) -> Array:
+        shared = new[jnp.maximum(source, 0)]
+        return old.at[:, :, :width].set(jnp.where(replace, shared, old[:, :, :width]))
 
-    return jax.lax.fori_loop(0, spec.layers, copy_layer, cache)
+    return jax.tree.map(copy, cache, prefix)
 
 
 def decode(
@@ -88,6 +83,7 @@ def decode(
     slots: Slots,
     *,
     steps: int,
+    live: int | None = None,
     layout: Layout | None = None,
 ) -> tuple[Cache, Slots]:
     """Decode up to `steps` tokens in every slot; stop early when all are done.
@@ -98,10 +94,13 @@ def decode(
         cache: of all slots.
         slots: where each sequence stands.
         steps: the most tokens.
+        live: how much of the cache's length is read and written, more than all positions; None is
+            all of it.
         layout: how slots are split over a mesh.
     """
+    whole, cache = cache, _read(cache, live)
 
-    def live(carry: tuple[Array, Cache, Slots]) -> Bool[Array, ""]:
+    def some_left(carry: tuple[Array, Cache, Slots]) -> Bool[Array, ""]:
         return (carry[0] < steps) & jnp.any(~carry[2].done)
 
     def body(carry: tuple[Array, Cache, Slots]) -> tuple[Array, Cache, Slots]:
@@ -112,13 +111,27 @@ def decode(
             cache,
             slots.tokens,
             slots.positions,
-            dtype=cache.keys.dtype,
+            dtype=cache.keys[0].dtype,
             layout=layout,
         )
         return step + 1, cache, extend(slots, *_choose(params, spec, hidden, slots))
 
-    _, cache, slots = jax.lax.while_loop(live, body, (jnp.zeros((), jnp.int32), cache, slots))
-    return cache, slots
+    start = (jnp.zeros((), jnp.int32), cache, slots)
+    _, cache, slots = jax.lax.while_loop(some_left, body, start)
+    return _write(whole, cache), slots
+
+
+def _read(cache: Cache, live: int | None) -> Cache:
+    return jax.tree.map(lambda x: x[:, :, :live], cache)
+
+
+def _write(whole: Cache, part: Cache) -> Cache:
+    """Put the first slots of each row back."""
+    return jax.tree.map(
+        lambda old, new: new if old.shape == new.shape else old.at[:, :, : new.shape[2]].set(new),
+        whole,
+        part,
+    )
 
 
 def _choose(params: Any, spec: ModelSpec, hidden: Array, slots: Slots) -> tuple[Array, Array]:

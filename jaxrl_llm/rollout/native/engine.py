@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.cache import Cache, init_cache
+from jaxrl_llm.models.cache import Cache, by_layer, init_cache
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.native.decode import Slots, decode, fill
@@ -36,6 +36,9 @@ STOP_IDS = 8
 
 SHORTEST_PREFILL = 16
 """Prompts are padded to this many tokens or the next power of two."""
+
+SHORTEST_READ = 128
+"""Decoding reads a quarter of the cache's length, half of it or all, but no less than this."""
 
 
 class NativeEngine:
@@ -80,12 +83,27 @@ class NativeEngine:
         self.spec, self.slots, self.dtype = spec, slots, jnp.dtype(dtype)
         self._dtypes = compute_dtypes(spec, self.dtype)
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        self._steps = steps
         self.prompts_per_fill = math.ceil(prompts_per_fill / parts) * parts
         self._params_layout = layout.of(declare(spec))
+        self._layers_layout = self._params_layout | {
+            stack: {
+                name: (layout.sharding(*home.spec[1:]),) * len(numbers)
+                for name, home in self._params_layout[stack].items()
+            }
+            for stack, numbers in spec.stacks.items()
+        }
+        self._split = {
+            stack: {
+                name: jax.jit(_unstack, out_shardings=homes)
+                for name, homes in self._layers_layout[stack].items()
+            }
+            for stack in spec.stacks
+        }
         run_as = spec.for_decoding
         self._by_slot = over_batch(layout.mesh)
         heads = "tensor" if run_as.kv_heads % layout.mesh.shape["tensor"] == 0 else None
-        by_row: Any = layout.sharding(None, BATCH, None, heads)
+        by_row: Any = (layout.sharding(BATCH, heads),) * spec.layers
         self._cache_layout = Cache(by_row, by_row)
         self._fill = jax.jit(
             functools.partial(_fill, run_as, layout),
@@ -94,7 +112,8 @@ class NativeEngine:
         )
         self._decode = jax.jit(
             functools.partial(_decode, run_as, layout, steps),
-            donate_argnums=(1, 2),
+            static_argnums=0,
+            donate_argnums=(2, 3),
             out_shardings=(self._cache_layout, self._by_slot),
         )
         make: Callable[[], Cache] = functools.partial(
@@ -125,7 +144,9 @@ class NativeEngine:
             first = self._params is None
             self._params = None  # free the old copy before the new one is made
             moved = moved_bytes(params, self._params_layout, dtype=self._dtypes)
-            self._params = reshard(params, self._params_layout, dtype=self._dtypes)
+            whole = reshard(params, self._params_layout, dtype=self._dtypes)
+            self._params = self._take_apart(whole)
+            del whole
             self._version = version
             receipt = Receipt(version, int(jax.jit(checksum)(self._params)), moved)
             if first:
@@ -134,11 +155,12 @@ class NativeEngine:
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and cache as shapes in their layouts; nothing is allocated."""
-        weights = jax.tree.map(
+        stacked = jax.tree.map(
             lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), declare(self.spec), self._dtypes
         )
+        weights = jax.eval_shape(functools.partial(by_layer, spec=self.spec), stacked)
         cache = jax.eval_shape(self._make_cache)
-        return _placed((weights, cache), (self._params_layout, self._cache_layout))
+        return _placed((weights, cache), (self._layers_layout, self._cache_layout))
 
     def lower(self) -> dict[str, Any]:
         """Lower `fill`, of the longest prompts, and `decode` for shapes alone."""
@@ -149,7 +171,8 @@ class NativeEngine:
         inputs = (prompts, lengths, slots.tokens, slots)
         inputs = _placed(inputs, jax.tree.map(lambda _: self._by_slot, inputs))
         fill = self._fill.lower(*self.shapes(), *inputs[:3])
-        return {"fill": fill, "decode": self._decode.lower(*self.shapes(), inputs[3])}
+        decode = self._decode.lower(self.max_tokens, *self.shapes(), inputs[3])
+        return {"fill": fill, "decode": decode}
 
     def pause(self) -> None:
         """Start no new wave until `resume`; the one in flight ends."""
@@ -263,8 +286,10 @@ class NativeEngine:
                 processes.put(np.where(inside, source - first, -1), self._by_slot),
             )
         slots = processes.put(_start(wave, self.slots, self.max_tokens), self._by_slot)
+        last = max(len(request.prompt) for request in wave) - 1
         while True:
-            cache, slots = self._decode(self._params, cache, slots)
+            last = min(last + self._steps, self.max_tokens)
+            cache, slots = self._decode(self._read_width(last), self._params, cache, slots)
             if np.all(processes.fetch(slots.done)):
                 break
         self._cache = cache
@@ -286,11 +311,20 @@ class NativeEngine:
         cache, self._cache = self._cache, None
         return self._make_cache() if cache is None else cache
 
+    def _take_apart(self, params: Any) -> Any:
+        """Give each layer arrays of its own, one stacked array after another."""
+        params = {name: dict(p) if name in self.spec.stacks else p for name, p in params.items()}
+        for stack, split in self._split.items():
+            for name in split:
+                params[stack][name] = split[name](params[stack][name])
+        return params
+
     def _prefill_width(self, length: int) -> int:
-        width = SHORTEST_PREFILL
-        while width < length:
-            width *= 2
-        return min(width, self.max_tokens)
+        return min(_power(length, SHORTEST_PREFILL), self.max_tokens)
+
+    def _read_width(self, length: int) -> int:
+        shares = (max(SHORTEST_READ, math.ceil(self.max_tokens / n)) for n in (4, 2))
+        return min([*(s for s in shares if length <= s), self.max_tokens])
 
     def _prompt_arrays(self, prompts: Sequence[Sequence[int]], width: int) -> Any:
         tokens = np.zeros((self.prompts_per_fill, width), np.int32)
@@ -307,8 +341,19 @@ class NativeEngine:
         widths = {self._prefill_width(n) for n in range(1, self.max_prompt_tokens + 1)}
         for width in sorted(widths):
             cache = self._fill(self._params, cache, *self._prompt_arrays([], width), nowhere)
-        slots = processes.put(_start([], self.slots, self.max_tokens), self._by_slot)
-        self._cache, _ = self._decode(self._params, cache, slots)
+        for width in sorted({self._read_width(n) for n in range(1, self.max_tokens + 1)}):
+            slots = processes.put(_start([], self.slots, self.max_tokens), self._by_slot)
+            cache, _ = self._decode(width, self._params, cache, slots)
+        self._cache = cache
+
+
+def _unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(stacked)
+
+
+def _power(length: int, least: int) -> int:
+    """Return the first of the least, its double, … that is no less than a length."""
+    return least << max(0, math.ceil(math.log2(length / least)))
 
 
 def _placed(tree: Any, layout: Any) -> Any:
@@ -323,9 +368,9 @@ def _fill(spec: ModelSpec, layout: Layout, params: Any, cache: Cache, *prompts: 
 
 
 def _decode(
-    spec: ModelSpec, layout: Layout, steps: int, params: Any, cache: Cache, slots: Slots
+    spec: ModelSpec, layout: Layout, steps: int, live: int, params: Any, cache: Cache, slots: Slots
 ) -> tuple[Cache, Slots]:
-    return decode(params, spec, cache, slots, steps=steps, layout=layout)
+    return decode(params, spec, cache, slots, steps=steps, live=live, layout=layout)
 
 
 def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:

@@ -1,5 +1,7 @@
 """Choosing tokens from logits, one independent random stream per sequence."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt32
@@ -14,10 +16,10 @@ def choose_tokens(
     top_p: Float[Array, " B"],
     top_k: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float32[Array, " B"]]:
-    """Draw one token per sequence by the Gumbel-max trick.
+    """Draw one token per sequence by inverting its cumulative distribution.
 
-    The noise of step t of a sequence is keyed by (its seed, t) alone, so a sequence does not
-    depend on the batch in which it is decoded.
+    The random numbers of step t of a sequence are keyed by (its seed, t) alone, so a sequence does
+    not depend on the batch in which it is decoded.
 
     Args:
         logits: of the next token.
@@ -37,13 +39,44 @@ def choose_tokens(
     kept = jax.lax.cond(
         jnp.any((top_p < 1) | (top_k > 0)), truncate, lambda x, *_: x, logprobs, top_p, top_k
     )
-    noise = jax.vmap(
-        lambda seed, step: jax.random.gumbel(
-            jax.random.fold_in(jax.random.key(seed), step), logits.shape[1:]
-        )
-    )(seeds, steps)
-    tokens = jnp.argmax(kept + jnp.where(greedy[:, None], 0.0, noise), axis=-1).astype(jnp.int32)
+    drawn = draw(jnp.exp(kept), seeds, steps)
+    best = jax.lax.cond(
+        jnp.any(greedy), lambda x: jnp.argmax(x, axis=-1), lambda x: jnp.zeros_like(steps), kept
+    )
+    tokens = jnp.where(greedy, best, drawn).astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+
+
+def draw(
+    mass: Float32[Array, "B V"], seeds: UInt32[Array, " B"], steps: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Draw from distributions that need not sum to 1; what has no mass is never drawn.
+
+    A block of about sqrt(V) neighbours is drawn first and then one of its tokens, so two random
+    numbers do where noise for each token takes V, and no cumulative sum is long.
+
+    >>> print(draw(jnp.array([[0.0, 0.2, 0.0, 0.0]]), jnp.array([7], jnp.uint32), jnp.array([0])))
+    [1]
+    """
+    vocabulary = mass.shape[1]
+    blocks = math.gcd(vocabulary, 1 << round(math.log2(vocabulary) / 2))
+    if blocks**2 * 16 < vocabulary:  # too few: pad for more
+        blocks = 1 << round(math.log2(vocabulary) / 2)
+    mass = jnp.pad(mass, ((0, 0), (0, -vocabulary % blocks))).reshape(len(mass), blocks, -1)
+    uniform = jax.vmap(
+        lambda seed, step: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), step), (2,))
+    )(seeds, steps)
+    block = _invert(mass.sum(axis=2), uniform[:, 0])
+    inside = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
+    return block * mass.shape[2] + _invert(inside, uniform[:, 1])
+
+
+def _invert(mass: Float32[Array, "B n"], uniform: Float32[Array, " B"]) -> Int[Array, " B"]:
+    """Return where the cumulative sum first passes a uniform share of the total."""
+    below = jnp.cumsum(mass, axis=1)
+    passed = (below > uniform[:, None] * below[:, -1:]) & (mass > 0)
+    # rounding may leave a share that nothing passes
+    return jnp.where(passed.any(axis=1), passed.argmax(axis=1), mass.argmax(axis=1))
 
 
 def truncate(
