@@ -21,12 +21,14 @@ class Cost:
 
     Attributes:
         breakeven: tokens of the sequence that spends as much in attention as outside of it.
+        flops: the unit: of a token outside attention, forward and backward; 0 where unknown.
 
     >>> Cost(breakeven=100.0)(np.array([10, 100]))
     array([ 11., 200.])
     """
 
     breakeven: float
+    flops: float = 0.0
 
     def __call__(self, sizes: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
         """Return the cost of sequences of these sizes, in tokens."""
@@ -59,7 +61,8 @@ def model_cost(spec: ModelSpec) -> Cost:
     windowed = sum(spec.windowed_layers) if spec.windowed_layers else spec.layers
     full = spec.layers - (windowed if spec.window else 0)
     pairs = full * spec.heads * spec.head_width
-    return Cost(sum(_multiplied(leaf, spec) for leaf in leaves) / pairs if pairs else math.inf)
+    parameters = sum(_multiplied(leaf, spec) for leaf in leaves)
+    return Cost(parameters / pairs if pairs else math.inf, 6.0 * parameters)
 
 
 def _multiplied(array: ArrayDecl, spec: ModelSpec) -> int:

@@ -24,7 +24,8 @@ class RowShape(NamedTuple):
     """The static shape of a micro-batch: R rows of L tokens with at most b sequences.
 
     The i-th of its ranks, devices that wait for each other, has the i-th block of R / ranks rows.
-    `cost` is that of a sequence, by which ranks are balanced.
+    `cost` is that of a sequence, by which ranks are balanced, and `unit` what lengths are multiples
+    of.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class RowShape(NamedTuple):
     sequences: int
     ranks: int = 1
     cost: Cost = VERL_COST
+    unit: int = 1
 
     @property
     def tokens(self) -> int:
@@ -43,9 +45,48 @@ class RowShape(NamedTuple):
         """Return the most sequences in a row."""
         return min(SEQUENCES_PER_ROW, self.sequences)
 
+    @property
+    def buckets(self) -> tuple["RowShape", ...]:
+        """Return the shapes that micro-batches may have: this one, and its halves several times.
+
+        Rows are halved while every rank has several, then their length. Each shape is compiled,
+        so the model must be large enough for that to pay.
+
+        >>> large = Cost(breakeven=24576.0, flops=4e10)
+        >>> shape = RowShape(rows=8, length=16, sequences=9, ranks=2, cost=large)
+        >>> [bucket[:2] for bucket in shape.buckets]
+        [(2, 8), (2, 16), (4, 16), (8, 16)]
+        """
+        found = [self]
+        for _ in range(HALVINGS):
+            rows, length = found[-1][:2]
+            if rows > self.ranks:
+                half = self._replace(rows=_half(rows, self.ranks), length=length)
+            else:
+                half = self._replace(rows=rows, length=_half(length, self.unit))
+            if half == found[-1] or half.tokens * self.cost.flops < LEAST_FLOPS:
+                break
+            found.append(half)
+        return tuple(reversed(found))
+
+
+HALVINGS = 3  # of a micro-batch's shape
+LEAST_FLOPS = 4e9  # of a micro-batch: in 100 of them as much as a CPU does while it compiles one
+
+
+def _half(whole: int, unit: int) -> int:
+    """Return half of a number, rounded up to a multiple of a unit."""
+    return -(-whole // unit // 2) * unit
+
 
 def row_shape(
-    tokens: int, length: int, *, sequences: int, multiple_of: int = 1, cost: Cost = VERL_COST
+    tokens: int,
+    length: int,
+    *,
+    sequences: int,
+    multiple_of: int = 1,
+    cost: Cost = VERL_COST,
+    unit: int = 1,
 ) -> RowShape:
     """Return the shape of a micro-batch of at most `tokens` tokens.
 
@@ -55,6 +96,7 @@ def row_shape(
         sequences: sequences in all; a micro-batch never needs more slots.
         multiple_of: devices over which rows are split.
         cost: of a sequence.
+        unit: what the lengths of rows are multiples of.
 
     Raises:
         ValueError: where not even one row for each device fits.
@@ -66,27 +108,29 @@ def row_shape(
     if rows == 0:
         raise ValueError(
             f"a micro-batch of {tokens} tokens can't hold {multiple_of} rows of {length} tokens, "
-            f"one for each device: raise tokens_per_microbatch to {multiple_of * length}"
+            f"one for each part of the batch: wanted at least {multiple_of * length}"
         )
     rows = min(rows, -(-sequences // multiple_of) * multiple_of)
     slots = min(rows * SEQUENCES_PER_ROW, sequences)
-    return RowShape(rows, length, -(-slots // multiple_of) * multiple_of, multiple_of, cost)
+    return RowShape(rows, length, -(-slots // multiple_of) * multiple_of, multiple_of, cost, unit)
 
 
 def plan(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]:
     """Place sequences into the rows of few micro-batches, so that ranks finish together.
 
-    In every micro-batch ranks wait for the slowest. Sequences are dealt out to ranks of equal cost
-    by `karmarkar_karp`, in as few micro-batches as that finds room for: never more than
-    best-fit-decreasing, and with as many there is no more waiting than if its rows were dealt out.
+    Places that hold no token take as long as tokens do outside attention, and ranks wait for the
+    slowest in attention. The rows of best-fit-decreasing are cut into micro-batches that leave few
+    of their buckets' places empty. Or else sequences are dealt out to ranks of equal cost by
+    `karmarkar_karp`, in as few micro-batches as that finds room for. The faster plan is taken.
 
     Args:
         sizes: tokens of each sequence.
         shape: of every micro-batch.
 
     Returns:
-        For each micro-batch, for each of its rows, the indices of the sequences in it. With several
-        ranks some rows may be empty, since the i-th rank has the i-th block of rows.
+        For each micro-batch, for each of its rows, the indices of the sequences in it; `in_bucket`
+        finds its shape. With several ranks some rows may be empty, since the i-th rank has the i-th
+        block of rows.
 
     Raises:
         ValueError: a sequence longer than a row, or without tokens.
@@ -102,13 +146,52 @@ def plan(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]
     costs = shape.cost(sizes)
     # ranks of equal cost, or else of equal size, which are easier to pack
     levels = [costs, sizes.astype(np.float64)] if shape.ranks > 1 else [costs]
-    rows = best_fit(sizes, shape)
-    found = [_over_ranks(batch, costs, shape) for batch in _into_microbatches(rows, shape)]
+    batches = _into_microbatches(sizes, shape)
+    found = [_over_ranks(batch, costs, shape) for batch in batches]
     counts = _counts(sizes, len(found), shape) + [len(found)] * (shape.ranks > 1)
     for count, level in itertools.product(counts, levels):
         if even := _deal_out(sizes, level, count, shape):
-            return min(found, even, key=lambda p: (len(p), _time(costs, p, shape)))
+            return min((found, even), key=lambda plan: _time(sizes, plan, shape))
     return found
+
+
+def in_bucket(
+    sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShape
+) -> tuple[list[list[int]], RowShape]:
+    """Return the rows of a micro-batch in the smallest bucket that holds them.
+
+    >>> shape = RowShape(rows=4, length=4, sequences=4, cost=Cost(breakeven=24576.0, flops=4e10))
+    >>> in_bucket(np.array([3, 2]), [[0], [1], [], []], shape)[0]
+    [[0], [1]]
+    """
+    batch = batch + [[]] * (shape.rows - len(batch))
+    each = shape.rows // shape.ranks
+    ranks = [[row for row in batch[at : at + each] if row] for at in range(0, shape.rows, each)]
+    rows = max(map(len, ranks)) * shape.ranks
+    length = max(int(sizes[row].sum()) for row in batch if row)
+    bucket = next(b for b in shape.buckets if b.rows >= rows and b.length >= length)
+    own = bucket.rows // bucket.ranks
+    return [row for rank in ranks for row in rank + [[]] * (own - len(rank))], bucket
+
+
+def padding(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
+    """Return the fraction of places that hold no token, in the buckets of all micro-batches.
+
+    >>> padding(np.array([3, 2, 3]), [[[0], [1]], [[2]]], RowShape(rows=2, length=4, sequences=4))
+    0.5
+    """
+    return 1 - int(sizes.sum()) / sum(_places(sizes, batch, shape) for batch in batches)
+
+
+def _places(sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShape) -> int:
+    return in_bucket(sizes, batch, shape)[1].tokens
+
+
+def _time(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
+    """Return the cost of all places of a rank, and that of the slowest ranks' attention."""
+    places = sum(_places(sizes, batch, shape) for batch in batches) / shape.ranks
+    attention = loads(shape.cost(sizes) - sizes, batches, shape.rows, shape.ranks)
+    return places + float(attention.max(1).sum())
 
 
 def _counts(sizes: Int[np.ndarray, " B"], most: int, shape: RowShape) -> list[int]:
@@ -123,20 +206,32 @@ def _counts(sizes: Int[np.ndarray, " B"], most: int, shape: RowShape) -> list[in
     return list(itertools.takewhile(lambda count: count < most, steps))
 
 
-def _into_microbatches(rows: list[list[int]], shape: RowShape) -> list[list[list[int]]]:
+def _into_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]:
+    """Cut the rows of best-fit-decreasing into micro-batches, the rest into small ones."""
     batches: list[list[list[int]]] = []
     used = 0
-    for row in rows:
+    for row in best_fit(sizes, shape):
         if not batches or len(batches[-1]) == shape.rows or used + len(row) > shape.sequences:
             batches.append([])
             used = 0
         batches[-1].append(row)
         used += len(row)
-    return batches
+    return batches[:-1] + _in_small_buckets(batches[-1], sizes, shape) if batches else []
 
 
-def _time(costs: Float[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
-    return float(loads(costs, batches, shape.rows, shape.ranks).max(1).sum())
+def _in_small_buckets(
+    rows: list[list[int]], sizes: Int[np.ndarray, " B"], shape: RowShape
+) -> list[list[list[int]]]:
+    """Place a micro-batch's sequences in the one or two buckets of fewest places that hold them."""
+    members = np.array([index for row in rows for index in row])
+    ways = [w for k in (1, 2) for w in itertools.combinations_with_replacement(shape.buckets, k)]
+    for way in sorted(ways, key=lambda way: (sum(bucket.tokens for bucket in way), len(way))):
+        lengths = [bucket.length for bucket in way for _ in range(bucket.rows)]
+        if sum(lengths) >= sizes[members].sum():
+            found = [members[row].tolist() for row in best_fit(sizes[members], shape, lengths)]
+            if len(found) == len(lengths):
+                return [found[: way[0].rows], found[way[0].rows :]][: len(way)]
+    return [rows]
 
 
 def _over_ranks(
@@ -144,7 +239,7 @@ def _over_ranks(
 ) -> list[list[int]]:
     """Order the rows of a micro-batch so that its ranks have equal cost."""
     if shape.ranks == 1:
-        return rows
+        return [row for row in rows if row]
     rows = rows + [[]] * (shape.rows - len(rows))
     each = np.array([costs[row].sum() for row in rows])
     parts = karmarkar_karp(each, shape.ranks, equal_size=True)
@@ -232,14 +327,24 @@ def _even_rows(sizes: Int[np.ndarray, " n"], rows: int, shape: RowShape) -> list
     return even if fits else best_fit(sizes, shape)
 
 
-def best_fit(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[int]]:
+def best_fit(
+    sizes: Int[np.ndarray, " B"], shape: RowShape, lengths: Sequence[int] = ()
+) -> list[list[int]]:
     """Place sequences, longest first, each in the fullest row with room, or else in a new one.
+
+    Args:
+        sizes: tokens of each sequence.
+        shape: of a micro-batch, whose length is that of new rows.
+        lengths: of the rows to begin with.
+
+    Returns:
+        For each row the indices of the sequences in it.
 
     >>> best_fit(np.array([3, 2, 2, 4]), RowShape(rows=1, length=5, sequences=4))
     [[3], [0, 1], [2]]
     """
-    rows: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    rows: list[list[int]] = [[] for _ in lengths]
+    space = sorted((length, row) for row, length in enumerate(lengths))  # tokens left, row
     for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
         at = bisect.bisect_left(space, (size, -1))

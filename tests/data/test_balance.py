@@ -11,6 +11,7 @@ from hypothesis import given
 
 from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, model_cost
 from jaxrl_llm.data.packing import plan, row_shape
+from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.moe import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
 from jaxrl_llm.models.transformer import forward, head_matrix
@@ -105,7 +106,7 @@ REST = dict(layers=2, rope_theta=1e4, norm_eps=1e-6, max_positions=4096)
 
 
 def flops(spec, n):
-    """Let XLA count the FLOPs of logits for one sequence; attention computes all n² pairs."""
+    """Let XLA count the FLOPs of logits for one sequence, short enough for one block of queries."""
 
     def logits(params, tokens):
         rows = jnp.zeros_like(tokens)
@@ -120,7 +121,8 @@ def flops(spec, n):
 def test_the_breakeven_is_what_xla_counts(tied):
     """Fit a·n + b·n² to three lengths: half of b is causal, so breakeven = 2a/b."""
     spec = ModelSpec(**SIZES, **REST, tied_embeddings=tied)
-    lengths = np.array([512.0, 1024.0, 2048.0])
+    lengths = np.array([128.0, 256.0, 2 * LEAST_BLOCK - 1])
+    assert lengths[-1] % 2, "in one block attention computes all n² pairs"
     counted = np.array([flops(spec, int(n)) for n in lengths])
     linear, square = np.linalg.lstsq(np.stack([lengths, lengths**2], 1), counted, rcond=None)[0]
     np.testing.assert_allclose(model_cost(spec).breakeven, 2 * linear / square, rtol=0.1)
@@ -181,9 +183,9 @@ def test_a_plan_balances_what_the_order_did_not():
     sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
     shape = row_shape(1024, 128, sequences=64, multiple_of=8)
     found = imbalance(sizes, plan(sizes, shape), shape.rows, shape.ranks, VERL_COST)
-    assert found["global_seqlen/minmax_diff"] > 300
-    assert found["global_seqlen/balanced_max"] - found["global_seqlen/balanced_min"] < 100
-    assert 1 <= found["perf/imbalance"] < 1.1
+    left = found["global_seqlen/balanced_max"] - found["global_seqlen/balanced_min"]
+    assert found["global_seqlen/minmax_diff"] > 5 * left
+    assert 1 <= found["perf/imbalance"] < 1.2
 
 
 def test_one_rank_is_balanced():

@@ -1,5 +1,7 @@
 """Packing: nothing is lost, nothing overlaps, and what was packed comes back."""
 
+import math
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -9,16 +11,19 @@ from hypothesis import given
 
 from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import (
+    LEAST_FLOPS,
     SEQUENCES_PER_ROW,
     RowShape,
     best_fit,
     pack,
     pack_rows,
+    padding,
     plan,
     row_shape,
     unpack,
 )
 
+LARGE = Cost(24576.0, flops=math.inf)  # a model for which all buckets pay
 SHAPES = [
     RowShape(rows=2, length=16, sequences=32),
     RowShape(rows=1, length=24, sequences=16),
@@ -29,6 +34,7 @@ SHAPES = [
     RowShape(rows=8, length=16, sequences=16, ranks=4),
     RowShape(rows=9, length=24, sequences=144, ranks=3),
 ]
+SHAPES += [shape._replace(cost=LARGE) for shape in SHAPES]
 
 
 @st.composite
@@ -84,51 +90,115 @@ def in_order(sizes, shape):
     return batches
 
 
-def waiting(sizes, batches, shape, cost):
+def bucket_of(sizes, batch, shape):
+    """Find the smallest bucket with as many rows for every rank, and as long ones."""
+    each = shape.rows // shape.ranks
+    batch = batch + [[]] * (shape.rows - len(batch))
+    rows = max(sum(map(bool, batch[at : at + each])) for at in range(0, shape.rows, each))
+    length = max(sum(int(sizes[i]) for i in row) for row in batch)
+    fits = [b for b in shape.buckets if b.rows >= rows * shape.ranks and b.length >= length]
+    return min(fits, key=lambda bucket: bucket.tokens)
+
+
+def places(sizes, batches, shape):
+    return sum(bucket_of(sizes, batch, shape).tokens for batch in batches)
+
+
+def time(sizes, batches, shape):
+    """Count all places of a rank, and what attention costs the slowest rank of a micro-batch."""
+    squares = waiting(sizes, batches, shape, shape.cost, linear=0)
+    return places(sizes, batches, shape) / shape.ranks + squares
+
+
+def waiting(sizes, batches, shape, cost, linear=1):
     """Sum over micro-batches the cost of the slowest rank, in a plain loop."""
     total = 0.0
     for batch in batches:
         each = [0.0] * shape.ranks
         for number, row in enumerate(batch):
             rank = number // (shape.rows // shape.ranks)
-            each[rank] += sum(int(sizes[i]) + int(sizes[i]) ** 2 / cost.breakeven for i in row)
+            each[rank] += sum(
+                linear * int(sizes[i]) + int(sizes[i]) ** 2 / cost.breakeven for i in row
+            )
         total += max(each)
     return total
 
 
-@given(problems(), st.sampled_from([Cost(5.0), Cost(100.0), Cost(float("inf"))]))
-def test_a_plan_is_no_worse_than_best_fit(problem, cost):
+@given(problems(), st.sampled_from([Cost(5.0), Cost(100.0, math.inf), Cost(math.inf, math.inf)]))
+def test_a_plan_is_no_slower_than_best_fit(problem, cost):
+    """Its rows in order, dealt out to ranks of equal cost."""
     sizes, shape = problem
     shape = shape._replace(cost=cost)
     wanted, found = in_order(sizes, shape), plan(sizes, shape)
-    assert len(found) <= len(wanted)
-    if len(found) == len(wanted):
-        limit = waiting(sizes, wanted, shape, cost)
-        assert waiting(sizes, found, shape, cost) <= limit * (1 + 1e-9)
+    assert places(sizes, found, shape) <= places(sizes, wanted, shape) or len(found) <= len(wanted)
+    if shape.ranks == 1:
+        assert time(sizes, found, shape) <= time(sizes, wanted, shape) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("each", "limit"), [(1, 1.07), (2, 1.005), (4, 1.005)])
+@pytest.mark.parametrize(("each", "limit"), [(1, 1.08), (2, 1.13), (4, 1.13)])
 def test_ranks_finish_together(each, limit):
-    rng = np.random.default_rng(0)
-    sizes = np.clip(rng.lognormal(np.log(512) - 0.5, 1.0, 512), 1, 4096).astype(np.int32)
-    cost = Cost(24576.0)
+    """With the micro-batch that is left over: there are 4 to 5 of them, or 2 to 3."""
+    cost = LARGE
     shape = row_shape(8 * each * 4096, 4096, sequences=512, multiple_of=8, cost=cost)
-    found = plan(sizes, shape)
-    ideal = cost(sizes).sum() / shape.ranks
-    assert waiting(sizes, found, shape, cost) < limit * ideal
-    assert waiting(sizes, in_order(sizes, shape), shape, cost) > 1.06 * ideal
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        sizes = np.clip(rng.lognormal(np.log(512) - 0.5, 1.0, 512), 1, 4096).astype(np.int32)
+        found, ideal = plan(sizes, shape), cost(sizes).sum() / shape.ranks
+        assert waiting(sizes, found, shape, cost) < 1.05 * ideal
+        assert waiting(sizes, in_order(sizes, shape), shape, cost) > 1.06 * ideal
+        assert time(sizes, found, shape) < limit * ideal
+        assert time(sizes, in_order(sizes, shape), shape) > time(sizes, found, shape)
+
+
+def spread(seed, count, longest):
+    """Draw log-normal lengths (sigma 1) with a mean of a quarter of the longest."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(longest / 4) - 0.5, 1.0, count)
+    drawn *= longest / 4 * count / np.minimum(drawn, longest).sum()
+    return np.clip(drawn.round(), 1, longest).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "rows", "limit"),
+    [
+        *((512, 1, rows, 0.03) for rows in (1, 4, 8, 16)),
+        (512, 1, 32, 0.05),
+        (512, 8, 1, 0.04),
+        (512, 8, 4, 0.05),
+        (256, 1, 16, 0.05),
+        (128, 1, 8, 0.06),
+        (64, 1, 4, 0.06),
+    ],
+)
+def test_few_places_hold_no_token(count, ranks, rows, limit):
+    """At real spreads less than 5 % of them do, unless a step has two or three micro-batches."""
+    shape = row_shape(ranks * rows * 512, 512, sequences=count, multiple_of=ranks, cost=LARGE)
+    for seed in range(10):
+        sizes = spread(seed, count, 512)
+        found = plan(sizes, shape)
+        wasted = 1 - sizes.sum() / places(sizes, found, shape)
+        assert wasted < limit
+        assert padding(sizes, found, shape) == pytest.approx(wasted)
+
+
+def test_buckets_are_halves_and_worth_a_compilation():
+    shape = RowShape(rows=24, length=16, sequences=64, ranks=4, cost=LARGE)
+    assert [b[:2] for b in shape.buckets] == [(4, 16), (8, 16), (12, 16), (24, 16)]
+    halves = RowShape(rows=2, length=24, sequences=9, ranks=2, unit=8, cost=LARGE).buckets
+    assert [b[:2] for b in halves] == [(2, 8), (2, 16), (2, 24)]
+    small = shape._replace(cost=Cost(1.0, flops=LEAST_FLOPS / (12 * 16)))
+    assert [b[:2] for b in small.buckets] == [(12, 16), (24, 16)]
 
 
 def test_the_rank_beside_a_long_sequence_gets_as_much():
     """Equal micro-batches would wait: 16 tokens beside 12, then 10 beside 10."""
     sizes = np.array([16, *[2] * 16])
-    shape = RowShape(rows=2, length=16, sequences=32, ranks=2, cost=Cost(float("inf")))
+    shape = RowShape(rows=2, length=16, sequences=32, ranks=2, cost=Cost(16.0))
     found = plan(sizes, shape)
     assert [[int(sizes[row].sum()) for row in batch] for batch in found] == [[16, 16], [8, 8]]
 
 
 def test_sequences_of_many_sizes_need_fewer_microbatches_than_best_fit():
-    """Its last rows have 16 short sequences and much room."""
+    """Where they have one shape: its last rows have 16 short sequences and much room."""
     sizes = np.array([16] * 8 + [1] * 64)
     shape = RowShape(rows=1, length=32, sequences=16)
     assert [len(in_order(sizes, shape)), len(plan(sizes, shape))] == [8, 7]
@@ -282,6 +352,6 @@ def test_a_shape_keeps_the_limit_and_divides_evenly(tokens, length, sequences, m
 
 
 def test_a_limit_too_small_for_one_row_on_each_device():
-    with pytest.raises(ValueError, match="raise tokens_per_microbatch to 8192") as caught:
+    with pytest.raises(ValueError, match="wanted at least 8192") as caught:
         row_shape(8191, 1024, sequences=64, multiple_of=8)
     assert str(caught.value).startswith("a micro-batch of 8191 tokens can't hold 8 rows of 1024")
