@@ -2,8 +2,10 @@
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config import describe, load, to_yaml
@@ -23,9 +25,13 @@ def config_main(
 ) -> int:
     """Parse the command line, build the config and run; return the exit status.
 
+    Without `arguments` it is the process's own command line, which begins again with huge pages.
+
     Errors are one line on stderr: with status 2 for a config that can't be run, with status 1 for a
     run that fails (`RunError`, or a full disk). Ctrl-C is status 130. Bugs keep their traceback.
     """
+    if arguments is None:
+        take_huge_pages()
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=about,
@@ -58,6 +64,26 @@ def config_main(
         )
         return 130
     return 0
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def take_huge_pages() -> None:
+    """Start this program again with huge pages for what malloc gives it, where it has to ask.
+
+    XLA's CPU backend frees a program's scratch when it ends and takes it anew for the next one. In
+    pages of 4 KiB the kernel's part of that is a third of a small model's update. glibc decides
+    when a process starts, by GLIBC_TUNABLES; a process that has this variable is left alone.
+    """
+    known = "CS_GNU_LIBC_VERSION" in os.confstr_names
+    name, _, version = ((known and os.confstr("CS_GNU_LIBC_VERSION")) or "").partition(" ")
+    knows = name == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35)
+    if not knows or "GLIBC_TUNABLES" in os.environ or not HUGE_PAGES.exists():
+        return
+    if "[madvise]" in HUGE_PAGES.read_text():  # else all have them, or none
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _report(error: Exception, status: int) -> int:

@@ -83,34 +83,20 @@ class ScoreError(RunError):
     """A scorer that does not report what the config says it does."""
 
 
-def experience(
-    rollouts: Rollouts,
-    scores: Sequence[Score],
-    *,
-    samples: int,
-    max_tokens: int,
-    components: Sequence[str] = (),
-) -> Batch:
+def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
     """Lay prompts and answers out as a batch [B T], T = `max_tokens`.
 
     Args:
         rollouts: B answers.
-        scores: of each answer.
         samples: G.
         max_tokens: T.
-        components: names of the scorers' numbers that become `score_components` [B C]; where a
-            scorer failed, reward.on_error stands for each.
-
-    Raises:
-        ScoreError: a scorer did not report one of the components.
     """
     tokens, sizes = side_by_side(rollouts, max_tokens)
     mask, logprobs = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
     for i, (answer, end) in enumerate(zip(rollouts.completions, sizes, strict=True)):
         start = end - len(answer.tokens)
         mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
-    values = np.array([score.score for score in scores], np.float32)
-    batch = Batch(
+    return Batch(
         tokens,
         sizes,
         {
@@ -118,14 +104,26 @@ def experience(
             "lengths": mask.sum(1, dtype=np.int32),
             "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
             "rollout_logprobs": logprobs,
-            "scores": values,
-            "raw_scores": values,
-            "rewards": _on_last_token(values, mask),
         },
     )
-    if not components:
-        return batch
-    return batch.add(score_components=_components(scores, components))
+
+
+def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[str] = ()) -> Batch:
+    """Add the scores of a batch's answers, and the rewards that they are.
+
+    Args:
+        batch: B answers.
+        scores: of each answer.
+        components: names of the scorers' numbers that become `score_components` [B C]; where a
+            scorer failed, reward.on_error stands for each.
+
+    Raises:
+        ScoreError: a scorer did not report one of the components.
+    """
+    values = np.array([score.score for score in scores], np.float32)
+    rewards = _on_last_token(values, batch["mask"])
+    batch = batch.add(scores=values, raw_scores=values, rewards=rewards)
+    return batch.add(score_components=_components(scores, components)) if components else batch
 
 
 def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:

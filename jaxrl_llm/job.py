@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.ahead import compiling_ahead
 from jaxrl_llm.config import load, to_yaml
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
@@ -20,7 +22,7 @@ from jaxrl_llm.data.dataset import (
     load_rows,
     tokenize_prompts,
 )
-from jaxrl_llm.data.packing import RowShape, plan
+from jaxrl_llm.data.packing import RowShape, padding, plan
 from jaxrl_llm.dataflow import describe
 from jaxrl_llm.evaluate import validation_metrics
 from jaxrl_llm.experience import (
@@ -28,13 +30,14 @@ from jaxrl_llm.experience import (
     ScoreError,
     advantage_step,
     correction_step,
-    experience,
+    lay_out,
     per_answer,
     sample,
+    with_scores,
 )
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig, TrainConfig
-from jaxrl_llm.loop import Job, Progress, run
+from jaxrl_llm.loop import Job, Progress, minibatch_size, run
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.report import dump_rollouts, print_before_and_after
@@ -79,7 +82,9 @@ def run_job(config: TrainConfig) -> Progress:
     warm_start(config)
     with contextlib.ExitStack() as stack, processes.together():
         folder = stack.enter_context(run_folder(config.run_dir, config))
-        job, start, prompt_batches = build(config, functions, folder, stack)
+        with compiling_ahead(config, folder) as wait:
+            job, start, prompt_batches = build(config, functions, folder, stack)
+            wait()
         done = run(job, start, prompt_batches)
         if processes.is_first():
             print_before_and_after(folder, job.display)
@@ -131,16 +136,18 @@ def build(
         else None
     )
     score, score_validation = make_scoring(config.reward, judge, stack)
-    lay_out = functools.partial(
-        experience,
+    arrange = functools.partial(
+        lay_out,
         samples=config.rollout.samples_per_prompt,
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        components=config.reward.components,
     )
+    add_scores = functools.partial(with_scores, components=config.reward.components)
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
     keep = functions.keep and per_answer(functions.keep, "algorithm.keep", np.bool_)
     given = {"reward.model": judge.params} if judge else None
     opened = open_run(config, folder, trainees, train, stack, best="validation", given=given)
+    aside = ThreadPoolExecutor(1, "aside")
+    stack.callback(aside.shutdown, wait=False, cancel_futures=True)
     job = Job(
         config=config,
         engine=engine,
@@ -148,16 +155,22 @@ def build(
         checksum=as_held(model, config.model.dtype),
         sample=training_sampler(config, draw, stops),
         score=score,
-        lay_out=lay_out,
+        aside=aside,
+        # elsewhere than on the devices, and not together with other processes
+        scored_aside=judge is None and config.reward.workers > 0 and processes.count() == 1,
+        lay_out=arrange,
+        add_scores=add_scores,
         keep=keep and whole_groups(keep, config.rollout.samples_per_prompt),
         penalty=penalty,
-        greedy_scores=make_greedy(config, draw, stops, score, lay_out, penalty)
+        greedy_scores=make_greedy(config, draw, stops, score, (arrange, add_scores), penalty)
         if "greedy_scores" in functions.needs
         else None,
-        old_logprobs=old_logprob_step(
+        old_logprobs=None
+        if functions.on_policy
+        else old_logprob_step(
             roles["actor"].infer,
             bypass=config.algorithm.bypass,
-            probe_tokens=config.batch.tokens_per_microbatch,
+            probe_tokens=config.batch.max_tokens_per_device,
         ),
         advantage=advantage_step(functions.advantage, with_returns="critic" in roles),
         correct=correction_step(functions.corrections) if functions.corrections else None,
@@ -170,7 +183,9 @@ def build(
         actor=roles["actor"],
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
-        balance=functools.partial(imbalance_of, shape=shape_on(layouts.train)),
+        balance=functools.partial(
+            imbalance_of, shape=shape_on(layouts.train), minibatch=minibatch_size(config)
+        ),
         validate=make_validator(config, draw, stops, score_validation, validation),
         dump=functools.partial(dump_rollouts, folder / "rollouts"),
         total_steps=opened.total_steps,
@@ -185,20 +200,29 @@ def build(
 
 def microbatch_shape(config: TrainConfig, spec: ModelSpec, layout: Layout) -> RowShape:
     """Return the shape of the micro-batches of a run's updates and passes in one layout."""
-    groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
     return packed_shape(
         layout,
         spec,
-        tokens=config.batch.tokens_per_microbatch,
+        tokens=config.batch.max_tokens_per_device,
         longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        sequences=groups * config.rollout.samples_per_prompt,
+        sequences=minibatch_size(config),
     )
 
 
-def imbalance_of(batch: Batch, *, shape: RowShape) -> dict[str, float]:
-    """Return how evenly a pass over a batch loads the devices."""
-    batches = plan(batch.sizes, shape)
-    return imbalance(batch.sizes, batches, shape.rows, shape.ranks, shape.cost)
+def imbalance_of(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, float]:
+    """Return how evenly the updates of a batch load the devices, and how much of them is padding.
+
+    Args:
+        batch: of a step.
+        shape: of the micro-batches.
+        minibatch: sequences in an update.
+    """
+    batches, sizes = [], batch.sizes
+    for first in range(0, len(sizes), minibatch):
+        found = plan(sizes[first : first + minibatch], shape)
+        batches += [[[first + i for i in row] for row in rows] for rows in found]
+    found = imbalance(sizes, batches, shape.rows, shape.ranks, shape.cost)
+    return found | {"perf/padding": padding(sizes, batches, shape)}
 
 
 def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
@@ -256,7 +280,7 @@ def make_greedy(
     draw: Callable[..., Rollouts],
     stops: tuple[int, ...],
     score: Scoring,
-    lay_out: Callable[..., Batch],
+    layout: tuple[Callable[..., Batch], Callable[..., Batch]],
     penalty: Callable[[Batch], np.ndarray] | None,
 ) -> Callable[[Rollouts, int], tuple[np.ndarray, int]]:
     """Return the function from a step's answers to the scores of its prompts' greedy answers."""
@@ -268,7 +292,8 @@ def make_greedy(
         prompts = rollouts.prompts[::samples]
         greedy = draw(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
         scores = score(greedy)
-        batch = lay_out(greedy, scores, samples=1)
+        arrange, add_scores = layout
+        batch = add_scores(arrange(greedy, samples=1), scores)
         added = penalty(batch) if penalty else np.float32(0)
         errors = sum(found.error is not None for found in scores)
         return np.repeat(batch["scores"] + added, samples), errors

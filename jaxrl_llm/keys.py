@@ -24,6 +24,11 @@ DATASETS = "jaxrl_llm.data.dataset"
 PREPARATIONS = "jaxrl_llm.data.prepare"
 OPTIMIZERS = SCHEDULES = "optax"
 
+COMPILATION_CACHE = (
+    "keep compiled programs in run_dir/cache/compilation, for when the run is continued; another "
+    "folder that JAX_COMPILATION_CACHE_DIR names is used in any case"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
@@ -48,6 +53,11 @@ class ModelConfig:
         "none", "what of a layer is stored for the backward pass: none (all), dots or full (least)"
     )
     logprob_chunk: int = key(1024, "tokens whose logits are alive at once")
+    attention: str = key(
+        "auto",
+        "what attends to packed rows in training: xla, cudnn (Hopper GPUs and later), or auto, "
+        "which takes cudnn where it is possible and agrees with xla",
+    )
     router_loss_coef: float = key(
         0.0,
         "weight of the load-balance loss of a mixture of experts, 0.001 in many families; it takes "
@@ -168,7 +178,10 @@ class AlgorithmConfig:
 class OptimConfig:
     """The optimizer."""
 
-    optimizer: FunctionSpec = key(FunctionSpec("adamw"), "optax optimizer")
+    optimizer: FunctionSpec = key(
+        FunctionSpec("adamw"),
+        "optax optimizer; mu_dtype: bfloat16 is a keyword of adamw's that halves its first moment",
+    )
     schedule: FunctionSpec = key(
         FunctionSpec("constant_schedule", {"value": 1e-6}),
         "optax schedule: learning rate by update",
@@ -211,8 +224,8 @@ class BatchConfig:
     prompts_per_step: int = key(64, "P: prompts sampled in a step")
     prompts_per_minibatch: int | None = key(None, "prompts in one update; null takes all of them")
     epochs_per_step: int = key(1, "passes over a step's data")
-    tokens_per_microbatch: int = key(
-        16384, "tokens in one forward and backward pass: a limit of memory, not of mathematics"
+    max_tokens_per_device: int = key(
+        16384, "tokens in one forward and backward pass: a limit of memory, never exceeded"
     )
 
 
@@ -239,10 +252,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Metrics, besides run_dir/metrics.jsonl."""
+    """What a run says of itself, besides run_dir/metrics.jsonl."""
 
     tensorboard: bool = key(True, "write run_dir/tensorboard")
     wandb: str | None = key(None, "project at Weights & Biases; null does not log there")
+    profile_steps: tuple[int, ...] = key(
+        (), "steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"
+    )
 
 
 MESH_AXES = ("stage", "expert", "data", "fsdp", "context", "tensor")
@@ -320,6 +336,7 @@ class TrainConfig:
     offload: OffloadConfig = section(OffloadConfig)
     validation: ValidationConfig = section(ValidationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    compilation_cache: bool = key(True, COMPILATION_CACHE)
     log: LogConfig = section(LogConfig)
 
     def __post_init__(self) -> None:
@@ -347,8 +364,8 @@ class TrainConfig:
         )
         longest = self.data.max_prompt_tokens + rollout.max_new_tokens
         _require(
-            batch.tokens_per_microbatch >= longest,
-            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} can't hold the longest "
+            self.mesh.train.context != 1 or batch.max_tokens_per_device >= longest,
+            f"batch.max_tokens_per_device={batch.max_tokens_per_device} can't hold the longest "
             f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
         _require(
@@ -407,8 +424,8 @@ class SftBatchConfig:
     """How the examples are cut."""
 
     examples_per_step: int = key(64, "examples in one update")
-    tokens_per_microbatch: int = key(
-        16384, "tokens in one forward and backward pass: a limit of memory, not of mathematics"
+    max_tokens_per_device: int = key(
+        16384, "tokens in one forward and backward pass: a limit of memory, never exceeded"
     )
 
 
@@ -427,14 +444,16 @@ class SftConfig:
     batch: SftBatchConfig = section(SftBatchConfig)
     mesh: SftMeshConfig = section(SftMeshConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    compilation_cache: bool = key(True, COMPILATION_CACHE)
     log: LogConfig = section(LogConfig)
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
         _at_least(self, 1, "batch.examples_per_step data.max_tokens")
         _require(
-            self.batch.tokens_per_microbatch >= self.data.max_tokens,
-            f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} can't hold the "
+            self.mesh.train.context != 1
+            or self.batch.max_tokens_per_device >= self.data.max_tokens,
+            f"batch.max_tokens_per_device={self.batch.max_tokens_per_device} can't hold the "
             f"longest example: data.max_tokens={self.data.max_tokens}",
         )
         _require(
@@ -461,10 +480,20 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
         f"model.remat={config.model.remat!r}, wanted one of {', '.join(POLICIES)}",
     )
     _require(
+        config.model.attention in ("auto", "xla", "cudnn"),
+        f"model.attention={config.model.attention!r}, wanted auto, xla or cudnn",
+    )
+    _require(
         config.checkpoint.resume in ("auto", "never"),
         f"checkpoint.resume={config.checkpoint.resume!r}, wanted auto or never",
     )
     _check_clip("optim.grad_clip", config.optim.grad_clip)
+    for step in config.log.profile_steps:
+        _require(
+            step >= 1 and (config.steps is None or step <= config.steps),
+            f"log.profile_steps={list(config.log.profile_steps)}, but {step} is not a step of the "
+            f"run: wanted numbers from 1 to {config.steps or 'the last step'}",
+        )
     check_mesh(config.mesh)
 
 

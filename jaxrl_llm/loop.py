@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from jaxrl_llm.metrics import (
     summary,
 )
 from jaxrl_llm.objective import LossError, per_token
+from jaxrl_llm.profiling import Profiler
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.roles import Role
 from jaxrl_llm.rollout.engine import Engine, EngineError
@@ -49,20 +51,24 @@ class Job:
         checksum: of a model's parameters, as the engine should hold them.
         sample: (prompts, step, draw) -> rollouts.
         score: rollouts -> one score for each answer.
-        lay_out: (rollouts, scores) -> batch.
+        aside: a thread for what is done while the devices work.
+        scored_aside: whether `score` may run there.
+        lay_out: rollouts -> batch.
+        add_scores: (batch, scores) -> batch.
         keep: batch -> which answers to train on [B].
         penalty: batch -> what is added to the scores [B].
         greedy_scores: (rollouts, step) -> scores of the greedy answers to their prompts [B], and
             how many of them could not be scored.
         old_logprobs: (params, batch) -> the batch with `old_logprobs` and, unless they are the
-            engine's, what else the policy says; and a batch with the policy's `logprobs`.
+            engine's, what else the policy says; and a batch with the policy's `logprobs`. None
+            where the update itself finds them.
         advantage: adds `advantages`, and `returns` if there is a critic.
         correct: adds `correction`.
         kl: estimator (logprobs, ref_logprobs) -> [B T].
         kl_reward: whether it is subtracted from the rewards (else it is in the loss).
         next_kl_coef: (coefficient, observed KL, sequences) -> coefficient.
         reference: batch -> what the reference says of each token [B T], by name.
-        balance: batch -> metrics of how evenly it loads the devices.
+        balance: batch -> metrics of how evenly it loads the devices, and of its padding.
         validate: step -> metrics.
         dump: (step, rollouts, scores) -> writes them to a file.
     """
@@ -75,11 +81,14 @@ class Job:
     checksum: Callable[[Any], Any]
     sample: Callable[[list[Prompt], int, int], Rollouts]
     score: Callable[[Rollouts], list[Score]]
-    lay_out: Callable[[Rollouts, list[Score]], Batch]
+    aside: Executor
+    scored_aside: bool
+    lay_out: Callable[[Rollouts], Batch]
+    add_scores: Callable[[Batch, list[Score]], Batch]
     keep: Callable[[Batch], np.ndarray] | None
     penalty: Callable[[Batch], np.ndarray] | None
     greedy_scores: Callable[[Rollouts, int], tuple[np.ndarray, int]] | None
-    old_logprobs: Callable[[Any, Batch], tuple[Batch, Batch]]
+    old_logprobs: Callable[[Any, Batch], tuple[Batch, Batch]] | None
     advantage: Callable[[Batch], Batch]
     correct: Callable[[Batch], Batch] | None
     kl: Callable[..., Any] | None
@@ -115,25 +124,29 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
     """
     config, compiled = job.config, CompileCounter()
     step, states, kl_coef = start
+    left = range(step + 1, job.total_steps + 1)
+    profiler = Profiler(left, config.log.profile_steps, config.run_dir, job.display)
     states = {name: put_away(state, config.offload) for name, state in states.items()}
     push(job, states, step)
     if step == 0 and config.validation.before and job.validate:
         record(job, 0, job.validate(0))
     for step in range(start.step + 1, job.total_steps + 1):
+        profiler.turn_to(step)
         clock = Clock()
-        rollouts, scores, drawn = gather(job, prompt_batches, step, clock)
-        batch, agreement = assess(job, states, rollouts, scores, step, clock)
+        rollouts, scoring, drawn = gather(job, prompt_batches, step, clock)
+        batch, scores, agreement = assess(job, states, rollouts, scoring, step, clock)
         with clock("adv"):
-            observed_kl = kl_to_reference(job.kl, batch)
-            batch = job.advantage(penalize(batch, observed_kl, kl_coef) if job.kl_reward else batch)
+            if job.kl_reward:
+                batch = penalize(batch, kl_to_reference(job.kl, batch), kl_coef)
+            batch = job.advantage(batch)
             batch = job.correct(batch) if job.correct else batch
-        states, learned = learn(job, states, batch, step, kl_coef, clock)
+        described = job.aside.submit(batch_metrics, job, batch, rollouts, scores)
+        states, batch, learned = learn(job, states, batch, step, kl_coef, clock)
         with clock("update_weights"):
             moved = push(job, states, step)
-        metrics = batch_metrics(batch, rollouts, scores) | drawn | agreement | learned | moved
-        metrics |= job.balance(batch)
+        metrics = described.result() | drawn | agreement | learned | moved
         if job.kl:
-            metrics |= kl_metrics(batch, observed_kl, kl_coef)
+            metrics |= kl_metrics(batch, kl_to_reference(job.kl, batch), kl_coef)
             kl_coef = job.next_kl_coef(kl_coef, metrics["actor/kl"], len(batch.sizes))
         if job.validate and due(step, config.validation.every, job.total_steps):
             with clock("testing"):
@@ -143,6 +156,7 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
         record(job, step, metrics | system_metrics(clock, compiled, batch))
         if due(step, config.checkpoint.every, job.total_steps):
             save(job, Progress(step, states, kl_coef), prompt_batches, metrics)
+    profiler.close()
     compiled.close()
     job.checkpoints.wait()
     return Progress(step, states, kl_coef)
@@ -150,8 +164,8 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
 
 def gather(
     job: Job, prompt_batches: Any, step: int, clock: Clock
-) -> tuple[Rollouts, list[Score], dict[str, float]]:
-    """Draw and score a step's answers; draw more prompts until enough groups are kept.
+) -> tuple[Rollouts, Future[list[Score]], dict[str, float]]:
+    """Draw a step's answers and begin to score them; draw more until enough groups are kept.
 
     Raises:
         TrainingError: `algorithm.max_draws` batches did not hold enough such groups.
@@ -162,12 +176,14 @@ def gather(
     for draw in range(config.algorithm.max_draws):
         with clock("gen"):
             drawn = job.sample(next(prompt_batches), step, draw)
+        if job.keep is None and job.scored_aside:
+            return drawn, job.aside.submit(job.score, drawn), {}
         with clock("reward"):
             found = job.score(drawn)
-        errors += sum(score.error is not None for score in found)
         if job.keep is None:
-            return drawn, found, {"reward/errors": float(errors)}
-        rows = np.flatnonzero(job.keep(job.lay_out(drawn, found))).tolist()
+            return drawn, _known(found), {}
+        errors += sum(score.error is not None for score in found)
+        rows = np.flatnonzero(job.keep(job.add_scores(job.lay_out(drawn), found))).tolist()
         dropped += (len(found) - len(rows)) // config.rollout.samples_per_prompt
         rollouts = rollouts.join(drawn.take(rows))
         scores += [found[row] for row in rows]
@@ -177,7 +193,7 @@ def gather(
                 "batch/dropped_groups": float(dropped),
                 "reward/errors": float(errors),
             }
-            return rollouts.take(range(wanted)), scores[:wanted], metrics
+            return rollouts.take(range(wanted)), _known(scores[:wanted]), metrics
     raise TrainingError(
         f"step {step}: algorithm.keep kept {len(scores) // config.rollout.samples_per_prompt} of "
         f"{config.batch.prompts_per_step * config.algorithm.max_draws} groups, wanted "
@@ -187,27 +203,35 @@ def gather(
     )
 
 
+def _known(scores: list[Score]) -> Future[list[Score]]:
+    found: Future[list[Score]] = Future()
+    found.set_result(scores)
+    return found
+
+
 def assess(
-    job: Job, states: States, rollouts: Rollouts, scores: list[Score], step: int, clock: Clock
-) -> tuple[Batch, dict[str, float]]:
-    """Lay answers out as a batch, and ask each model for what the algorithm needs of them."""
-    batch, metrics = job.lay_out(rollouts, scores), {}
+    job: Job,
+    states: States,
+    rollouts: Rollouts,
+    scoring: Future[list[Score]],
+    step: int,
+    clock: Clock,
+) -> tuple[Batch, list[Score], dict[str, float]]:
+    """Lay answers out as a batch, and ask each model for what the algorithm needs of them.
+
+    Their scores are waited for last.
+    """
+    batch, metrics = job.lay_out(rollouts), {}
 
     def infer(role: Role) -> dict[str, np.ndarray]:
         with lent(states[role.name].params) as params:
             return role.infer(params, batch)
 
-    if job.penalty:
-        batch = add_to_scores(batch, job.penalty(batch))
-    if job.greedy_scores:
-        with clock("gen_max"):
-            greedy, errors = job.greedy_scores(rollouts, step)
-            batch = batch.add(greedy_scores=greedy)
-            metrics["reward/greedy_errors"] = float(errors)
-    with clock("old_log_prob"):
-        with lent(states["actor"].params) as params:
-            batch, probe = job.old_logprobs(params, batch)
-        metrics |= check_agreement(probe, step, job.config.rollout.logprob_tolerance)
+    if job.old_logprobs is not None:
+        with clock("old_log_prob"):
+            with lent(states["actor"].params) as params:
+                batch, probe = job.old_logprobs(params, batch)
+            metrics |= check_agreement(probe, step, job.config.rollout.logprob_tolerance)
     if job.reference is not None:
         with clock("ref"):
             found = job.reference(batch)
@@ -219,13 +243,26 @@ def assess(
         with clock("values"):
             values = infer(job.critic)["values"]
             batch = batch.add(values=values, old_values=values)
-    return batch, metrics
+    with clock("reward"):
+        scores = scoring.result()
+    batch = job.add_scores(batch, scores)
+    if job.penalty:
+        batch = add_to_scores(batch, job.penalty(batch))
+    if job.greedy_scores:
+        with clock("gen_max"):
+            greedy, errors = job.greedy_scores(rollouts, step)
+            batch = batch.add(greedy_scores=greedy)
+            metrics["reward/greedy_errors"] = float(errors)
+    return batch, scores, metrics
 
 
 def learn(
     job: Job, states: States, batch: Batch, step: int, kl_coef: float, clock: Clock
-) -> tuple[States, dict[str, float]]:
-    """Update every model that is trained; the actor only when the critic has warmed up."""
+) -> tuple[States, Batch, dict[str, float]]:
+    """Update every model that is trained; the actor only when the critic has warmed up.
+
+    The batch comes back with the `old_logprobs` that an update on policy has found.
+    """
     roles = [role for role in (job.reward_model, job.critic) if role]
     if not job.critic or step > job.config.critic.warmup_steps:
         roles.append(job.actor)
@@ -233,10 +270,14 @@ def learn(
     for role in roles:
         with clock(f"update_{role.name}"):
             state = to_device(states[role.name])
-            state, found = update(role, state, batch, job.config, kl_coef)
+            state, said, found = update(role, state, batch, job.config, kl_coef)
             states |= {role.name: put_away(state, job.config.offload)}
             metrics |= found
-    return states, metrics
+        if said:
+            probe = batch.add(**said)
+            metrics |= check_agreement(probe, step, job.config.rollout.logprob_tolerance)
+            batch = batch.add(old_logprobs=said["logprobs"])
+    return states, batch, metrics
 
 
 def put_away(state: TrainState, offload: OffloadConfig) -> TrainState:
@@ -298,19 +339,24 @@ def kl_to_reference(kl: Callable[..., Any] | None, batch: Batch) -> np.ndarray:
 
 def update(
     role: Role, state: TrainState, batch: Batch, config: TrainConfig, kl_coef: float
-) -> tuple[TrainState, dict[str, float]]:
-    """Update a role on every mini-batch of every epoch; return the means of its metrics.
+) -> tuple[TrainState, dict[str, np.ndarray], dict[str, float]]:
+    """Update a role on every mini-batch of every epoch.
+
+    Returns:
+        The new state; what the policy said of the batch's tokens [B T], where a single update has
+        found it, by name; and the means of the metrics.
 
     Raises:
         TrainingError: too many updates in a row with a non-finite gradient.
     """
     coefs = {"kl_coef": kl_coef, "entropy_coef": config.algorithm.entropy_coef}
     first = int(state.updates)
-    found = []
+    found, said = [], {}
     for _ in range(config.batch.epochs_per_step):
         for minibatch in minibatches(batch, config):
             marked = role.mark(state, minibatch) if role.mark else minibatch
             state, metrics = role.learner.update(state, marked, coefs)
+            said = metrics.pop("policy", {})
             found.append(metrics)
     found = jax.device_get(found)
     key = "optim" if role.name == "actor" else f"{role.name}.optim"
@@ -319,18 +365,25 @@ def update(
     means = {k: float(np.mean([m[k] for m in applied])) for k in found[0]}
     means["skipped"] = float(sum(m["skipped"] > 0 for m in found))
     means["lr"] = float(role.learning_rate(first))
-    return state, {f"{role.name}/{name}": value for name, value in means.items()}
+    return state, said, {f"{role.name}/{name}": value for name, value in means.items()}
 
 
 def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
     """Cut a batch into mini-batches of whole groups."""
-    prompts = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
-    size = prompts * config.rollout.samples_per_prompt
+    size = minibatch_size(config)
     for first in range(0, len(batch.sizes), size):
         yield batch.take(slice(first, first + size))
 
 
-def batch_metrics(batch: Batch, rollouts: Rollouts, scores: list[Score]) -> dict[str, float]:
+def minibatch_size(config: TrainConfig) -> int:
+    """Return how many sequences an update has."""
+    prompts = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
+    return prompts * config.rollout.samples_per_prompt
+
+
+def batch_metrics(
+    job: Job, batch: Batch, rollouts: Rollouts, scores: list[Score]
+) -> dict[str, float]:
     """Return what a step's batch looks like, under verl's names."""
     mask, lengths = batch["mask"], batch["lengths"]
     per_group = np.array([s.score for s in scores]).reshape(-1, np.bincount(batch["group_ids"])[0])
@@ -347,6 +400,8 @@ def batch_metrics(batch: Batch, rollouts: Rollouts, scores: list[Score]) -> dict
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
+        **job.balance(batch),
+        "reward/errors": float(sum(score.error is not None for score in scores)),
     }
 
 
@@ -392,7 +447,7 @@ def system_metrics(clock: Clock, compiled: CompileCounter, batch: Batch) -> dict
     return {
         **timing,
         **memory_metrics(),
-        "perf/compilations": compiled.take(),
+        **compiled.metrics(),
         "perf/total_num_tokens": total,
         "perf/throughput": total / timing["timing_s/step"] / jax.device_count(),
     }

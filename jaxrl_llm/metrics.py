@@ -23,6 +23,9 @@ from jaxrl_llm.sharding.processes import is_first
 
 log = logging.getLogger(__name__)
 
+PHASE = "phase"
+"""What marks the stages of a step among a trace's other events."""
+
 
 class Clock:
     """Wall-clock seconds of the named stages of a step, as `timing_s/<stage>`."""
@@ -34,9 +37,10 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Time one stage."""
+        """Time one stage, and mark it in a trace if one is being written."""
         start = time.perf_counter()
-        yield
+        with jax.profiler.TraceAnnotation(stage, **{PHASE: 1}):
+            yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
@@ -46,25 +50,43 @@ class Clock:
 
 
 class CompileCounter:
-    """Counts the functions that XLA compiles while it is open."""
+    """Counts the functions that XLA compiles while it is open, or finds compiled in its cache."""
 
     def __init__(self) -> None:
         """Start to count."""
-        self.count = 0
+        self.count, self._hits, self._seconds = 0, 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_listener(self._listen_to_cache)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del duration_secs, kwargs
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+        del kwargs
+        if event == "/jax/core/compile/backend_compile_duration":  # of a hit, too
+            self.count += 1
+            self._seconds += duration_secs
+
+    def _listen_to_cache(self, event: str, **kwargs: str | int) -> None:
+        del kwargs
+        self._hits += event == "/jax/compilation_cache/cache_hits"
 
     def take(self) -> int:
         """Return the count since the last call."""
         count, self.count = self.count, 0
         return count
 
+    def metrics(self) -> dict[str, float]:
+        """Return what was compiled and what was found since the last call."""
+        found = {
+            "perf/compilations": float(self.count - self._hits),
+            "perf/compilation_cache_hits": float(self._hits),
+            "perf/compile_seconds": self._seconds,
+        }
+        self.count, self._hits, self._seconds = 0, 0, 0.0
+        return found
+
     def close(self) -> None:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_listener(self._listen_to_cache)
 
 
 class MetricsFile:

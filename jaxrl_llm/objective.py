@@ -21,6 +21,7 @@ from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.dataflow import asks_for, call, describe
 from jaxrl_llm.functions import RunError
 from jaxrl_llm.models.heads import token_values
+from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.moe import RouterStats
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_with_router, head_matrix
@@ -36,8 +37,8 @@ class Forward:
     """How the model is run in training: everything static about a forward pass.
 
     `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
-    update moves the bias of sigmoid routers, and `context` how attention sees rows that devices
-    share (`sharding.layout.Layout`).
+    update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
+    (`sharding.layout.Layout`), and `kernel` what computes it (`models.kernels.choose`; None: XLA).
     """
 
     spec: ModelSpec
@@ -48,6 +49,7 @@ class Forward:
     router_loss_coef: float = 0.0
     router_bias_rate: float = 0.001
     context: str = "heads"
+    kernel: Kernel | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -115,7 +117,7 @@ def hidden_states(
     params: Params, rows: Rows, model: Forward, mesh: Mesh
 ) -> tuple[Float[Array, "P l D"], RouterStats | None]:
     """Return the hidden states of the rows, in pieces where devices share a row."""
-    layout = Layout(mesh, model.context)
+    layout = Layout(mesh, model.context, kernel=model.kernel)
     tokens, positions, segments = (
         layout.cut(jnp.asarray(x)) for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
@@ -173,17 +175,22 @@ class PolicyObjective:
         kl: estimator (logprobs, ref_logprobs) -> [B T], or None.
         entropy: whether there is an entropy bonus.
         corrected: whether the batch holds weights `correction` [B T] of the loss.
+        on_policy: whether the policy is the one at the start of the step, as where a step is one
+            update. `old_logprobs` are then the log-probs without their gradient, and `policy` in
+            the metrics holds the tokens' log-probs and entropies [b T].
     """
 
     loss: Callable[..., Any]
     kl: Callable[..., Any] | None = None
     entropy: bool = False
     corrected: bool = False
+    on_policy: bool = False
 
     def asks_for(self) -> set[str]:
         """Return the fields that the batch must hold."""
         names = set(asks_for(self.loss)) | (set(asks_for(self.kl)) if self.kl else set())
-        return (names - {"logprobs", "entropy"}) | ({"correction"} if self.corrected else set())
+        known = {"logprobs", "entropy"} | ({"old_logprobs"} if self.on_policy else set())
+        return (names - known) | ({"correction"} if self.corrected else set())
 
     def __call__(
         self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
@@ -194,6 +201,10 @@ class PolicyObjective:
         mask, weights = micro.fields["mask"], micro.fields["weights"]
         logprobs = jnp.where(mask, stats.logprobs, 0.0)
         fields = micro.fields | {"logprobs": logprobs, "entropy": stats.entropy}
+        said = {}
+        if self.on_policy:
+            fields["old_logprobs"] = jax.lax.stop_gradient(logprobs)
+            said = {"policy": {"logprobs": stats.logprobs, "entropy": stats.entropy}}
         policy = as_token_loss(call(self.loss, fields), self.loss, mask.shape)
         corrected = weights * fields["correction"] if self.corrected else weights
         loss = _total(policy.loss, corrected, mask)
@@ -206,7 +217,7 @@ class PolicyObjective:
             metrics["entropy_loss"] = _total(stats.entropy, weights, mask)
             loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
         loss, routed = _balanced(loss, router, coefs)
-        return loss, metrics | routed | {"loss": loss}
+        return loss, metrics | routed | said | {"loss": loss}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The models of a run that are trained: the actor, the critic, the implicit reward model."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from jaxrl_llm.sharding import processes
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.step import (
+    Inference,
     Learner,
     TrainState,
     logprob_pass,
@@ -99,13 +99,7 @@ def make_roles(
         settings = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
         shape = shape_on(layout)
         learner = learner_of(how, settings, shape, layout, model.like, model.frozen)
-        names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
-        run = (
-            value_pass
-            if is_critic
-            else functools.partial(logprob_pass, names=names, frozen=model.frozen)
-        )
-        infer = run(settings, shape, layout.mesh)
+        infer = inference_of(name, functions, settings, shape, layout, model.frozen)
         roles[name] = Role(
             name=name,
             learner=learner,
@@ -141,6 +135,21 @@ def learner_of(
         params_like=params_like,
         frozen=frozen,
     )
+
+
+def inference_of(
+    name: str,
+    functions: Functions,
+    settings: Forward,
+    shape: RowShape,
+    layout: Layout,
+    frozen: Any = None,
+) -> Inference:
+    """Build what says of each token what the functions ask a role for; see `logprob_pass`."""
+    if name == "critic":
+        return value_pass(settings, shape, layout.mesh)
+    names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
+    return logprob_pass(settings, shape, layout.mesh, names, frozen=frozen)
 
 
 def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool) -> Model:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from jaxrl_llm.keys import (
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.kernels import Choice, choose, heads_on, this_machine
 from jaxrl_llm.models.lora import (
     find_targets,
     join,
@@ -324,7 +326,8 @@ def forward_settings(
     """Return how the model is run in training.
 
     Raises:
-        ConfigError: its layers, experts or heads can't be split over the mesh.
+        ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
+            as the config says.
     """
     check_split(spec, layout)
     return Forward(
@@ -336,7 +339,32 @@ def forward_settings(
         router_bias_rate=config.router_bias_rate,
         temperature=temperature,
         context=layout.context,
+        kernel=attention(config, spec, layout).kernel,
     )
+
+
+_DECIDED: dict[tuple[Any, ...], Choice] = {}
+_DECIDING = threading.Lock()  # steps are also lowered by the thread that compiles ahead
+
+
+def attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Choice:
+    """Decide how a model attends to packed rows in training, and log it, once.
+
+    Several processes decide alike: cuDNN's kernel is taken where it is possible in all of them.
+
+    Raises:
+        ConfigError: model.attention=cudnn, which is not possible.
+    """
+    case = config.attention, config.dtype, heads_on(spec, layout)
+    with _DECIDING:
+        if case not in _DECIDED:
+            with blamed_on(f"model.attention={config.attention}"):
+                own = choose(config.attention, spec, layout, config.dtype, machine=this_machine())
+            others = processes.gather((own.name, own.reason))
+            against = [reason for name, reason in others if name == "xla"]
+            _DECIDED[case] = Choice("xla", against[0]) if against else own
+            log.info("attention by %s: %s", *_DECIDED[case][:2])
+        return _DECIDED[case]
 
 
 def check_split(spec: ModelSpec, layout: Layout) -> None:
@@ -359,19 +387,28 @@ def packed_shape(
     Args:
         layout: where it runs.
         spec: the model, which says what a sequence costs.
-        tokens: the most in a micro-batch.
+        tokens: the most on each device.
         longest: sequence, in tokens; a row is as long, or longer if several devices share it.
         sequences: in all.
+
+    Raises:
+        ConfigError: a device can't hold its part of a row.
     """
     share = layout.pieces * layout.stages
-    with blamed_on("batch.tokens_per_microbatch"):
-        return row_shape(
-            tokens,
-            -(-longest // share) * share,
-            sequences=sequences,
-            multiple_of=batch_shards(layout.mesh),
-            cost=model_cost(spec),
+    length = -(-longest // share) * share
+    if tokens * layout.pieces < length:
+        raise ConfigError(
+            f"batch.max_tokens_per_device={tokens} can't hold a device's part of a row of {length} "
+            f"tokens, which context={layout.pieces} share: wanted {length // layout.pieces} or more"
         )
+    return row_shape(
+        tokens * layout.shards,
+        length,
+        sequences=sequences,
+        multiple_of=batch_shards(layout.mesh),
+        cost=model_cost(spec),
+        unit=share,
+    )
 
 
 def make_optimizer(

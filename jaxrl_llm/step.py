@@ -8,7 +8,7 @@ before the update counts it, and with that held constant this loss is such a sum
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.data.packing import RowShape, pack_rows, plan
+from jaxrl_llm.data.packing import RowShape, in_bucket, pack_rows, plan
 from jaxrl_llm.dataflow import describe
 from jaxrl_llm.functions import RunError
 from jaxrl_llm.models.lora import join
@@ -80,18 +80,65 @@ def microbatches(
             f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
         )
     sharding = over_batch(mesh)
-    for members in plan(batch.sizes, shape):
-        indices = np.array([i for row in members for i in row])
-        rows = pack_rows(batch.tokens, batch.sizes, members, shape)
-        fields = {name: _pad(batch[name][indices], shape) for name in names}
-        yield indices, processes.put(MicroBatch(rows, fields), sharding)
+    for planned in plan(batch.sizes, shape):
+        members, bucket = in_bucket(batch.sizes, planned, shape)
+        indices, micro = _laid_out(batch, names, members, bucket)
+        yield indices, processes.put(micro, sharding)
+
+
+def _laid_out(
+    batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
+) -> tuple[np.ndarray, MicroBatch]:
+    indices = np.array([i for row in members for i in row], np.int32)
+    rows = pack_rows(batch.tokens, batch.sizes, members, bucket)
+    return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
 
 
 def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
     widths = [(0, shape.sequences - len(values))]
     if values.ndim > 1:
+        values = values[:, : shape.length]
         widths.append((0, shape.length - values.shape[1]))
     return np.pad(values, widths)
+
+
+class Rehearsal:
+    """Compiles a step for all buckets of micro-batches when it is first run, none of them later.
+
+    Args:
+        shape: of the micro-batches.
+        mesh: the devices.
+    """
+
+    def __init__(self, shape: RowShape, mesh: Mesh) -> None:
+        """Begin without any."""
+        self._shape, self._mesh = shape, mesh
+        self._seen: set[Any] = set()
+
+    def __call__(
+        self,
+        run: Callable[[MicroBatch], Any],
+        params: Params,
+        batch: Batch,
+        names: Iterable[str] = (),
+    ) -> None:
+        """Run a step on a micro-batch without sequences in each bucket.
+
+        Nothing is run where these parameters' layout and dtypes were met before.
+
+        Args:
+            run: the step; what it returns is fetched, and forgotten.
+            params: what it runs with.
+            batch: with the fields that it asks for.
+            names: of these fields.
+        """
+        kind = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
+        if kind in self._seen or len(self._shape.buckets) == 1:
+            return
+        self._seen.add(kind)
+        for bucket in self._shape.buckets:
+            _, micro = _laid_out(batch, names, [], bucket)
+            processes.fetch(run(processes.put(micro, over_batch(self._mesh))))
 
 
 def logprob_pass(
@@ -101,7 +148,7 @@ def logprob_pass(
     names: tuple[str, ...] = ("logprobs", "entropy"),
     *,
     frozen: Params | None = None,
-) -> Callable[[Params, Batch], dict[str, np.ndarray]]:
+) -> "Inference":
     """Return a function from parameters and a batch to some of its TokenStats [B T], by name.
 
     Args:
@@ -112,45 +159,67 @@ def logprob_pass(
         frozen: the parameters that are not in those given at each call.
     """
 
-    def compute(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
         stats = token_fields(join(params, rest), rows, model, mesh)._asdict()
         return {name: stats[name] for name in names}
 
-    return _inference(compute, shape, mesh, frozen or {})
+    return Inference(infer, shape, mesh, frozen or {})
 
 
-def value_pass(
-    model: Forward, shape: RowShape, mesh: Mesh
-) -> Callable[[Params, Batch], dict[str, np.ndarray]]:
+def value_pass(model: Forward, shape: RowShape, mesh: Mesh) -> "Inference":
     """Return a function from a critic's parameters and a batch to its `values` [B T]."""
 
-    def compute(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
         return {"values": value_fields(join(params, rest), rows, model, mesh)}
 
-    return _inference(compute, shape, mesh, {})
+    return Inference(infer, shape, mesh, {})
 
 
-def _inference(
-    compute: Callable[[Params, Params, Rows], dict[str, Array]],
-    shape: RowShape,
-    mesh: Mesh,
-    frozen: Params,
-) -> Callable[[Params, Batch], dict[str, np.ndarray]]:
-    run = jax.jit(compute)
+class Inference:
+    """A pass without gradients: (params, batch) -> what a model says of each token [B T], by name.
 
-    def infer(params: Params, batch: Batch) -> dict[str, np.ndarray]:
-        pending = [
-            (indices, run(params, frozen, micro.rows))
-            for indices, micro in microbatches(batch, set(), shape, mesh)
-        ]
-        found: dict[str, np.ndarray] = {}
-        for indices, results in pending:
-            for name, values in processes.fetch(results).items():
-                whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
-                whole[indices] = values[: len(indices), : batch.tokens.shape[1]]
-        return found
+    Args:
+        compute: (params, frozen, rows) -> the same of a micro-batch [b T].
+        shape: of the micro-batches.
+        mesh: the devices.
+        frozen: the parameters that are not in those given at each call.
 
-    return infer
+    Attributes:
+        run: `compute`, jitted.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Params, Params, Rows], dict[str, Array]],
+        shape: RowShape,
+        mesh: Mesh,
+        frozen: Params,
+    ) -> None:
+        """Compile nothing yet."""
+        self.run: Any = jax.jit(compute)
+        self._shape, self._mesh, self._frozen = shape, mesh, frozen
+        self._rehearse = Rehearsal(shape, mesh)
+
+    def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
+        """Run over a batch, in micro-batches."""
+        frozen = self._frozen
+        self._rehearse(lambda micro: self.run(params, frozen, micro.rows), params, batch)
+        cut = microbatches(batch, set(), self._shape, self._mesh)
+        said = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
+        return _whole(said, batch)
+
+
+def _whole(
+    parts: Iterable[tuple[np.ndarray, dict[str, Array]]], batch: Batch
+) -> dict[str, np.ndarray]:
+    """Put what micro-batches say of their tokens together, once all of them are on their way."""
+    found: dict[str, np.ndarray] = {}
+    for indices, results in list(parts):
+        for name, values in processes.fetch(results).items():
+            whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+            width = min(values.shape[1], whole.shape[1])
+            whole[indices, :width] = values[: len(indices), :width]
+    return found
 
 
 def balance_pass(
@@ -161,7 +230,7 @@ def balance_pass(
     They are the constant part of `load_balance_loss` times the model's coefficient. Without experts
     or with a coefficient of 0 there are none, and nothing is run.
     """
-    everywhere = replicated(mesh)
+    everywhere, rehearse = replicated(mesh), Rehearsal(shape, mesh)
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
@@ -174,6 +243,7 @@ def balance_pass(
     def find(params: Params, batch: Batch) -> Fields:
         if model.spec.moe is None or model.router_loss_coef == 0:
             return {}
+        rehearse(lambda micro: count(params, frozen, micro.rows), params, batch)
         cut = microbatches(batch, set(), shape, mesh)
         counted = (count(params, frozen, micro.rows) for _, micro in cut)
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
@@ -183,20 +253,25 @@ def balance_pass(
 
 
 class Learner(NamedTuple):
-    """The jitted halves of an update, and how to start.
+    """The jitted parts of an update, and how to start.
 
     Attributes:
         init: params -> TrainState.
-        update: (state, batch, coefficients) -> (state, metrics). Donates the state.
+        update: (state, batch, coefficients) -> (state, metrics). Donates the state. Where the
+            objective reports what the policy says of each token, the metrics hold it as `policy`,
+            [B T] by name.
         state_shardings: the layout of a TrainState.
-        differentiate: (params, frozen, micro, coefficients) -> (gradients, metrics), jitted.
+        begin: (params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches, jitted.
+        accumulate: (sum, params, frozen, micro, coefficients) -> (sum of gradients and metrics,
+            what the policy says of the tokens [b T] by name), jitted. Donates the sum.
         apply: (state, gradients, router statistics) -> (state, metrics), jitted.
     """
 
     init: Callable[[Params], TrainState]
     update: Callable[[TrainState, Batch, dict[str, float]], tuple[TrainState, dict[str, Any]]]
     state_shardings: TrainState
-    differentiate: Any
+    begin: Any
+    accumulate: Any
     apply: Any
 
 
@@ -235,18 +310,22 @@ def make_learner(
         zero = jnp.zeros((), jnp.int32)
         return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), zero, zero)
 
-    @functools.partial(jax.jit, out_shardings=(param_shardings, everywhere))
-    def differentiate(
+    differentiate = _differentiator(objective, model, mesh)
+    total_shardings = param_shardings, everywhere
+
+    @functools.partial(jax.jit, out_shardings=total_shardings)
+    def begin(
         params: Params, rest: Params, micro: MicroBatch, coefs: Fields
     ) -> tuple[Params, Fields]:
-        def loss(params: Params) -> tuple[Array, Fields]:
-            return objective(join(params, rest), micro, coefs, model, mesh)
+        like, _ = jax.eval_shape(differentiate, params, rest, micro, coefs)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-        return jax.grad(loss, has_aux=True)(params)
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(param_shardings, everywhere))
-    def add(total: tuple[Params, Fields], part: tuple[Params, Fields]) -> tuple[Params, Fields]:
-        return jax.tree.map(jnp.add, total, part)
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(total_shardings, None))
+    def accumulate(
+        total: tuple[Params, Fields], params: Params, rest: Params, micro: MicroBatch, coefs: Fields
+    ) -> tuple[tuple[Params, Fields], Fields]:
+        part, said = differentiate(params, rest, micro, coefs)
+        return jax.tree.map(jnp.add, total, part), said
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings, everywhere))
     def apply(
@@ -257,7 +336,8 @@ def make_learner(
         )
         return state, metrics | ({} if router is None else _router_summary(router))
 
-    balance = balance_pass(model, shape, mesh, rest)
+    balance, rehearse = balance_pass(model, shape, mesh, rest), Rehearsal(shape, mesh)
+    zeros = _traced_once(begin, total_shardings)
 
     @jax.jit
     def weigh(mask: Array) -> tuple[Array, Array]:
@@ -271,16 +351,55 @@ def make_learner(
             raise LossError(f"reduce {describe(reduce)!r} returned NaN or infinity as a weight")
         batch = batch.add(weights=weights, token_weights=token_weights)
         coefs = coefs | balance(state.params, batch)
-        total = None
-        for _, micro in microbatches(batch, names, shape, mesh):
-            part = differentiate(state.params, rest, micro, coefs)
-            total = part if total is None else add(total, part)
+
+        def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
+            inputs = state.params, rest, micro, coefs
+            return accumulate(zeros(*inputs) if total is None else total, *inputs)
+
+        rehearse(lambda micro: add(None, micro)[1], state.params, batch, names)
+        total, said = None, []
+        for indices, micro in microbatches(batch, names, shape, mesh):
+            total, found = add(total, micro)
+            said.append((indices, found))
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
         state, applied = apply(state, grads, metrics.pop("router", None))
-        return state, metrics | applied
+        policy = _whole(said, batch)
+        return state, metrics | applied | ({"policy": policy} if policy else {})
 
-    return Learner(init, update, state_shardings, differentiate, apply)
+    return Learner(init, update, state_shardings, begin, accumulate, apply)
+
+
+def _traced_once(begin: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Return `begin`, whose zeros are the same for micro-batches of all buckets."""
+    made: list[Callable[[], Any]] = []
+
+    def zeros(*inputs: Any) -> Any:
+        if not made:
+            like = jax.eval_shape(begin, *inputs)
+            zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
+            made.append(jax.jit(zero, out_shardings=shardings))
+        return made[0]()
+
+    return zeros
+
+
+def _differentiator(
+    objective: Objective, model: Forward, mesh: Mesh
+) -> Callable[[Params, Params, MicroBatch, Fields], tuple[tuple[Params, Fields], Fields]]:
+    """Return the gradient and metrics of a micro-batch, and what the policy says of its tokens."""
+
+    def differentiate(
+        params: Params, rest: Params, micro: MicroBatch, coefs: Fields
+    ) -> tuple[tuple[Params, Fields], Fields]:
+        def loss(params: Params) -> tuple[Array, Fields]:
+            return objective(join(params, rest), micro, coefs, model, mesh)
+
+        grads, metrics = jax.grad(loss, has_aux=True)(params)
+        said = metrics.pop("policy", {})
+        return (grads, metrics), said
+
+    return differentiate
 
 
 def apply_gradients(

@@ -20,10 +20,11 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig
-from jaxrl_llm.metrics import Clock, due
+from jaxrl_llm.metrics import Clock, CompileCounter, due
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec, Params
 from jaxrl_llm.objective import PolicyObjective
+from jaxrl_llm.profiling import Profiler
 from jaxrl_llm.runs import OpenRun, Trainee, open_run, run_folder
 from jaxrl_llm.setup import (
     forward_settings,
@@ -80,11 +81,15 @@ def _train(
     learner, opened, spec, base = _start(config, optimizer, folder, stack)
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
-    for step in range(opened.step + 1, total + 1):
+    compiled, left = CompileCounter(), range(opened.step + 1, total + 1)
+    profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
+    for step in left:
+        profiler.turn_to(step)
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
-        state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
-        found = jax.device_get(found)
+        with clock("update_actor"):
+            state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
+            found = jax.device_get(found)
         check_skipped(int(found["skipped"]), config.optim.max_skipped)
         router = {name: value for name, value in found.items() if name.startswith("router_")}
         metrics = {
@@ -93,6 +98,7 @@ def _train(
             "train/lr": float(schedule(updates)),
             **{f"train/{name}": float(value) for name, value in router.items()},
             **clock.metrics(),
+            **compiled.metrics(),
         }
         log.write(step, metrics)
         if due(step, max(1, total // 10), total):
@@ -104,6 +110,8 @@ def _train(
                 "origin": opened.origin,
             }
             opened.checkpoints.save(step, {"actor": state}, extra)
+    profiler.close()
+    compiled.close()
     return state.params, spec, base
 
 
@@ -118,7 +126,7 @@ def _start(
     shape = packed_shape(
         layout,
         model.spec,
-        tokens=config.batch.tokens_per_microbatch,
+        tokens=config.batch.max_tokens_per_device,
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
     )

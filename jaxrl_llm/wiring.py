@@ -4,6 +4,7 @@ What a function asks for by parameter name decides which models a run has: a cri
 for `values`, a reference where one asks for `ref_logprobs`, and so on.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -68,6 +69,8 @@ class Functions:
         learning: of the actor, and of the critic and the reward model where something asks for
             them, by name.
         needs: every field that one of them asks for.
+        on_policy: whether the update itself can find the old log-probs: a step is one update, and
+            nothing else asks for them.
         needs_reference: whether that includes the reference's log-probs.
     """
 
@@ -115,6 +118,11 @@ class Functions:
                     "remove it, or name an advantage or a loss that does"
                 )
         self.needs_reference = "ref_logprobs" in self.needs
+        self.on_policy = self._is_on_policy(config)
+        if self.on_policy:
+            actor = self.learning["actor"]
+            policy = dataclasses.replace(policy, on_policy=True)
+            self.learning["actor"] = actor._replace(objective=policy)
         self._check_producers(config)
         self._try_out(config)
 
@@ -147,6 +155,25 @@ class Functions:
     ) -> None:
         self.learning[name] = learning(objective, reduce, name, optim, f"{name}.optim")
         self.needs |= objective.asks_for()
+
+    def _is_on_policy(self, config: TrainConfig) -> bool:
+        """Tell whether a pass for the old log-probs would only repeat what the update computes."""
+        batch, algorithm = config.batch, config.algorithm
+        once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
+            None,
+            batch.prompts_per_step,
+        )
+        before = [self.advantage, self.mark, *self.corrections]
+        asked = {name for f in before if f for name in asks_for(f)}
+        for name, how in self.learning.items():
+            asked |= how.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
+        return (
+            once
+            and not algorithm.bypass
+            and algorithm.kl_reward is None
+            and config.critic.warmup_steps == 0
+            and not asked & {"old_logprobs", "entropy", "sum_pi_squared"}
+        )
 
     def _check_producers(self, config: TrainConfig) -> None:
         """Refuse fields that no key produces, and keys that produce what nothing asks for."""

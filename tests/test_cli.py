@@ -1,12 +1,13 @@
 """The command line of `train` and `sft`."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import yaml
 
-from jaxrl_llm import sft, train
+from jaxrl_llm import cli, sft, train
 from jaxrl_llm.cli import config_main
 from jaxrl_llm.config import describe, load
 from jaxrl_llm.functions import ConfigError
@@ -177,3 +178,34 @@ def test_as_a_program_without_importing_jax(config_file):
     )
     assert done.stdout == "2 False\n"
     assert done.stderr.startswith("error: unknown key 'seeed'; did you mean 'seed'?")
+
+
+@pytest.mark.parametrize(
+    ("pages", "glibc", "tunables", "wanted"),
+    [
+        ("always [madvise] never", "2.36", None, True),
+        ("[always] madvise never", "2.36", None, False),
+        ("always madvise [never]", "2.36", None, False),
+        ("always [madvise] never", "2.34", None, False),
+        ("always [madvise] never", "", None, False),
+        ("always [madvise] never", "2.36", "glibc.malloc.check=1", False),
+        (None, "2.36", None, False),
+    ],
+)
+def test_a_program_starts_again_once_to_ask_for_huge_pages(
+    monkeypatch, tmp_path, pages, glibc, tunables, wanted
+):
+    started = []
+    if pages:
+        (tmp_path / "enabled").write_text(pages)
+    monkeypatch.setattr(cli, "HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(os, "confstr", lambda name: f"glibc {glibc}" if glibc else None)
+    monkeypatch.setattr(os, "execv", lambda *program: started.append(program))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jaxrl_llm.train", "--config", "x"])
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if tunables:
+        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    cli.take_huge_pages()
+    cli.take_huge_pages()  # as the program does that was started
+    again = [sys.executable, "-m", "jaxrl_llm.train", "--config", "x"]
+    assert started == ([(sys.executable, again)] if wanted else [])

@@ -127,7 +127,7 @@ def one(config: TrainConfig | SftConfig):
         return config.seed
     groups, model = config.batch, config.model
     two(config.optim)
-    return groups.tokens_per_microbatch, other.epochs, model.nothing
+    return groups.max_tokens_per_device, other.epochs, model.nothing
 
 def two(config: OptimConfig):
     return config.grad_clip
@@ -148,8 +148,8 @@ def four(config):
         "SftConfig.model",
         "TrainConfig.optim",
         "SftConfig.optim",
-        "TrainConfig.batch.tokens_per_microbatch",
-        "SftConfig.batch.tokens_per_microbatch",
+        "TrainConfig.batch.max_tokens_per_device",
+        "SftConfig.batch.max_tokens_per_device",
         "OptimConfig.grad_clip",
         "TrainConfig.rollout",
         "TrainConfig.rollout.top_p",

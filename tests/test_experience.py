@@ -13,9 +13,10 @@ from jaxrl_llm.experience import (
     AdvantageError,
     Rollouts,
     advantage_step,
-    experience,
+    lay_out,
     penalize,
     sample,
+    with_scores,
 )
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.rollout.engine import Engine
@@ -91,7 +92,7 @@ def batch():
     answers = [completion(1, 2, 3), completion(4), completion(5, 6), completion(1, 2, 3, 4, 5)]
     scores = [Score(s, {}, None) for s in (1.0, -0.5, 0.0, 2.0)]
     rollouts = Rollouts(prompts, answers, ["", "", "", ""])
-    return experience(rollouts, scores, samples=2, max_tokens=6)
+    return with_scores(lay_out(rollouts, samples=2, max_tokens=6), scores)
 
 
 def test_layout(batch):

@@ -139,12 +139,15 @@ def test_values_out_of_range(override, said):
         ("epochs=0", "epochs=0, wanted 1 or more"),
         ("seed=-1", "seed=-1, wanted 0 or more"),
         ("model.logprob_chunk=0", "model.logprob_chunk=0, wanted 1 or more"),
+        ("model.attention=flash", "model.attention='flash', wanted auto, xla or cudnn"),
         ("checkpoint.keep=0", "checkpoint.keep=0, wanted 1 or more"),
         ("checkpoint.every=-1", "checkpoint.every=-1, wanted 0 or more"),
         ("optim.max_skipped=-1", "optim.max_skipped=-1, wanted 0 or more"),
         ("optim.grad_clip=0", "optim.grad_clip=0.0, wanted a number above 0 or null"),
         ("model.dtype=float16", "model.dtype='float16', wanted float32 or bfloat16"),
         ("checkpoint.resume=always", "checkpoint.resume='always', wanted auto or never"),
+        ("log.profile_steps=[2, 0]", "log.profile_steps=[2, 0], but 0 is not a step of the run"),
+        ("log.profile_steps=-1", "log.profile_steps=[-1], but -1 is not a step of the run"),
         ("data.train=[]", "data.train names no file"),
         (
             "mesh.train.data=0",
@@ -162,6 +165,16 @@ def test_values_out_of_range_in_the_shared_groups(cls, override, said):
     assert refusal(cls, override).startswith(said) or said in refusal(cls, override)
 
 
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+def test_profiled_steps_are_steps_of_the_run(cls):
+    assert build_with(cls, "log.profile_steps=5").log.profile_steps == (5,)
+    assert build_with(cls, "log.profile_steps=[5, 3]", "steps=5").log.profile_steps == (5, 3)
+    message = refusal(cls, "log.profile_steps=[5, 3]", "steps=4")
+    assert message.endswith("5 is not a step of the run: wanted numbers from 1 to 4")
+    for wrong in ("1.5", "true", "[last]", "[null]"):
+        assert "log.profile_steps: got" in refusal(cls, f"log.profile_steps={wrong}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -175,8 +188,8 @@ def test_values_out_of_range_in_the_shared_groups(cls, override, said):
             "rollout.slots=20 is not a multiple of rollout.samples_per_prompt=8",
         ),
         (
-            ["batch.tokens_per_microbatch=1023"],
-            "batch.tokens_per_microbatch=1023 can't hold the longest sequence: "
+            ["batch.max_tokens_per_device=1023"],
+            "batch.max_tokens_per_device=1023 can't hold the longest sequence: "
             "data.max_prompt_tokens + rollout.max_new_tokens = 1024",
         ),
         (
@@ -198,8 +211,8 @@ def test_contradictions_between_keys(overrides, said):
     ("overrides", "said"),
     [
         (
-            ["batch.tokens_per_microbatch=1023"],
-            "batch.tokens_per_microbatch=1023 can't hold the longest example: data.max_tokens=1024",
+            ["batch.max_tokens_per_device=1023"],
+            "batch.max_tokens_per_device=1023 can't hold the longest example: data.max_tokens=1024",
         ),
         (["batch.examples_per_step=0"], "batch.examples_per_step=0, wanted 1 or more"),
         (["data.max_tokens=0"], "data.max_tokens=0, wanted 1 or more"),
@@ -217,7 +230,7 @@ def test_contradictions_in_supervised_training(overrides, said):
     "overrides",
     [
         ["batch.prompts_per_step=12", "batch.prompts_per_minibatch=6"],
-        ["batch.tokens_per_microbatch=1024"],
+        ["batch.max_tokens_per_device=1024"],
         ["validation.every=5", "data.validation=v.parquet"],
         ["algorithm.kl_loss=k3"],
         ["algorithm.kl_reward=k1", "algorithm.kl_coef=0"],

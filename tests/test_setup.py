@@ -489,10 +489,11 @@ def test_rules_that_are_none(rules, said):
 
 def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
     layout = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
-    shape = packed_shape(layout, SPEC, tokens=64, longest=13, sequences=10)
-    assert (shape.length, shape.rows % 2) == (16, 0)
-    with pytest.raises(ConfigError, match=r"^batch\.tokens_per_microbatch: "):
-        packed_shape(layout, SPEC, tokens=16, longest=13, sequences=10)
+    shape = packed_shape(layout, SPEC, tokens=8, longest=13, sequences=10)
+    assert (shape.length, shape.rows) == (16, 4)
+    said = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: wanted 4 or more"
+    with pytest.raises(ConfigError, match=said):
+        packed_shape(layout, SPEC, tokens=3, longest=13, sequences=10)
 
 
 def test_a_model_that_can_not_be_read(tmp_path):

@@ -1,5 +1,6 @@
 """What an update does besides being invariant: skipping, counting, checking, metrics, layout."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
-from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.data.balance import Cost
+from jaxrl_llm.data.packing import LEAST_FLOPS, RowShape, row_shape
 from jaxrl_llm.metrics import CompileCounter
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.objective import Forward, PolicyObjective, as_token_loss, token_fields
@@ -21,6 +23,7 @@ from jaxrl_llm.step import (
     TrainState,
     apply_gradients,
     check_skipped,
+    logprob_pass,
     make_learner,
     microbatches,
 )
@@ -72,13 +75,13 @@ def scaled(logprobs, advantages):
     return TokenLoss(-logprobs * advantages, {"seen": advantages})
 
 
-def learn(mesh, params, loss, optimizer=None):
+def learn(mesh, params, loss, optimizer=None, shape=SHAPE):
     return make_learner(
         PolicyObjective(loss=loss),
         Forward(spec=SPEC),
         optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
         reduce=sequence_mean_token_mean,
-        shape=SHAPE,
+        shape=shape,
         mesh=mesh,
         params_like=params,
     )
@@ -91,6 +94,33 @@ def learner(mesh, params):
 
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
+    """It is that with the log-probs of a pass before it, and says what the pass says."""
+    batch, model = make_batch(), Forward(spec=SPEC)
+    found = logprob_pass(model, SHAPE, mesh)(params, batch)
+    updated = {}
+    for on_policy in (True, False):
+        learner = make_learner(
+            PolicyObjective(loss=ppo_clip, on_policy=on_policy),
+            model,
+            optax.sgd(1.0),
+            reduce=sequence_mean_token_mean,
+            shape=SHAPE,
+            mesh=mesh,
+            params_like=params,
+        )
+        given = batch.add(old_logprobs=np.full((4, 8), np.nan) if on_policy else found["logprobs"])
+        updated[on_policy] = learner.update(learner.init(params), given, {})
+    (own, metrics), (wanted, others) = updated[True], updated[False]
+    said = metrics.pop("policy")
+    assert said.keys() == found.keys()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), said, found)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-7), own.params, wanted.params
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), metrics, others)
 
 
 # ------------------------------------------------------------------------------- skipped updates
@@ -291,6 +321,28 @@ def test_nothing_compiles_after_the_first_update(learner, params):
         assert counter.count == 1, "the counter counts"
     finally:
         counter.close()
+
+
+def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
+    """Later ones have other lengths, and so other shapes."""
+    model, names = Forward(spec=SPEC), ("logprobs",)
+    shape = SHAPE._replace(cost=Cost(24576.0, flops=LEAST_FLOPS / 8))
+    assert [bucket[:2] for bucket in shape.buckets] == [(1, 8), (2, 8)]
+    infer, plain = (logprob_pass(model, s, mesh, names) for s in (shape, SHAPE))
+    learner = learn(mesh, params, scaled, optax.sgd(0.0), shape)
+    state, counter = learner.init(params), CompileCounter()
+    counts = []
+    for sizes in ([8, 8, 8, 8], [8, 3, 5, 6], [2, 2, 2, 2], [8, 3, 5, 2]):
+        batch = dataclasses.replace(make_batch(), sizes=np.array(sizes, np.int32))
+        found = infer(state.params, batch)["logprobs"]
+        state, _ = learner.update(state, batch, {})
+        counts.append(counter.take())
+        wanted = plain(params, batch)["logprobs"]
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        counter.take()
+    counter.close()
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0, 0]
 
 
 def test_moments_lie_where_their_parameters_do():

@@ -24,7 +24,7 @@ from jaxrl_llm.setup import blamed_on, read_model
 from jaxrl_llm.sharding import processes
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.step import microbatches
+from jaxrl_llm.step import Rehearsal, microbatches
 from jaxrl_llm.types import Batch, Rows
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,10 @@ def score_pass(
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         return sequence_scores(params, layout.join(hidden), *map(jnp.asarray, rows[3:]))
 
+    rehearse = Rehearsal(shape, layout.mesh)
+
     def score(params: Params, batch: Batch) -> np.ndarray:
+        rehearse(lambda micro: compute(params, micro.rows), params, batch)
         pending = [
             (indices, compute(params, micro.rows))
             for indices, micro in microbatches(batch, set(), shape, layout.mesh)

@@ -207,6 +207,8 @@ class RewardPool:
         for worker in [w for w in self._crew if w.process.poll() is not None]:
             self._dismiss(worker)
         while len(scores) < len(items):
+            if not self._closer.alive:
+                raise RewardError("reward: the pool was closed")
             unfinished = len(items) - len(scores)
             while len(self._crew) < min(self._workers, unfinished):
                 self._crew.append(_Worker(self._spec, self._timeout_s))

@@ -106,7 +106,7 @@ class Workshop:
                     "max_tokens": 16,
                 },
                 "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-2}},
-                "batch": {"examples_per_step": 16, "tokens_per_microbatch": 256},
+                "batch": {"examples_per_step": 16, "max_tokens_per_device": 256},
                 "checkpoint": {"every": 4},
                 "log": {"tensorboard": False},
             },
@@ -129,7 +129,7 @@ class Workshop:
                 "batch": {
                     "prompts_per_step": 8,
                     "prompts_per_minibatch": 4,
-                    "tokens_per_microbatch": 128,
+                    "max_tokens_per_device": 128,
                 },
                 "log": {"tensorboard": False},
             },

@@ -120,7 +120,7 @@ def test_covariance_is_over_the_whole_mini_batch(run):
     """So that the tokens that clip_cov drops do not depend on the cut into micro-batches."""
     select = "algorithm.high_covariance={fn: select_clip_cov, ratio: 0.2, low: 0.0}"
     found = [
-        run("algorithm.loss=clip_cov", select, f"batch.tokens_per_microbatch={size}").ok()
+        run("algorithm.loss=clip_cov", select, f"batch.max_tokens_per_device={size}").ok()
         for size in (16, 512)
     ]
     for small, large in zip(*(result.metrics for result in found), strict=True):
@@ -139,9 +139,23 @@ def test_optimal_token_baselines_run(run, name):
 def test_the_reward_model_of_prime_learns_from_the_labels(run):
     wanted = ("algorithm.advantage=prime", "reward_model.optim.schedule.value=3e-3", "steps=6")
     lines = run(*wanted, "reward.scorer=arithmetic").ok().metrics[1:]
-    assert lines[0]["reward_model/loss"] == pytest.approx(np.log(2), abs=0.02)
-    assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"] - 0.05
+    assert lines[0]["reward_model/loss"] == pytest.approx(np.log(2), abs=0.05)  # of two updates
+    assert min(line["reward_model/loss"] for line in lines) < np.log(2) - 0.1
     assert all(line["reward_model/grad_norm"] > 0 for line in lines)
+
+
+def test_an_update_on_policy_needs_no_pass_for_old_logprobs(run, workshop):
+    """Another advantage that asks for them brings the pass back; nothing else changes."""
+    words = ("batch.prompts_per_minibatch=null", "algorithm.kl_loss=k3", "algorithm.kl_coef=0.1")
+    asking = f"algorithm.advantage={workshop.mine('grpo_that_asks_for_old_logprobs')}"
+    found, wanted = run(*words).ok(), run(*words, asking).ok()
+    for a, b in zip(found.learned[1:], wanted.learned[1:], strict=True):
+        assert a.keys() == b.keys()
+        for name, value in b.items():
+            assert a[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert found.learned[2]["actor/kl"] > 0
+    passes = ["timing_s/old_log_prob" in result.metrics[1] for result in (found, wanted)]
+    assert passes == [False, True]
 
 
 # ---------------------------------------------------------------------------------- corrections

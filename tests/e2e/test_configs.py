@@ -95,7 +95,7 @@ def test_gsm8k_runs_with_a_small_model_and_small_numbers(run, workshop, tmp_path
         "rollout.slots=24",
         "batch.prompts_per_step=8",
         "batch.prompts_per_minibatch=4",
-        "batch.tokens_per_microbatch=512",
+        "batch.max_tokens_per_device=512",
         "rollout.dump_every=1",
         config="gsm8k.yaml",
     ).ok()

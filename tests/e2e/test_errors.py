@@ -49,7 +49,7 @@ def failed(result, status, pattern):
 )
 def test_configs_that_cannot_be_run(run, override, pattern):
     # A micro-batch holds the longest sequence of all the cases.
-    refused(run("batch.tokens_per_microbatch=512", override), 2, pattern)
+    refused(run("batch.max_tokens_per_device=512", override), 2, pattern)
 
 
 def test_a_missing_config_file(run):

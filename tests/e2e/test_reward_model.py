@@ -11,7 +11,7 @@ import transformers
 
 from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.experience import Rollouts, experience
+from jaxrl_llm.experience import Rollouts, lay_out, with_scores
 from jaxrl_llm.rewards.model import judge
 from jaxrl_llm.rewards.pool import Score
 from jaxrl_llm.types import Completion
@@ -156,9 +156,8 @@ def test_both_scores_can_be_components():
     rollouts = Rollouts([prompt] * 3, [answer] * 3, ["a", "b", "c"])
     scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
     found = judge(rollouts, np.array([4.0, 5.0, np.inf], np.float32), scored, on_error=-1.0)
-    batch = experience(
-        rollouts, found, samples=3, max_tokens=3, components=("score", "scorer", "acc")
-    )
+    batch = lay_out(rollouts, samples=3, max_tokens=3)
+    batch = with_scores(batch, found, components=("score", "scorer", "acc"))
     assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
     wanted = [[4.0, 0.25, 1.0], [5.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
     assert batch["score_components"].tolist() == wanted
@@ -176,7 +175,7 @@ def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
 def test_packing_and_devices_make_no_difference(run, reward_model):
     words = (f"reward.model={reward_model}", *ALONE)
     found = [
-        run(*words, f"batch.tokens_per_microbatch={n}", devices=devices).ok().metrics[1]
+        run(*words, f"batch.max_tokens_per_device={n}", devices=devices).ok().metrics[1]
         for n, devices in ((16, 1), (256, 1), (256, 4))
     ]
     for statistic in ("mean", "max", "min"):

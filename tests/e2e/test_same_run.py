@@ -132,7 +132,7 @@ def close(workshop, found, wanted):
 
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_the_micro_batch_makes_no_difference(workshop, plain, tokens):
-    other = workshop(*EXACTLY, f"batch.tokens_per_microbatch={tokens}").ok()
+    other = workshop(*EXACTLY, f"batch.max_tokens_per_device={tokens}").ok()
     close(workshop, other, plain)
 
 
