@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
@@ -37,12 +39,14 @@ CHANGEABLE = (
     "epochs",
     "log",
     "checkpoint",
+    "compilation_cache",
     "validation",
     "mesh",
     "offload",
     "export_to",
     "algorithm.max_draws",
-    "batch.tokens_per_microbatch",
+    "model.attention",
+    "batch.max_tokens_per_device",
     "critic.optim.max_skipped",
     "data.prepare",
     "data.validation",
@@ -60,8 +64,8 @@ CHANGEABLE = (
 
 
 @contextlib.contextmanager
-def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
-    """Hold a run's folder: one run at a time; its config, versions and commit inside.
+def run_folder(run_dir: str | Path, config: TrainConfig | SftConfig) -> Iterator[Path]:
+    """Hold a run's folder: one run at a time; its config, versions, commit and programs inside.
 
     Raises:
         ConfigError: another run is there, or nothing can be written there.
@@ -69,7 +73,47 @@ def run_folder(run_dir: str | Path, config: Any) -> Iterator[Path]:
     folder = Path(run_dir)
     with contextlib.ExitStack() as stack:
         processes.once(lambda: stack.enter_context(_held(folder, config)))
+        if config.compilation_cache:
+            stack.enter_context(compiled_into(programs_in(folder)))
         yield folder
+
+
+def programs_in(folder: Path) -> Path:
+    """Return the folder of a run's compiled programs.
+
+    >>> programs_in(Path("/runs/a"))
+    PosixPath('/runs/a/cache/compilation')
+    """
+    return folder.resolve() / "cache" / "compilation"
+
+
+@contextlib.contextmanager
+def compiled_into(folder: Path) -> Iterator[None]:
+    """Keep what XLA compiles in a folder, where a later process with the same programs finds it.
+
+    Small programs are kept, too: a run has dozens of them. All processes read, the first one
+    writes. A folder that the user has given to jax is taken as it is, and so is each of its
+    settings that the environment makes.
+    """
+    settings: Any = jax.config
+    wanted = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    if settings.jax_compilation_cache_dir:
+        wanted = {}
+    own = {name: value for name, value in wanted.items() if name.upper() not in os.environ}
+    before = {name: getattr(settings, name) for name in own}
+    try:
+        for name, value in own.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        if own:
+            compilation_cache.reset_cache()  # it stays in the folder that it was first used with
 
 
 @contextlib.contextmanager

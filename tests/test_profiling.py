@@ -1,0 +1,245 @@
+"""Profiles of steps: which are traced, what is read off a trace, and how it is summed up."""
+
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.metrics import Clock, Display
+from jaxrl_llm.profiling import Profiler, phases_of, summarize, timeline, tracing
+from jaxrl_llm.traces import GROUPS, Operation, Phase, Trace, group_of, read_programs, read_trace
+
+DEVICES = 2
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A trace of two phases on two devices: products and a sum over both, then a transposition."""
+    jax.clear_caches()  # a trace has all programs that the process holds
+    folder = tmp_path_factory.mktemp("traced")
+    mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.device_put(np.ones((64, 512), np.float32), rows)
+    layers = jax.device_put(np.ones((6, 512, 512), np.float32), jax.NamedSharding(mesh, jax.P()))
+
+    @jax.jit
+    def multiply(x, layers):
+        def layer(x, weights):
+            with jax.named_scope("attention"):
+                x = x @ weights
+            return jnp.tanh(x @ weights), None
+
+        return jax.lax.scan(layer, x, layers)[0].sum()
+
+    turn = jax.jit(lambda layers: jnp.transpose(layers, (2, 0, 1)))
+    jax.block_until_ready((multiply(x, layers), turn(layers)))
+    clock = Clock()
+    with tracing(folder, 7):
+        with clock("gen"):
+            jax.block_until_ready(multiply(x, layers))
+        with clock("adv"):
+            jax.block_until_ready(turn(layers))
+        with clock("gen"):
+            jax.block_until_ready(multiply(x, layers))
+    (path,) = folder.rglob("*.xplane.pb")
+    return path, read_trace(path), clock
+
+
+def test_phases_last_as_long_as_the_clock_says(traced):
+    _, trace, clock = traced
+    assert [phase.name for phase in trace.phases] == ["gen", "adv", "gen"]
+    spans = phases_of(trace)
+    for name in ("gen", "adv"):
+        seconds = sum(span.end - span.start for span in spans[name]) / 1e9
+        # a phase is marked inside of what the clock times; a busy machine may wait in between
+        assert clock.seconds[name] - 0.2 < seconds < clock.seconds[name] + 1e-3
+    everything = sum(span.end - span.start for found in spans.values() for span in found)
+    assert everything == pytest.approx(trace.step.end - trace.step.start)
+
+
+def test_every_operation_is_found_on_every_device(traced):
+    """Twelve layers of two products ran on each device, and no loop is counted beside them."""
+    _, trace, _ = traced
+    assert {o.device for o in trace.operations} == {f"CPU {n}" for n in range(DEVICES)}
+    assert not [o for o in trace.operations if re.match("while|call", o.name)]
+    for device in range(DEVICES):
+        own = [o for o in trace.operations if o.device == f"CPU {device}"]
+        kinds = {g: [o for o in own if o.group == g] for g in GROUPS}
+        assert len(kinds["matrix products"]) == len(kinds["attention"]) == 12
+        assert all(o.program == "jit_multiply" for o in kinds["attention"])
+        assert all("attention" in o.source for o in kinds["attention"])
+        assert len(kinds["collectives"]) == 2
+        assert any(o.program == "jit__lambda" for o in kinds["copies"])
+        assert kinds["other"]
+
+
+def test_the_programs_in_a_trace_are_those_that_xla_compiled(traced):
+    path, _, _ = traced
+    programs = read_programs(path.read_bytes())
+    (multiply,) = (found for name, found in programs.items() if name.startswith("jit_multiply("))
+    opcodes = {opcode for said in multiply.values() for opcode in said.opcodes}
+    assert {"while", "dot", "all-reduce", "tanh"} <= opcodes
+    assert [
+        name for name, said in multiply.items() if "while" in said.opcodes and len(said.opcodes) > 1
+    ] == []
+
+
+def test_the_summary_adds_up(traced):
+    _, trace, _ = traced
+    head, groups, top = summarize(trace, 7).split("\n\n")
+    phases = re.findall(r"^([a-z_ ]+?) +(\d+\.\d+) +(\d+\.\d) %", head, re.MULTILINE)
+    assert [name for name, _, _ in phases] == ["gen", "adv", "outside of phases"]
+    total = float(re.match(r"step 7: (\S+) s, devices busy", head)[1])
+    assert sum(float(s) for _, s, _ in phases) == pytest.approx(total, abs=2e-3)
+    assert sum(float(share) for _, _, share in phases) == pytest.approx(100, abs=0.3)
+    kinds = dict(re.findall(r"^([a-z ]+?) +\d+\.\d+ +(\d+\.\d) %", groups, re.MULTILINE))
+    assert tuple(kinds) == GROUPS
+    assert sum(map(float, kinds.values())) == pytest.approx(100, abs=0.3)
+    listed = re.findall(r"^ +\d+\.\d+ +(\d+\.\d) % +\d+ ", top, re.MULTILINE)
+    assert 3 < len(listed) <= 15
+    assert sorted(map(float, listed), reverse=True) == list(map(float, listed))
+
+
+def test_operations_share_the_time_that_a_device_is_busy():
+    """Against a walk through time in steps of one."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, 80, 40)
+    ends = starts + rng.integers(0, 15, 40)
+    operations = [
+        Operation("0", "", "", "", "other", a * 1e9, b * 1e9)
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    found = timeline(Trace(Phase("step", 0, 100e9), [], operations), "0")
+    wanted, used = np.zeros(40), np.zeros(100)
+    for second in range(100):
+        running = (starts <= second) & (second < ends)
+        used[second] = running.any()
+        wanted += running / max(1, running.sum())
+    np.testing.assert_allclose(found.seconds, wanted, atol=1e-9)
+    for first, last in ((0, 100), (3, 4), (10, 33), (90, 99)):
+        assert found.busy(Phase("gen", first * 1e9, last * 1e9)) == pytest.approx(
+            used[first:last].sum()
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "opcodes", "source", "group"),
+    [
+        ("sm90_xmma_gemm_bf16 custom-call.3", {"custom-call"}, "", "matrix products"),
+        ("nvjet_hsh_192x192_64x4 gemm_fusion_dot.3", {"fusion", "dot"}, "", "matrix products"),
+        ("custom-call.9", {"custom-call"}, "f/dot_general __cublas$lt$matmul", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_fprop", {"custom-call"}, "", "attention"),
+        ("custom-call.1", {"custom-call"}, "f __cudnn$fmhaSoftmax", "attention"),
+        (
+            "ncclDevKernel_AllGather_RING_LL all-gather-start.2",
+            {"all-gather-start"},
+            "",
+            "collectives",
+        ),
+        ("reduce-scatter.7", {"reduce-scatter"}, "", "collectives"),
+        ("MemcpyD2D", {"MemcpyD"}, "", "copies"),
+        ("loop_copy_fusion.2", {"fusion", "parameter", "copy", "bitcast"}, "", "copies"),
+        ("loop_add_fusion.2", {"fusion", "parameter", "copy", "add"}, "", "other"),
+        ("input_reduce_fusion", {"fusion", "reduce", "multiply"}, "", "other"),
+    ],
+)
+def test_groups(name, opcodes, source, group):
+    assert group_of(name, opcodes, source) == group
+
+
+def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):
+    jax.clear_caches()  # as above
+    with caplog.at_level(logging.INFO):
+        profiler = Profiler(range(2, 5), (1, 3), tmp_path, Display("training", 4))
+    assert "step 1 is not profiled: the run goes on at 2" in caplog.text
+    (tmp_path / "profile/step_3").mkdir(parents=True)
+    (tmp_path / "profile/step_3/old").touch()
+    for step in range(2, 5):
+        profiler.turn_to(step)
+        with Clock()("gen"):
+            jax.block_until_ready(jnp.ones(3) + step)
+    profiler.close()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_3"]
+    found = {path.name.partition(".")[2] for path in (tmp_path / "profile").rglob("*.*")}
+    assert {"txt", "xplane.pb", "trace.json.gz"} == found
+    shown = capsys.readouterr().out
+    text = (tmp_path / "profile/step_3/summary.txt").read_text()
+    assert shown.startswith(text.partition("\n\n")[0]) and shown.startswith("step 3: ")
+    assert not (tmp_path / "profile/step_3/old").exists()
+
+
+def test_a_step_behind_the_end_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"log.profile_steps=\[9\], but the run ends after 4 steps"
+    ):
+        Profiler(range(2, 5), (9,), tmp_path, Display("training", 4))
+
+
+def gpu_event(kernel, start_us, length_us, **stats):
+    """Return the text of an event: a kernel's number among the names, and stats by number."""
+    said = "".join(
+        f"stats {{ metadata_id: {STATS.index(name) + 1} str_value: '{value}' }} "
+        for name, value in stats.items()
+    )
+    return (
+        f"events {{ metadata_id: {KERNELS.index(kernel) + 1} offset_ps: {start_us * 10**6} "
+        f"duration_ps: {length_us * 10**6} {said}}}"
+    )
+
+
+STATS = [
+    "hlo_op",
+    "hlo_module",
+    "program_id",
+    "kernel_details",
+    "memcpy_details",
+    "memalloc_details",
+]
+KERNELS = ["nvjet_hsh_192x192", "ncclDevKernel_AllGather_RING_LL", "MemcpyD2D", "MemoryAlloc"]
+
+
+def test_a_gpus_streams_are_read(tmp_path):
+    """A trace written by hand as CUDA's tracer lays one out: no GPU is needed."""
+    of_step = {"hlo_module": "jit_step", "program_id": "3", "kernel_details": "regs:168"}
+    product = gpu_event("nvjet_hsh_192x192", 1, 6, hlo_op="cublas.1", **of_step)
+    gather = gpu_event("ncclDevKernel_AllGather_RING_LL", 4, 4, hlo_op="all-gather.2", **of_step)
+    copy = gpu_event("MemcpyD2D", 9, 1, memcpy_details="size:8")
+    alloc = gpu_event("MemoryAlloc", 0, 10, memalloc_details="size:8")
+
+    def names(kind, values):
+        return "".join(
+            f"{kind} {{ key: {i} value {{ id: {i} name: '{name}' }} }}"
+            for i, name in enumerate(values, 1)
+        )
+
+    text = f"""
+        planes {{ name: '/device:GPU:0' {names("event_metadata", KERNELS)}
+            {names("stat_metadata", STATS)}
+            lines {{ name: 'Stream #7(Kernel,MemcpyD2D)' {product} {copy} {alloc} }}
+            lines {{ name: 'Stream #9(Kernel)' {gather} }}
+            lines {{ name: 'XLA Ops' {product} }} }}
+        planes {{ name: '/host:CPU' {names("event_metadata", ["step", "gen"])}
+            {names("stat_metadata", ["step_num", "phase"])}
+            lines {{ name: 'python'
+                events {{ metadata_id: 1 duration_ps: 12000000
+                    stats {{ metadata_id: 1 int64_value: 5 }} }}
+                events {{ metadata_id: 2 duration_ps: 8000000
+                    stats {{ metadata_id: 2 int64_value: 1 }} }} }} }}
+    """
+    path = tmp_path / "gpu.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    trace = read_trace(path)
+    assert [(o.program, o.name, o.group) for o in trace.operations] == [
+        ("jit_step", "cublas.1", "matrix products"),
+        ("", "MemcpyD2D", "copies"),
+        ("jit_step", "all-gather.2", "collectives"),
+    ]
+    found = timeline(trace, "/device:GPU:0")
+    np.testing.assert_allclose(found.seconds, np.array([4.5, 1, 2.5]) / 1e6)
+    assert found.busy(trace.step) == pytest.approx(8e-6)
+    assert found.busy(trace.phases[0]) == pytest.approx(7e-6)
