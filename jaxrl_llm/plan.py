@@ -5,6 +5,7 @@ arrays. What they need is read off the compiled programs; see docs/planning.md.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,15 @@ from jaxrl_llm.keys import TrainConfig
 
 
 def simulate(devices: int) -> None:
-    """Make jax believe in so many CPU devices; it must not have looked at any yet."""
+    """Make jax believe in so many CPU devices; it must not have looked at any yet.
+
+    The CPU's compiler widens matrices before it multiplies them. It must do so where they are used
+    and not ahead, or all of them would be there at once, as they never are on a GPU.
+    """
+    flags = "--xla_disable_hlo_passes=while-loop-invariant-code-motion"
+    flags += ",while-loop-expensive-invariant-code-motion"
+    flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -62,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jaxrl_llm.setup import quiet_libraries  # which imports jax
 
     def change(more: Sequence[str]) -> TrainConfig:
-        return load(TrainConfig, options.config, [*options.overrides, *more])
+        own = [*options.overrides, "model.attention=xla"]  # no GPU's kernel compiles here
+        return load(TrainConfig, options.config, [*own, *more])
 
     try:
         config = change(())

@@ -81,8 +81,8 @@ def options(shapes: Shapes, phase: Phase) -> Iterator[tuple[str, ...]]:
             yield (f"offload.{key}=true",)
     train, rollout = shapes.layouts.train.mesh.shape, shapes.layouts.rollout.mesh.shape
     has_experts = shapes.spec.moe is not None
-    tokens = config.batch.tokens_per_microbatch
-    fewer = f"batch.tokens_per_microbatch={tokens // 2}"
+    tokens = config.batch.max_tokens_per_device
+    fewer = f"batch.max_tokens_per_device={tokens // 2}"
     for axis in ("tensor", "context", *(("expert",) if has_experts else ())):
         finer = "mesh.train.fsdp=-1", f"mesh.train.{axis}={2 * train[axis]}"
         yield finer
@@ -110,7 +110,7 @@ def scaled(scratch: Mapping[str, int | float], old: Shapes, new: Shapes) -> dict
             found[name] = size
         else:
             found[name] = size * _load(new, role) / _load(old, role)
-            if step == "differentiate":
+            if step == "accumulate":
                 found[name] *= stored(new) / stored(old)
     return found
 

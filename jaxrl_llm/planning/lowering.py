@@ -17,15 +17,16 @@ from jaxlib.mlir import ir
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.job import make_engine, microbatch_shape
 from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.models.lora import join, split_adapter, without_adapter
+from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
-from jaxrl_llm.objective import Forward, MicroBatch, token_fields, value_fields
-from jaxrl_llm.roles import learner_of
+from jaxrl_llm.objective import Forward, MicroBatch
+from jaxrl_llm.roles import inference_of, learner_of
 from jaxrl_llm.setup import forward_settings
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
+from jaxrl_llm.step import logprob_pass
 from jaxrl_llm.types import Rows
-from jaxrl_llm.wiring import Learning, abstract_fields
+from jaxrl_llm.wiring import Functions, abstract_fields
 
 
 class Role(NamedTuple):
@@ -38,6 +39,7 @@ class Role(NamedTuple):
         params: its parameters, or its adapter; gradients are as large.
         optimizer: the optimizer's state; None for the reference, which is not trained.
         frozen: the base of an adapter, else nothing.
+        is_asked: whether a step asks it for more than its updates do.
     """
 
     settings: Forward
@@ -46,6 +48,7 @@ class Role(NamedTuple):
     params: Any
     optimizer: Any
     frozen: Any
+    is_asked: bool = True
 
 
 def shapes_of(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> Any:
@@ -106,16 +109,21 @@ def halves(lowered: Any) -> Any:
 
 
 def plan_role(
-    config: TrainConfig, spec: ModelSpec, how: Learning, layout: Layout
-) -> tuple[Role, dict[str, Callable[[], Any]]]:
+    config: TrainConfig, functions: Functions, name: str, spec: ModelSpec, layout: Layout
+) -> tuple[Role, dict[str, Callable[..., Any]]]:
     """Return a model that is trained, and what lowers its steps, by name.
+
+    Those that read micro-batches are lowered for a bucket of their shapes, without one for the
+    largest.
 
     Args:
         config: of the run.
+        functions: that it names.
+        name: of the role.
         spec: the model, with its adapter or value head.
-        how: it learns.
         layout: where it stands.
     """
+    how = functions.learning[name]
     params, frozen = shapes_of(spec, layout), {}
     if spec.lora is not None:
         params = split_adapter(params)[0]
@@ -124,50 +132,60 @@ def plan_role(
     shape = microbatch_shape(config, spec, layout)
     learner = learner_of(how, settings, shape, layout, params, frozen)
     state = placed(jax.eval_shape(learner.init, params), learner.state_shardings)
-    micro = abstract_microbatch(how.objective.asks_for(), config, shape, layout.mesh)
+    infer = inference_of(name, functions, settings, shape, layout, frozen)
     coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
     everywhere = replicated(layout.mesh)
     if spec.moe is not None and config.model.router_loss_coef:
         weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
         coefs["balance_weights"] = weights
-    inputs = (params, frozen, micro, coefs)
 
-    def lower_apply() -> Any:
-        _, metrics = jax.eval_shape(learner.differentiate, *inputs)
-        router = metrics.get("router")
-        router = router and placed(router, jax.tree.map(lambda _: everywhere, router))
-        return learner.apply.lower(state, params, router)
+    def inputs(bucket: RowShape) -> tuple[Any, ...]:
+        micro = abstract_microbatch(how.objective.asks_for(), config, bucket, layout.mesh)
+        return params, frozen, micro, coefs
 
+    metrics = jax.eval_shape(learner.begin, *inputs(shape))[1]
+    metrics = placed(metrics, jax.tree.map(lambda _: everywhere, metrics))
     lower = {
-        "differentiate": lambda: learner.differentiate.lower(*inputs),
-        "apply": lower_apply,
-        "infer": lambda: lower_inference(settings, layout.mesh, params, frozen, micro.rows),
+        "accumulate": lambda bucket=shape: learner.accumulate.lower(
+            (params, metrics), *inputs(bucket)
+        ),
+        "apply": lambda: learner.apply.lower(state, params, metrics.get("router")),
+        "infer": lambda bucket=shape: infer.run.lower(params, frozen, inputs(bucket)[2].rows),
     }
-    return Role(settings, layout, shape, params, state.opt_state, frozen), lower
+    is_asked = (
+        name != "actor"
+        or not functions.on_policy
+        or functions.mark is not None
+        or (spec.lora is not None and functions.needs_reference)
+    )
+    return Role(settings, layout, shape, params, state.opt_state, frozen, is_asked), lower
 
 
 def plan_reference(
-    config: TrainConfig, spec: ModelSpec, layout: Layout
-) -> tuple[Role, Callable[[], Any]]:
-    """Return the reference, in the compute dtype, and what lowers its pass."""
+    config: TrainConfig, functions: Functions, spec: ModelSpec, layout: Layout, *, apart: bool
+) -> tuple[Role, Callable[..., Any]]:
+    """Return the reference, in the compute dtype, and what lowers its pass.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        spec: the model.
+        layout: where it stands.
+        apart: whether that is elsewhere than the actor, whose pass it has otherwise.
+    """
     weights = shapes_of(spec, layout, config.model.dtype)
     settings = forward_settings(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
-    rows = abstract_microbatch(set(), config, shape, layout.mesh).rows
-    role = Role(settings, layout, shape, weights, None, {})
-    return role, lambda: lower_inference(settings, layout.mesh, weights, {}, rows)
+    if apart:
+        infer = logprob_pass(settings, shape, layout.mesh, ("logprobs",))
+    else:
+        infer = inference_of("actor", functions, settings, shape, layout)
 
+    def lower(bucket: RowShape = shape) -> Any:
+        rows = abstract_microbatch(set(), config, bucket, layout.mesh).rows
+        return infer.run.lower(weights, {}, rows)
 
-def lower_inference(model: Forward, mesh: Mesh, params: Any, frozen: Any, rows: Rows) -> Any:
-    """Lower a pass without gradients: log-probs and entropy, or a critic's values."""
-
-    def infer(params: Any, frozen: Any, rows: Rows) -> Any:
-        if model.spec.value_head:
-            return value_fields(join(params, frozen), rows, model, mesh)
-        stats = token_fields(join(params, frozen), rows, model, mesh)
-        return stats.logprobs, stats.entropy
-
-    return jax.jit(infer).lower(params, frozen, rows)
+    return Role(settings, layout, shape, weights, None, {}), lower
 
 
 def abstract_microbatch(

@@ -55,7 +55,7 @@ class Shapes(NamedTuple):
         roles: what is trained, by name.
         throughout: what is held in all phases.
         cache: of the engine, bytes of a device.
-        lower: what lowers each step, by name.
+        lower: what lowers each step, by name; those that read micro-batches for one of the buckets.
     """
 
     config: TrainConfig
@@ -64,7 +64,7 @@ class Shapes(NamedTuple):
     roles: dict[str, Role]
     throughout: list[Held]
     cache: int
-    lower: dict[str, Callable[[], Any]]
+    lower: dict[str, Callable[..., Any]]
 
 
 def lay_out(config: TrainConfig) -> Shapes:
@@ -78,10 +78,10 @@ def lay_out(config: TrainConfig) -> Shapes:
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
     roles, throughout, lower = {}, [], {}
-    for name, how in functions.learning.items():
+    for name in functions.learning:
         layout = layouts.train if name == "actor" else getattr(layouts, name)
         own = spec if name == "actor" else role_spec(config, name, base)
-        role, steps = plan_role(config, own, how, layout)
+        role, steps = plan_role(config, functions, name, own, layout)
         roles[name] = role
         lower |= {f"{name} {step}": run for step, run in steps.items()}
         sizes = {"parameters": role.params, "optimizer": role.optimizer}
@@ -89,7 +89,10 @@ def lay_out(config: TrainConfig) -> Shapes:
         for kind, tree in sizes.items():
             throughout.append(Held(f"{name} {kind}", bytes_on_device(tree), layout))
     if functions.needs_reference and not spec.lora:
-        role, lower["reference infer"] = plan_reference(config, base, layouts.reference)
+        where = layouts.reference
+        role, lower["reference infer"] = plan_reference(
+            config, functions, base, where, apart=where is not layouts.train
+        )
         roles["reference"] = role
         held = Held("reference weights", bytes_on_device(role.params), layouts.reference)
         throughout.append(held)
@@ -115,25 +118,18 @@ def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
 def phases(shapes: Shapes, scratch: Mapping[str, int | float]) -> list[Phase]:
     """Return what each device holds in each phase.
 
-    Gradients are held twice where there are several micro-batches, the sum and the newest part.
-
     Args:
         shapes: the run.
         scratch: bytes that each step needs beside its arguments, by the step's name.
     """
     found = []
     for name, role in shapes.roles.items():
-        steps = {"infer": 0}
-        if role.optimizer is not None:
-            steps = {
-                "differentiate": 1 + (microbatches(shapes.config, role) > 1),
-                "apply": 1,
-            } | steps
-        for step, copies in steps.items():
+        steps = ("accumulate", "apply") if role.optimizer is not None else ()
+        for step in (*steps, "infer"):
             phase = f"{name} {step}"
             own: dict[str, Any] = {"scratch": scratch.get(phase, 0)}
-            if copies:
-                own[f"{name} gradients"] = bytes_on_device(role.params) * copies
+            if step != "infer":
+                own[f"{name} gradients"] = bytes_on_device(role.params)
             found.append(Phase(phase, _held(shapes, phase, role.layout) | own))
     for step in ("fill", "decode"):
         own = {"cache": shapes.cache, "scratch": scratch.get(f"engine {step}", 0)}
@@ -207,10 +203,10 @@ def workload(shapes: Shapes, step: str) -> Work:
     forward = forward_flops(role.settings.spec, role.shape.tokens, longest(config) / 2)
     if what == "apply":
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
-    if what == "differentiate":
+    if what == "accumulate":
         return Work(mesh, updates * runs, 3 * params, 3 * forward)
     passes = runs * batch.prompts_per_step / groups
-    idle = name == "actor" and config.algorithm.bypass
+    idle = not role.is_asked or (name == "actor" and config.algorithm.bypass)
     return Work(mesh, 0.0 if idle else passes, params, forward)
 
 
