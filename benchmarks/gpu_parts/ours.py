@@ -1,0 +1,270 @@
+"""What `benchmarks.gpu` measures of this library, each job in a process of its own.
+
+python -m benchmarks.gpu_parts.ours JOB.json RESULT.json
+"""
+
+import dataclasses
+import functools
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.gpu_parts.cases import run_cases
+from benchmarks.gpu_parts.shapes import SHAPES, lengths_of
+from jaxrl_llm.algorithms.logprobs import token_stats
+from jaxrl_llm.algorithms.losses import ppo_clip
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.data.balance import model_cost
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.attention import PLAIN, attend
+from jaxrl_llm.models.kernels import (
+    Choice,
+    Heads,
+    attend_cudnn,
+    choose,
+    difference,
+    objection,
+    this_machine,
+)
+from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.objective import Forward, PolicyObjective
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.step import make_learner
+from jaxrl_llm.types import Batch, Request, Sampling
+
+LEARNING_RATE = 1e-6
+
+
+def spec_of(name: str) -> ModelSpec:
+    """Return the spec of one of the shapes."""
+    shape = SHAPES[name]
+    return ModelSpec(
+        vocab_size=shape.vocabulary,
+        width=shape.width,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_width=shape.head_width,
+        ff_width=shape.ff_width,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied_embeddings=True,
+        max_positions=40960,
+    )
+
+
+def peak_bytes() -> int | None:
+    """Return the most that the device's memory has held; None where nothing says so."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def seconds(function: Callable[..., Any], *arguments: Any, runs: int) -> float:
+    """Return the time of one run, of several that are queued one behind another."""
+    jax.block_until_ready(function(*arguments))
+    start = time.perf_counter()
+    results = [function(*arguments) for _ in range(runs)]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / runs
+
+
+# ------------------------------------------------------------------------------------ an update
+
+
+def batch_of(job: dict[str, Any]) -> Batch:
+    """Draw the sequences of an update: a quarter of each is prompt, the rest is trained on."""
+    sizes = np.array(lengths_of(job), np.int32)
+    rng, width = np.random.default_rng(0), int(sizes.max())
+    at = np.arange(width)[None]
+    mask = (at >= sizes[:, None] // 4) & (at < sizes[:, None]) & (at > 0)
+    fields = {
+        "mask": mask,
+        "lengths": mask.sum(1),
+        "old_logprobs": np.where(mask, -8.0, 0.0).astype(np.float32),
+        "advantages": np.where(mask, rng.normal(size=(len(sizes), 1)), 0.0).astype(np.float32),
+    }
+    tokens = rng.integers(1, SHAPES[job["shape"]].vocabulary, (len(sizes), width), np.int32)
+    return Batch(np.where(at < sizes[:, None], tokens, 0).astype(np.int32), sizes, fields)
+
+
+def learner_of(job: dict[str, Any]) -> tuple[Any, Any, Choice]:
+    """Return a learner of the library, its state, and how it attends."""
+    spec, mesh = spec_of(job["shape"]), make_mesh({}, jax.devices()[:1])
+    layout = Layout(mesh)
+    choice = choose(job["attention"], spec, layout, "bfloat16", machine=this_machine())
+    split = layout.of(declare(spec))
+    params = jax.jit(lambda key: initialize(spec, key=key), out_shardings=split)(jax.random.key(0))
+    shape = row_shape(
+        job["micro"],
+        min(job["row"], job["micro"]),
+        sequences=len(lengths_of(job)),
+        cost=dataclasses.replace(model_cost(spec), flops=0.0),  # one shape, so one program
+    )
+    learner = make_learner(
+        PolicyObjective(loss=ppo_clip),
+        Forward(spec=spec, dtype="bfloat16", remat=job["remat"], kernel=choice.kernel),
+        optax.adamw(LEARNING_RATE),
+        reduce=token_mean,
+        shape=shape,
+        mesh=mesh,
+        params_like=jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+        ),
+    )
+    state = learner.init(params)
+    del params
+    return learner, state, choice
+
+
+def update(job: dict[str, Any]) -> dict[str, Any]:
+    """Time updates as the library does them: packing on the host, float32 masters, AdamW."""
+    learner, state, choice = learner_of(job)
+    batch, coefs = batch_of(job), {"kl_coef": 0.0, "entropy_coef": 0.0}
+    times, metrics, start = [], {}, time.perf_counter()
+    for _ in range(job["runs"] + 1):
+        begun = time.perf_counter()
+        state, metrics = learner.update(state, batch, coefs)
+        jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - begun)
+    return {
+        "seconds": statistics.median(times[1:]),
+        "all_seconds": times[1:],
+        "seconds_to_compile": times[0],
+        "seconds_in_all": time.perf_counter() - start,
+        "loss": float(metrics["loss"]),
+        "attention": f"{choice.name}: {choice.reason}",
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def profile(job: dict[str, Any]) -> dict[str, Any]:
+    """Trace one update, and share its time out by kinds of operations."""
+    from jaxrl_llm.profiling import summarize, timeline, tracing  # which read configs, too
+    from jaxrl_llm.traces import read_trace
+
+    learner, state, choice = learner_of(job)
+    batch, coefs = batch_of(job), {"kl_coef": 0.0, "entropy_coef": 0.0}
+    for _ in range(2):
+        state, _ = learner.update(state, batch, coefs)
+    jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder:
+        with tracing(Path(folder) / "trace", 1):
+            jax.block_until_ready(learner.update(state, batch, coefs))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        trace = read_trace(path)
+    spent: defaultdict[str, float] = defaultdict(float)
+    (name,) = {operation.device for operation in trace.operations}
+    device = timeline(trace, name)
+    for operation, length in zip(device.operations, device.seconds, strict=True):
+        spent[operation.group] += float(length)
+    busy, whole = sum(spent.values()), (trace.step.end - trace.step.start) / 1e9
+    return {
+        "seconds": whole,
+        "device_busy": busy / whole,
+        "shares_of_busy": {group: length / busy for group, length in spent.items()},
+        "outside_matrix_products_and_attention": 1
+        - (spent["matrix products"] + spent["attention"]) / busy,
+        "attention": choice.name,
+        "summary": summarize(trace, 1),
+    }
+
+
+# ------------------------------------------------------------------------------------ its parts
+
+
+off_from_float32 = functools.cache(difference)  # it depends on heads, not on rows
+
+
+def attention(job: dict[str, Any]) -> dict[str, Any]:
+    """Time one attention over packed rows, forward, and forward and backward."""
+    heads, keys, width = job["heads"]
+    rows, length, segments = job["case"]
+    of = Heads(heads, keys, width, PLAIN)
+    kernel = attend
+    if job["by"] == "cudnn":
+        against = objection(of, "bfloat16", this_machine())
+        if against is not None:
+            return {"error": f"not possible: {against}"}
+        kernel = attend_cudnn
+    ids = jnp.asarray(np.repeat(np.arange(1, segments + 1), length // segments)[None])
+    ids = jnp.tile(ids, (rows, 1))
+    drawn = jax.random.split(jax.random.key(0), 4)
+    q, k, v, out = (
+        jax.random.normal(key, (rows, length, n, width), jnp.bfloat16)
+        for key, n in zip(drawn, (heads, keys, keys, heads), strict=True)
+    )
+
+    def both(q: Any, k: Any, v: Any, out: Any) -> Any:
+        mixed, backward = jax.vjp(lambda q, k, v: kernel(q, k, v, ids), q, k, v)
+        return mixed, backward(out)
+
+    forward = seconds(jax.jit(lambda q, k, v: kernel(q, k, v, ids)), q, k, v, runs=job["runs"])
+    return {
+        "forward_seconds": forward,
+        "seconds": seconds(jax.jit(both), q, k, v, out, runs=job["runs"]),
+        "difference": off_from_float32(kernel, of, "bfloat16"),
+    }
+
+
+def logprobs(job: dict[str, Any]) -> dict[str, Any]:
+    """Time the gradient of log-probs and entropies at one chunk size."""
+    tokens, width, vocabulary = job["scored"]
+    drawn = jax.random.split(jax.random.key(0), 2)
+    hidden = jax.random.normal(drawn[0], (tokens, width), jnp.bfloat16)
+    head = 0.02 * jax.random.normal(drawn[1], (width, vocabulary), jnp.float32)
+    targets = jnp.arange(tokens) % vocabulary
+
+    def total(hidden: Any, head: Any) -> Any:
+        stats = token_stats(hidden, head, targets, chunk=job["chunk"])
+        return stats.logprobs.sum() + 1e-3 * stats.entropy.sum()
+
+    run = jax.jit(jax.grad(total, (0, 1))).lower(hidden, head).compile()
+    planned: Any = run.memory_analysis()
+    scratch = planned.temp_size_in_bytes
+    return {"seconds": seconds(run, hidden, head, runs=job["runs"]), "scratch_bytes": scratch}
+
+
+def decode(job: dict[str, Any]) -> dict[str, Any]:
+    """Time the native engine on as many requests as it has slots, all of one length."""
+    spec, layout = spec_of(job["shape"]), Layout(make_mesh({}, jax.devices()[:1]))
+    (prompt, new), requests = job["answer"], job["requests"]
+    engine = NativeEngine(
+        spec,
+        layout=layout,
+        slots=requests,
+        max_tokens=prompt + new,
+        max_prompt_tokens=prompt,
+        prompts_per_fill=min(requests, 32),
+        dtype="bfloat16",
+    )
+    draw = jax.jit(functools.partial(initialize, spec), out_shardings=layout.of(declare(spec)))
+    engine.load(draw(key=jax.random.key(0)), version=0)
+    rng = np.random.default_rng(0)
+    how = Sampling(max_new_tokens=new, temperature=1.0, stop_ids=())
+    prompts = rng.integers(1, spec.vocab_size, (requests, prompt)).tolist()
+    asked = [Request(tuple(p), how, seed) for seed, p in enumerate(prompts)]
+    times = []
+    for _ in range(job["runs"] + 1):
+        begun = time.perf_counter()
+        answers = engine.sample(asked)
+        times.append(time.perf_counter() - begun)
+        assert all(len(answer.tokens) == new for answer in answers), "no stop token was given"
+    engine.close()
+    return {"seconds": statistics.median(times[1:]), "peak_bytes": peak_bytes()}
+
+
+JOBS = {f.__name__: f for f in (update, profile, attention, logprobs, decode)}
+
+
+if __name__ == "__main__":
+    run_cases(JOBS, jax.local_devices()[0].device_kind)

@@ -1,0 +1,188 @@
+"""What the benchmarks of a GPU run, and how many operations that is. Plain Python."""
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """Sizes of a Qwen3 model; embeddings and output projection are tied."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ff_width: int
+
+
+SHAPES = {
+    "qwen3-1.7b": Shape(151936, 2048, 28, 16, 8, 128, 6144),
+    "tiny": Shape(512, 64, 2, 4, 2, 16, 128),
+}
+
+
+class Peak(NamedTuple):
+    """What a GPU can do at most: dense bfloat16 FLOP/s and bytes/s of its memory."""
+
+    flops: float
+    bandwidth: float
+    source: str
+
+
+PEAKS = {
+    "H200": Peak(989e12, 4.8e12, "https://www.nvidia.com/en-us/data-center/h200/"),
+    "H100": Peak(989e12, 3.35e12, "https://www.nvidia.com/en-us/data-center/h100/"),
+}
+"""By a part of the device's name: of the SXM modules, half of what the pages give with sparsity."""
+
+
+def peak_of(device: str) -> Peak | None:
+    """Return the peaks of a device, None for one that is not listed.
+
+    >>> peak_of("NVIDIA H200").bandwidth
+    4800000000000.0
+    >>> peak_of("cpu"), peak_of("NVIDIA H100 PCIe")
+    (None, None)
+    """
+    if any(other in device for other in ("PCIe", "NVL")):
+        return None
+    return next((peak for name, peak in PEAKS.items() if name in device), None)
+
+
+def parameters(shape: Shape) -> int:
+    """Count the numbers of a model's matrices; the tied one counts once, as it multiplies once.
+
+    >>> round(parameters(SHAPES["qwen3-1.7b"]) / 1e9, 2)
+    1.72
+    """
+    attention = 2 * shape.heads * shape.head_width + 2 * shape.kv_heads * shape.head_width
+    layer = shape.width * (attention + 3 * shape.ff_width)
+    return shape.layers * layer + shape.vocabulary * shape.width
+
+
+def attention_flops(heads: int, head_width: int, lengths: Sequence[int]) -> int:
+    """Count the operations of one causal attention over segments, forward.
+
+    A pair costs a product and a sum in scores and in mixing, 4 times the head's width. The backward
+    pass has 2.5 times as many.
+
+    >>> attention_flops(1, 1, [3]), attention_flops(2, 8, [1, 1])
+    (24, 128)
+    """
+    return 4 * heads * head_width * sum(n * (n + 1) // 2 for n in lengths)
+
+
+def update_flops(shape: Shape, lengths: Sequence[int]) -> int:
+    """Count the operations of an update: 6 N per token, and those of causal attention.
+
+    Attention counts as a forward and a backward pass of twice as much, without what is computed
+    again.
+
+    >>> update_flops(Shape(5, 2, 1, 1, 1, 2, 3), [2]) == 6 * 44 * 2 + 3 * 24
+    True
+    """
+    attention = shape.layers * attention_flops(shape.heads, shape.head_width, lengths)
+    return 6 * parameters(shape) * sum(lengths) + 3 * attention
+
+
+def decoding_bytes(shape: Shape, requests: int, prompt: int, new: int) -> int:
+    """Count the bytes that generating has to read in bfloat16: weights, and keys and values so far.
+
+    >>> decoding_bytes(Shape(5, 2, 1, 1, 1, 2, 3), 3, 4, 2) == 2 * (2 * 44 + 3 * 4 * (4 + 5))
+    True
+    """
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_width
+    cached = requests * per_token * sum(prompt + i for i in range(new))
+    return 2 * (new * parameters(shape) + cached)
+
+
+def spread_lengths(tokens: int, mean: int, most: int, sigma: float = 1.0) -> list[int]:
+    """Draw log-normal lengths, cut at `most`, that add up to a number of tokens.
+
+    >>> found = spread_lengths(4096, 128, 512)
+    >>> sum(found), max(found) <= 512, len(found) > 16
+    (4096, True, True)
+    """
+    draw, found = random.Random(0), []
+    while (left := tokens - sum(found)) > 0:
+        drawn = round(draw.lognormvariate(0, sigma) * mean / 2.718281828 ** (sigma**2 / 2))
+        found.append(min(max(drawn, mean // 16), most, left))
+    return found
+
+
+def lengths_of(job: dict[str, Any]) -> list[int]:
+    """Return the lengths of the sequences that a job of part `mfu` trains on.
+
+    >>> lengths_of({"lengths": "equal", "tokens": 64, "length": 32})
+    [32, 32]
+    """
+    if job["lengths"] == "equal":
+        return [job["length"]] * (job["tokens"] // job["length"])
+    return spread_lengths(job["tokens"], job["length"] // 2, job["row"])
+
+
+class Sizes(NamedTuple):
+    """How large the jobs are.
+
+    Attributes:
+        shape: Of the model.
+        tokens: Of an update.
+        micro: Tokens of its micro-batches, small, middle and large.
+        length: Of each sequence where they are equal.
+        row: Tokens of a packed row.
+        attention: (rows, tokens of a row, segments in it).
+        heads: N, K and H of the attention that is timed alone.
+        scored: Tokens to score, the width of their hidden states and the vocabulary.
+        chunks: Tokens scored at once.
+        decode: Numbers of requests.
+        answer: Tokens of a prompt and of an answer.
+        runs: How often what is timed is repeated.
+        updates: How many of the updates are timed.
+    """
+
+    shape: str
+    tokens: int
+    micro: tuple[int, int, int]
+    length: int
+    row: int
+    attention: tuple[tuple[int, int, int], ...]
+    heads: tuple[int, int, int]
+    scored: tuple[int, int, int]
+    chunks: tuple[int, ...]
+    decode: tuple[int, ...]
+    answer: tuple[int, int]
+    runs: int
+    updates: int | None = None
+
+
+FULL = Sizes(
+    shape="qwen3-1.7b",
+    tokens=32768,
+    micro=(2048, 8192, 32768),
+    length=1024,
+    row=4096,
+    attention=((8, 1024, 1), (4, 4096, 4), (2, 8192, 1), (2, 8192, 16), (1, 32768, 8)),
+    heads=(16, 8, 128),
+    scored=(8192, 2048, 151936),
+    chunks=(256, 512, 1024, 2048, 4096, 8192),
+    decode=(1, 32, 256),
+    answer=(128, 256),
+    runs=5,
+)
+SMALL = Sizes(
+    shape="tiny",
+    tokens=512,
+    micro=(64, 128, 512),
+    length=32,
+    row=64,
+    attention=((2, 64, 1), (2, 128, 4)),
+    heads=(4, 2, 16),
+    scored=(256, 64, 512),
+    chunks=(64, 256),
+    decode=(1, 4),
+    answer=(8, 16),
+    runs=2,
+    updates=12,
+)

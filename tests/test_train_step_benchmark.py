@@ -1,0 +1,68 @@
+"""The benchmark of the training step: packed and padded updates are the same one."""
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.spec import initialize
+from jaxrl_llm.models.transformer import forward, logits
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("train_step")
+
+
+def test_examples(train_step):
+    assert doctest.testmod(train_step).failed == 0
+
+
+def test_flops_are_thrice_those_that_xla_counts(train_step):
+    spec, length = train_step.case_of("test-64-equal", 1, "float32").spec, 64
+
+    def run(params, rows):
+        return logits(params, spec, forward(params, spec, rows, rows, rows))
+
+    params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    rows = jax.ShapeDtypeStruct((1, length), np.int32)
+    counted = jax.jit(run).lower(params, rows).compile().cost_analysis()["flops"]
+    # XLA's attention computes all pairs, and counts norms, softmax and so on
+    pairs = 12 * spec.layers * spec.heads * spec.head_width * length * (length - 1) / 2
+    assert 1 < 3 * counted / (train_step.update_flops(spec, [length]) + pairs) < 1.3
+
+
+def test_a_case(train_step, tmp_path, capsys):
+    """Rows of 64 places, two in a micro-batch, for 32 sequences."""
+    where = tmp_path / "found.json"
+    words = "--cases test-64-spread --sequences 32 --repeats 1 --peak 1 --json"
+    train_step.main([*words.split(), str(where)])
+    (found,) = json.loads(where.read_text())["cases"]
+    tokens = sum(train_step.lognormal_lengths(32, 16, 64))
+    assert found["tokens"] == tokens
+    assert found["padding_padded"] == pytest.approx(1 - tokens / (32 * 64))
+    rows = 1 / (1 - found["padding_packed"]) * tokens / 64
+    assert rows == pytest.approx(round(rows))
+    assert tokens / 64 <= rows <= tokens / 64 + 2
+    assert 0 < found["difference"] < 1e-4
+    assert found["ratio"] == pytest.approx(found["padded_s"][0] / found["packed_s"][0])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| test-64-spread | 2,880 | 32 |")
+
+
+def test_gradients_that_differ_are_an_error(train_step):
+    case = train_step.case_of("test-64-spread", 4, "float32")
+    one = train_step.Run([1.0], 0.5, [np.array([3.0, 4.0])], 0.0)
+    other = one._replace(gradients=[np.array([3.0, 4.1])])
+    assert train_step.difference(one, other) == pytest.approx(0.02)
+    with pytest.raises(SystemExit, match="test-64-spread: packed and padded gradients"):
+        train_step.check(case, one, other)
+    with pytest.raises(SystemExit, match=r"losses 0\.5 and 0\.6"):
+        train_step.check(case, one, one._replace(loss=0.6))
