@@ -452,7 +452,7 @@ def written(tmp_path_factory):
         model.warm_start=null data.train={folder}/train.parquet log.tensorboard=false
         data.validation={folder}/validation.parquet data.prepare.out={folder}
         data.prepare.train_rows=8 data.prepare.validation_rows=2 data.prepare.sft_rows=0
-        batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.tokens_per_microbatch=128
+        batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.max_tokens_per_device=128
         rollout.samples_per_prompt=4 rollout.slots=8 rollout.dump_every=0 reward.workers=0
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.keep={folder}/asking.py:all_groups
