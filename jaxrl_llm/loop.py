@@ -15,7 +15,6 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import asks_for, call, describe
-from jaxrl_llm.evaluate import headline
 from jaxrl_llm.experience import Rollouts, add_to_scores, penalize
 from jaxrl_llm.keys import OffloadConfig, TrainConfig
 from jaxrl_llm.metrics import (
@@ -36,6 +35,7 @@ from jaxrl_llm.sharding import processes
 from jaxrl_llm.sharding.offload import lent, to_device, to_host
 from jaxrl_llm.step import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
+from jaxrl_llm.validation import headline
 
 States = dict[str, TrainState]
 

@@ -261,7 +261,7 @@ class Learner(NamedTuple):
             objective reports what the policy says of each token, the metrics hold it as `policy`,
             [B T] by name.
         state_shardings: the layout of a TrainState.
-        begin: (params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches, jitted.
+        begin: (params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches.
         accumulate: (sum, params, frozen, micro, coefficients) -> (sum of gradients and metrics,
             what the policy says of the tokens [b T] by name), jitted. Donates the sum.
         apply: (state, gradients, router statistics) -> (state, metrics), jitted.
@@ -312,13 +312,7 @@ def make_learner(
 
     differentiate = _differentiator(objective, model, mesh)
     total_shardings = param_shardings, everywhere
-
-    @functools.partial(jax.jit, out_shardings=total_shardings)
-    def begin(
-        params: Params, rest: Params, micro: MicroBatch, coefs: Fields
-    ) -> tuple[Params, Fields]:
-        like, _ = jax.eval_shape(differentiate, params, rest, micro, coefs)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    begin = _zeros_for(differentiate, total_shardings)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(total_shardings, None))
     def accumulate(
@@ -337,7 +331,6 @@ def make_learner(
         return state, metrics | ({} if router is None else _router_summary(router))
 
     balance, rehearse = balance_pass(model, shape, mesh, rest), Rehearsal(shape, mesh)
-    zeros = _traced_once(begin, total_shardings)
 
     @jax.jit
     def weigh(mask: Array) -> tuple[Array, Array]:
@@ -354,7 +347,7 @@ def make_learner(
 
         def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
             inputs = state.params, rest, micro, coefs
-            return accumulate(zeros(*inputs) if total is None else total, *inputs)
+            return accumulate(begin(*inputs) if total is None else total, *inputs)
 
         rehearse(lambda micro: add(None, micro)[1], state.params, batch, names)
         total, said = None, []
@@ -370,13 +363,13 @@ def make_learner(
     return Learner(init, update, state_shardings, begin, accumulate, apply)
 
 
-def _traced_once(begin: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Return `begin`, whose zeros are the same for micro-batches of all buckets."""
+def _zeros_for(differentiate: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Return a function from an update's inputs to zeros, which are the same in every bucket."""
     made: list[Callable[[], Any]] = []
 
     def zeros(*inputs: Any) -> Any:
         if not made:
-            like = jax.eval_shape(begin, *inputs)
+            like, _ = jax.eval_shape(differentiate, *inputs)
             zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
             made.append(jax.jit(zero, out_shardings=shardings))
         return made[0]()

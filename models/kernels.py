@@ -17,9 +17,6 @@ from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
-ATTENTIONS = ("auto", "xla", "cudnn")
-"""What may be asked for; auto takes cudnn where it is possible."""
-
 MOST_SEGMENTS = 16
 """Of a row. The softmax statistics that cuDNN stores grow with it."""
 
@@ -316,7 +313,7 @@ def choose(
     this device, with this model's heads.
 
     Args:
-        asked: One of `ATTENTIONS`.
+        asked: xla, cudnn, or auto: cudnn where it is possible.
         spec: The model.
         layout: Where it runs.
         dtype: Of the computation.

@@ -70,11 +70,9 @@ class Layer(NamedTuple):
     """What tells the layers of a stack apart, besides their weights.
 
     Attributes:
-        number: Index among all layers of the model.
         windowed: Whether it has the window; None where all layers of the model are alike.
     """
 
-    number: Int[Array, "*layers"] | int
     windowed: Bool[Array, "*layers"] | bool | None
 
 
@@ -115,13 +113,13 @@ def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, La
 
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
-    >>> [layer.number.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
-    [[0, 1]]
+    ...                  max_positions=32, window=4, windowed_layers=(True, False))
+    >>> [layer.windowed.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
+    [[True, False]]
     """
     for name, layers in spec.stacks.items():
         windowed = spec.windowed_layers[layers.start : layers.stop]
-        yield params[name], Layer(jnp.array(layers), jnp.array(windowed) if windowed else None)
+        yield params[name], Layer(jnp.array(windowed) if windowed else None)
 
 
 def attending(spec: ModelSpec, layer: Layer) -> Attending:
@@ -130,7 +128,7 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=4,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
-    >>> attending(spec, Layer(jnp.array(0), None)).scale
+    >>> attending(spec, Layer(None)).scale
     0.5
     """
     window = spec.window

@@ -29,7 +29,7 @@ def checksum(tree: Any) -> UInt32[Array, ""]:
 
 
 def _is_stack(tree: Any) -> bool:
-    return type(tree) is tuple and all(hasattr(piece, "dtype") for piece in tree)
+    return type(tree) is tuple and len(tree) > 0 and all(hasattr(piece, "dtype") for piece in tree)
 
 
 def _sum(piece: Any, first: int) -> UInt32[Array, ""]:

@@ -63,11 +63,13 @@ def make_batch():
     return Batch(rng.integers(0, 32, (4, 8)).astype(np.int32), SIZES, fields)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def hidden_states(params, spec, tokens):
     n, tokens = len(tokens), jnp.asarray(tokens)
     return forward(params, spec, tokens[None], jnp.arange(n)[None], jnp.ones((1, n), int))[0]
 
 
+@jax.jit
 def values_of(params, tokens):
     """The values of one sequence [n]: before its first token there is no state."""
     hidden = hidden_states(params, SPEC, tokens)
@@ -84,27 +86,36 @@ def test_values_belong_to_the_state_before_each_token(mesh, shape):
         assert not row[size:].any()
 
 
-def critic_loss(params, batch, clip):
+CLIP = 0.7
+
+
+def critic_loss(params):
     """PPO's clipped value loss, mean over tokens, one sequence after the other."""
-    total = 0.0
+    batch, total = make_batch(), 0.0
     for i, size in enumerate(SIZES):
         mask = batch["mask"][i, :size]
         values = values_of(params, batch.tokens[i, :size])
         old, returns = batch["old_values"][i, :size], batch["returns"][i, :size]
-        held = jnp.clip(values, old - clip, old + clip)
+        held = jnp.clip(values, old - CLIP, old + CLIP)
         worst = jnp.maximum((values - returns) ** 2, (held - returns) ** 2) / 2
         total += jnp.sum(jnp.where(mask, worst, 0.0))
     return total / batch["mask"].sum()
 
 
+@pytest.fixture(scope="module")
+def by_hand():
+    """The critic's loss and its gradient."""
+    return jax.device_get(jax.jit(jax.value_and_grad(critic_loss))(draw(SPEC)))
+
+
 @pytest.mark.parametrize(
     "shape", [SHAPES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[1:3]), SHAPES[3]]
 )
-def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape):
+def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand):
     params, batch = draw(SPEC), make_batch()
     placed = jax.device_put(params, shardings(declare(SPEC), mesh))
     learner = make_learner(
-        ValueObjective(loss=functools.partial(clipped_value_loss, clip=0.7)),
+        ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP)),
         Forward(spec=SPEC),
         KEEP_GRADIENT,
         reduce=token_mean,
@@ -113,12 +124,12 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape):
         params_like=placed,
     )
     state, metrics = learner.update(learner.init(placed), batch, {})
-    wanted, gradient = jax.value_and_grad(critic_loss)(params, batch, 0.7)
+    wanted, gradient = by_hand
     np.testing.assert_allclose(metrics["vf_loss"], wanted, rtol=1e-5)
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5),
         jax.device_get(state.opt_state[0].trace),
-        jax.device_get(gradient),
+        gradient,
     )
     values = value_pass(Forward(spec=SPEC), shape, mesh)(params, batch)["values"]
     np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)

@@ -89,10 +89,13 @@ class _Worker:
         except subprocess.TimeoutExpired:  # the scorer closed our pipe under us
             return "none yet"
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.kill()
         self.process.wait()
         self.connection.close()
 
@@ -158,6 +161,7 @@ class RewardPool:
         self._crew: list[_Worker] = []
         self._first = 0
         self._lock = threading.Lock()
+        self._closed = False
         self._closer = weakref.finalize(self, _stop_all, self._crew)  # at exit, too
 
     def __enter__(self) -> "RewardPool":
@@ -172,8 +176,12 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """End the workers; `score` can't be called any more."""
-        self._closer()
+        """End the workers; `score` can't be called any more, and ends if another thread runs it."""
+        self._closed = True
+        for worker in list(self._crew):
+            worker.kill()  # which wakes `score`, and only that takes a worker out of the crew
+        with self._lock:
+            self._closer()
 
     def score(self, items: Sequence[RewardItem], *, first: int = 0) -> list[Score]:
         """Return the score of every item, in order.
@@ -188,8 +196,7 @@ class RewardPool:
         """
         with self._lock:
             self._first = first
-            if not self._closer.alive:
-                raise RewardError("reward: the pool is closed")
+            self._check_open()
             if self._workers == 0:
                 return [
                     self._settle(number, item, evaluate(self._scorer, item))
@@ -207,8 +214,6 @@ class RewardPool:
         for worker in [w for w in self._crew if w.process.poll() is not None]:
             self._dismiss(worker)
         while len(scores) < len(items):
-            if not self._closer.alive:
-                raise RewardError("reward: the pool was closed")
             unfinished = len(items) - len(scores)
             while len(self._crew) < min(self._workers, unfinished):
                 self._crew.append(_Worker(self._spec, self._timeout_s))
@@ -225,7 +230,9 @@ class RewardPool:
         """Wait until something happens; return the outcomes that are in."""
         watched = {w.connection: w for w in self._crew if w.pending or not w.ready}
         rest = min(w.deadline for w in watched.values()) - time.monotonic()
+        self._check_open()
         readable = {watched[c] for c in wait(list(watched), timeout=max(rest, 0.0))}  # pyright: ignore
+        self._check_open()
         outcomes = []
         for worker in watched.values():
             if worker in readable:
@@ -236,6 +243,10 @@ class RewardPool:
                 message = f"no answer within {self._timeout_s:g} s"
                 outcomes.append(self._lose(worker, waiting, failed("timeout", message)))
         return outcomes
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RewardError("reward: the pool is closed")
 
     def _receive(self, worker: _Worker, waiting: deque[int]) -> list[tuple[int, Outcome]]:
         try:

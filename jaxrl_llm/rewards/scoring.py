@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.experience import Rollouts
 from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.keys import RewardConfig, TrainConfig
+from jaxrl_llm.keys import RewardConfig, ScoringConfig
 from jaxrl_llm.rewards.model import RewardModel, judge
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
 from jaxrl_llm.rewards.scorers import SOURCES
@@ -34,7 +34,9 @@ def make_scoring(
     return by_model, by_function or by_model
 
 
-def make_scorer(reward: RewardConfig, scorer: FunctionSpec, stack: contextlib.ExitStack) -> Scoring:
+def make_scorer(
+    reward: ScoringConfig, scorer: FunctionSpec, stack: contextlib.ExitStack
+) -> Scoring:
     """Start the scoring processes; return the function from answers to what they say of them.
 
     Each process of a run scores its share of the answers, and gets the scores of all.
@@ -58,9 +60,9 @@ def make_scorer(reward: RewardConfig, scorer: FunctionSpec, stack: contextlib.Ex
     return score
 
 
-def check_sources(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
+def check_sources(scorer: FunctionSpec | None, prompts: Sequence[Prompt]) -> None:
     """Refuse data sources for which `by_source` knows no scorer, before anything is sampled."""
-    if config.reward.scorer and config.reward.scorer.fn == "by_source":
+    if scorer and scorer.fn == "by_source":
         unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
         if unknown:
             raise ConfigError(

@@ -32,7 +32,7 @@ def test_two_runs_of_one_seed_are_the_same_bit_for_bit(workshop, same):
 
 def test_another_seed_gives_another_run(run, finished):
     other = run("steps=1", "seed=1").ok()
-    assert other.metrics[1]["critic/score/mean"] != finished.metrics[1]["critic/score/mean"]
+    assert other.metrics[1]["actor/grad_norm"] != finished.metrics[1]["actor/grad_norm"]
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +96,7 @@ def kill_and_continue(workshop, wanted, moments, dice, same, until):
 
 
 def test_killed_in_the_warm_start_in_a_save_and_at_a_step(workshop, undisturbed, same, until):
-    moments = [("sft steps", 6), ("sft save", 1), ("save", 1), ("steps", 4)]
+    moments = [("sft save", 1), ("save", 1), ("steps", 4)]
     kill_and_continue(workshop, undisturbed, moments, random.Random(0), same, until)
 
 

@@ -1,8 +1,9 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.spec import ModelSpec, initialize
+from jaxrl_llm.models.spec import ModelSpec, declare
 
 
 @pytest.fixture(scope="session")
@@ -24,16 +25,23 @@ def spec():
 
 @pytest.fixture(scope="session")
 def draw():
-    """`initialize`, compiled once for each spec."""
-    return jax.jit(initialize, static_argnums=0)
+    """A spec's parameters, so large that attention is far from uniform and norms differ from one.
+
+    By numpy: to compile `initialize` takes half a second for each array.
+    """
+
+    def disturbed(spec):
+        rng = np.random.default_rng(0)
+
+        def one(path, decl):
+            around = float("norm" in jax.tree_util.keystr(path))
+            return jnp.asarray(around + 0.3 * rng.normal(size=decl.shape), jnp.float32)
+
+        return jax.tree_util.tree_map_with_path(one, declare(spec))
+
+    return disturbed
 
 
 @pytest.fixture(scope="session")
 def params(spec, draw):
-    """Parameters large enough that attention is far from uniform and norms differ from one."""
-    rng = np.random.default_rng(0)
-
-    def disturb(leaf):
-        return leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32)
-
-    return jax.tree.map(disturb, draw(spec, key=jax.random.key(0)))
+    return draw(spec)

@@ -441,7 +441,7 @@ def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
     }[kind]
     both = adapted(dataclasses.replace(spec, vocab_size=61, **changes), "all-linear")
     assert both.lora.targets == tuple(wanted.split())
-    whole = join(random_adapter(both), draw(without_adapter(both), key=jax.random.key(0)))
+    whole = join(random_adapter(both), draw(without_adapter(both)))
     close(our_logits(*merge(whole, both)), our_logits(whole, both))
     with pytest.raises(ValueError, match="'router' is no matrix"):
         find_targets(["router"], both)

@@ -342,6 +342,27 @@ def test_closed_pool_refuses(make):
         pool.score(items("1"))
 
 
+@pytest.mark.parametrize("when", ["asked", "starting", "scoring"])
+def test_closing_ends_a_call_in_another_thread(scorers, tmp_path, when):
+    file = tmp_path / "child"
+    before = psutil.Process().children()
+    pool = RewardPool(FunctionSpec(f"{scorers}:act"), workers=2, timeout_s=60.0, on_error=0.0)
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(pool.score, items("hang", "child, hang", file=str(file)))
+        if when == "starting":
+            wait_until(lambda: pool._crew)
+        if when == "scoring":
+            wait_until(lambda: file.exists() and file.read_text())
+        start = time.monotonic()
+        pool.close()
+        with pytest.raises(RewardError, match="the pool is closed"):
+            scoring.result(timeout=10.0)
+    assert time.monotonic() - start < 5.0
+    assert psutil.Process().children() == before and sum(pool.counts.values()) == 0
+    if when == "scoring":
+        wait_until(lambda: ended(int(file.read_text())))
+
+
 PROGRAM = """
 import sys, threading
 sys.path[:] = {search!r}

@@ -518,6 +518,13 @@ def test_swapped_and_missing_arrays_change_it():
     assert len(set(sums)) == len(sums)
 
 
+def test_a_tuple_of_arrays_counts_as_these_stacked_and_an_empty_one_as_nothing():
+    x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
+    wanted = int(checksum({"x": x, "y": y}))
+    assert int(checksum({"x": (x[0], x[1]), "y": y})) == wanted
+    assert int(checksum({"none": (), "x": x, "y": y})) == wanted
+
+
 def test_the_layout_does_not_change_it(tree, mesh):
     whole = jax.device_get(tree)
     moved = reshard(tree, target(mesh))

@@ -1,0 +1,57 @@
+"""What the loop's stages do at the same time."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
+
+import numpy as np
+
+from jaxrl_llm.config import build
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.experience import Rollouts, lay_out, with_scores
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.loop import Job, assess, gather
+from jaxrl_llm.metrics import Clock
+from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.types import Completion
+
+LIMIT = 10.0  # seconds
+
+
+def test_answers_are_scored_while_the_devices_compute():
+    """Scorer and reference each wait until the other has begun."""
+    scoring, computing = threading.Event(), threading.Event()
+
+    def score(rollouts):
+        scoring.set()
+        assert computing.wait(LIMIT), "the reference waits for the scores"
+        return [Score(0.5, {}, None)]
+
+    def reference(batch):
+        computing.set()
+        assert scoring.wait(LIMIT), "nobody scores while the reference is computed"
+        return {"logprobs": np.zeros(batch.tokens.shape, np.float32)}
+
+    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+    prompt = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
+    answer = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
+    drawn = Rollouts([prompt], [answer], ["3"])
+    idle = dict.fromkeys(("keep", "penalty", "greedy_scores", "old_logprobs", "critic"))
+    with ThreadPoolExecutor(1) as aside:
+        job = Mock(
+            spec=Job,
+            config=build(TrainConfig, tree),
+            sample=lambda prompts, step, draw: drawn,
+            score=score,
+            aside=aside,
+            scored_aside=True,
+            lay_out=lambda rollouts: lay_out(rollouts, samples=1, max_tokens=8),
+            add_scores=with_scores,
+            reference=reference,
+            reward_model=None,
+            **idle,
+        )
+        rollouts, waiting, _ = gather(job, iter([[prompt]]), 1, Clock())
+        batch, scores, _ = assess(job, {}, rollouts, waiting, 1, Clock())
+    assert batch["scores"].tolist() == [0.5] and scores == [Score(0.5, {}, None)]
+    assert "ref_logprobs" in batch.fields
