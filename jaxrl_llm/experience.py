@@ -61,12 +61,22 @@ def sample(
         decode: answer's token ids, without the stop token, to text.
     """
     repeated = [prompt for prompt in prompts for _ in range(samples)]
-    seeds = np.random.SeedSequence(seed).generate_state(len(repeated)).tolist()
+    seeds = answer_seeds(seed, len(repeated))
     completions = engine.sample(
         [Request(p.tokens, sampling, s) for p, s in zip(repeated, seeds, strict=True)]
     )
-    texts = [decode(c.tokens[: len(c.tokens) - (c.finish == "stop")]) for c in completions]
+    ends = [len(c.tokens) - isinstance(c.stopped_by, int) for c in completions]
+    texts = [decode(c.tokens[:end]) for c, end in zip(completions, ends, strict=True)]
     return Rollouts(repeated, completions, texts)
+
+
+def answer_seeds(seed: tuple[int, ...], count: int) -> list[int]:
+    """Return the seeds of so many answers, from the entropy of a call.
+
+    >>> answer_seeds((0, 1), 3)[:2] == answer_seeds((0, 1), 2)
+    True
+    """
+    return np.random.SeedSequence(seed).generate_state(count).tolist()
 
 
 def side_by_side(rollouts: Rollouts, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,6 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.data.packing import RowShape, padding, plan
 from jaxrl_llm.dataflow import describe
-from jaxrl_llm.evaluate import validation_metrics
 from jaxrl_llm.experience import (
     Rollouts,
     ScoreError,
@@ -68,6 +67,7 @@ from jaxrl_llm.sharding.reshard import cast_tree, reshard
 from jaxrl_llm.step import logprob_pass
 from jaxrl_llm.supervised import run_sft
 from jaxrl_llm.types import Batch, Sampling
+from jaxrl_llm.validation import validation_metrics
 from jaxrl_llm.wiring import Functions
 
 TRAINING, VALIDATION, GREEDY = range(3)
@@ -162,7 +162,14 @@ def build(
         add_scores=add_scores,
         keep=keep and whole_groups(keep, config.rollout.samples_per_prompt),
         penalty=penalty,
-        greedy_scores=make_greedy(config, draw, stops, score, (arrange, add_scores), penalty)
+        greedy_scores=make_greedy(
+            config,
+            draw,
+            stops,
+            score,
+            lambda rollouts, scores, **how: add_scores(arrange(rollouts, **how), scores),
+            penalty,
+        )
         if "greedy_scores" in functions.needs
         else None,
         old_logprobs=None
@@ -234,10 +241,7 @@ def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeE
             layout=layout,
             slots=rollout.slots,
             max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            prompts_per_fill=min(
-                config.batch.prompts_per_step, rollout.slots // rollout.samples_per_prompt
-            ),
+            cache_gb=rollout.cache_gb,
             dtype=config.model.dtype,
         )
 
@@ -280,10 +284,19 @@ def make_greedy(
     draw: Callable[..., Rollouts],
     stops: tuple[int, ...],
     score: Scoring,
-    layout: tuple[Callable[..., Batch], Callable[..., Batch]],
+    lay_out: Callable[..., Batch],
     penalty: Callable[[Batch], np.ndarray] | None,
 ) -> Callable[[Rollouts, int], tuple[np.ndarray, int]]:
-    """Return the function from a step's answers to the scores of its prompts' greedy answers."""
+    """Return the function from a step's answers to the scores of its prompts' greedy answers.
+
+    Args:
+        config: of the run.
+        draw: samples answers to prompts.
+        stops: ids that end an answer.
+        score: rollouts -> one score for each answer.
+        lay_out: (rollouts, scores, samples=1) -> batch.
+        penalty: batch -> what is added to the scores [B], if anything is.
+    """
     samples = config.rollout.samples_per_prompt
     longest = config.rollout.max_new_tokens
     sampling = Sampling(max_new_tokens=longest, temperature=0.0, stop_ids=stops)
@@ -292,8 +305,7 @@ def make_greedy(
         prompts = rollouts.prompts[::samples]
         greedy = draw(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
         scores = score(greedy)
-        arrange, add_scores = layout
-        batch = add_scores(arrange(greedy, samples=1), scores)
+        batch = lay_out(greedy, scores, samples=1)
         added = penalty(batch) if penalty else np.float32(0)
         errors = sum(found.error is not None for found in scores)
         return np.repeat(batch["scores"] + added, samples), errors
@@ -390,7 +402,7 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
 
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
-    check_sources(config, [*train, *validation])
+    check_sources(config.reward.scorer, [*train, *validation])
     wanted = config.batch.prompts_per_step
     if not config.steps and len(train) * config.epochs < wanted:
         raise ConfigError(

@@ -57,6 +57,7 @@ CHANGEABLE = (
     "reward.workers",
     "reward.timeout_s",
     "reward_model.optim.max_skipped",
+    "rollout.cache_gb",
     "rollout.dump_every",
     "rollout.slots",
 )

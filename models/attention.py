@@ -173,38 +173,42 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 @jax.named_scope("attention")
 def attend_cache(
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K S H"],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K H S"],
     v: Float[Array, "B K S V"],
-    lengths: Int[Array, " B"],
+    positions: Int[Array, "B T"],
     how: Attending = PLAIN,
-) -> Float[Array, "B N V"]:
-    """Attend with one query per row over the first `lengths[b]` slots of row b of a cache.
+) -> Float[Array, "B T N V"]:
+    """Attend with queries at given positions over the slots of a cache up to each of them.
 
-    The equation is that of `attend`; the query stands in the last of these slots.
+    The equation is that of `attend`.
 
     Args:
-        q: One query per row.
-        k: Cached keys.
+        q: The queries of T tokens per row.
+        k: Cached keys; slot s holds position s.
         v: Cached values.
-        lengths: Number of leading slots that hold the row's tokens.
+        positions: Of the queries; their own keys and values are in the cache.
         how: Scale, window and soft-cap of the scores.
 
     Returns:
         The mixed values, in the dtype of `v`.
 
-    >>> cache = jnp.ones((2, 1, 5, 4))
-    >>> attend_cache(jnp.ones((2, 3, 4)), cache, cache, jnp.array([1, 4])).shape
-    (2, 3, 4)
+    >>> k, v = jnp.ones((2, 1, 4, 5)), jnp.ones((2, 1, 5, 4))
+    >>> attend_cache(jnp.ones((2, 1, 3, 4)), k, v, jnp.array([[0], [3]])).shape
+    (2, 1, 3, 4)
     """
-    distance = lengths[:, None] - 1 - jnp.arange(k.shape[2])
+    batch, length, heads, width = q.shape
+    shared = heads // k.shape[1]
+    distance = positions[:, :, None] - jnp.arange(k.shape[3])
     allowed = distance >= 0
     if how.window is not None:
         allowed &= distance < how.window
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-    scale = q.shape[2] ** -0.5 if how.scale is None else how.scale
-    scores = _scores(_Scoring(scale, how.softcap, 0), grouped, k.swapaxes(2, 3))
-    lowest = jnp.finfo(jnp.float32).min  # not -inf: a row without tokens allows nothing
-    weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, lowest), axis=-1)
+    grouped = q.reshape(batch, length, -1, shared, width).swapaxes(1, 2)
+    grouped = grouped.reshape(batch, -1, length * shared, width)
+    scale = width**-0.5 if how.scale is None else how.scale
+    scores = _scores(_Scoring(scale, how.softcap, 0), grouped, k)
+    allowed = jnp.repeat(allowed, shared, axis=1)[:, None]
+    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
     mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return mixed.astype(v.dtype).reshape(*q.shape[:2], v.shape[3])
+    mixed = mixed.astype(v.dtype).reshape(batch, -1, length, shared, v.shape[3])
+    return mixed.swapaxes(1, 2).reshape(batch, length, heads, v.shape[3])

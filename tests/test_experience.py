@@ -27,13 +27,20 @@ def prompt(*tokens):
     return Prompt(index=0, tokens=tokens, data_source="test", ground_truth=None)
 
 
-def completion(*tokens, finish="length"):
-    logprobs = -np.array(tokens, np.float32) / 10
-    return Completion(np.array(tokens, np.int32), logprobs, finish, 3)
+def completion(*tokens, stopped_by=None):
+    logprobs, finish = (
+        -np.array(tokens, np.float32) / 10,
+        "length" if stopped_by is None else "stop",
+    )
+    versions = np.full(len(tokens), 3, np.int32)
+    return Completion(np.array(tokens, np.int32), logprobs, versions, finish, stopped_by)
 
 
 class Echo(Engine):
-    """An engine that answers a prompt with its last token, then the number of the request."""
+    """An engine that answers a prompt with its last token, then the number of the request.
+
+    That number ends the second answer of each three, and a text the third.
+    """
 
     def __init__(self):
         self.seen = []
@@ -41,7 +48,7 @@ class Echo(Engine):
     def sample(self, requests):
         self.seen += requests
         return [
-            completion(r.prompt[-1], i, finish="stop" if i % 2 else "length")
+            completion(r.prompt[-1], i, stopped_by=(None, i, "five")[i % 3])
             for i, r in enumerate(requests)
         ]
 
@@ -71,8 +78,8 @@ def test_the_answers_of_a_prompt_lie_side_by_side():
     assert [c.tokens.tolist() for c in rollouts.completions[2:4]] == [[6, 2], [7, 3]]
 
 
-def test_texts_leave_out_the_stop_token():
-    assert draw()[3].texts == ["6,0", "6", "6,2", "7", "7,4", "7"]
+def test_texts_leave_out_a_token_that_stopped_them_but_not_a_text():
+    assert draw()[3].texts == ["6,0", "6", "6,2", "7,3", "7", "7,5"]
 
 
 def test_every_answer_has_a_seed_of_its_own_and_the_same_call_the_same_ones():

@@ -29,11 +29,14 @@ class Engine:
     async def generate(self, request):
         raise AssertionError("not used")
 
+    def stream(self, request):
+        raise AssertionError("not used")
+
     def sample(self, requests):
         self.calls.append("sample")
         if self.error:
             raise self.error
-        return [Completion([5], [0.0], "length", 0) for _ in requests]
+        return [Completion([5], [0.0], [0], "length") for _ in requests]
 
     def load(self, params, version):
         return Receipt(version, 0)
@@ -69,11 +72,11 @@ def test_the_engine_holds_its_cache_only_while_it_samples():
 
 
 def test_a_data_source_without_a_scorer_is_refused_before_sampling():
-    check_sources(config_of(), [PROMPT])
+    check_sources(config_of().reward.scorer, [PROMPT])
     stranger = dataclasses.replace(PROMPT, data_source="mystery")
     with pytest.raises(ConfigError, match="knows no scorer for data_source 'mystery', only for"):
-        check_sources(config_of(), [PROMPT, stranger])
-    check_sources(config_of(reward={"scorer": "arithmetic"}), [stranger])
+        check_sources(config_of().reward.scorer, [PROMPT, stranger])
+    check_sources(config_of(reward={"scorer": "arithmetic"}).reward.scorer, [stranger])
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from jaxrl_llm.planning.program import Collective, count, replica_groups
 from jaxrl_llm.planning.steps import read_step
 from jaxrl_llm.roles import make_roles
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.native.programs import PAGE
 from jaxrl_llm.setup import open_layouts, open_model
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.step import microbatches
@@ -117,17 +118,13 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
 def test_the_plan_of_the_engine_is_what_it_holds(configure):
     config = configure()
     shapes = lay_out(config)
-    engine = NativeEngine(
-        DENSE,
-        layout=shapes.layouts.rollout,
-        slots=16,
-        max_tokens=32,
-        max_prompt_tokens=16,
-        prompts_per_fill=8,
-    )
+    engine = NativeEngine(DENSE, layout=shapes.layouts.rollout, slots=16, max_tokens=32)
     weights, cache = engine.shapes()
+    pool, (rows, width) = engine._batches._take_pool(), engine.programs.sizes.largest
+    assert (rows, width) == (16, 32)
+    gathered = engine.programs.gather(pool, engine._batches._no_pages(rows, width // PAGE))
     engine.close()
-    assert shapes.cache == on_first_device(engine._take_cache()) == bytes_on_device(cache)
+    assert shapes.cache == on_first_device((pool, gathered)) == bytes_on_device(cache)
     held = {kind: size for kind, size, _ in shapes.throughout}
     assert held["engine weights"] == bytes_on_device(weights)
 

@@ -93,6 +93,8 @@ def options(shapes: Shapes, phase: Phase) -> Iterator[tuple[str, ...]]:
         yield "mesh.train.data=1", "mesh.train.fsdp=-1"
     if is_engine:
         yield (f"rollout.slots={config.rollout.slots // 2}",)
+        if config.rollout.cache_gb:
+            yield (f"rollout.cache_gb={config.rollout.cache_gb / 2:g}",)
         return
     if config.model.remat != "full":
         yield ("model.remat=full",)

@@ -205,7 +205,7 @@ def abstract_microbatch(
 def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
 ) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
-    """Return the engine's weights and cache as shapes, and what lowers its two steps."""
+    """Return the engine's weights and cache as shapes, and what lowers its largest programs."""
     engine = make_engine(config, spec, layout)
     engine.close()
     return *engine.shapes(), engine.lower

@@ -54,7 +54,7 @@ class Shapes(NamedTuple):
         spec: the actor.
         roles: what is trained, by name.
         throughout: what is held in all phases.
-        cache: of the engine, bytes of a device.
+        cache: of the engine, pages and rows, bytes of a device.
         lower: what lowers each step, by name; those that read micro-batches for one of the buckets.
     """
 
@@ -213,14 +213,12 @@ def workload(shapes: Shapes, step: str) -> Work:
 def _engine_work(shapes: Shapes, what: str) -> Work:
     config, mesh = shapes.config, shapes.layouts.rollout.mesh
     prompts, slots = config.batch.prompts_per_step, config.rollout.slots
-    waves = math.ceil(prompts * config.rollout.samples_per_prompt / slots)
+    rounds = max(1.0, prompts * config.rollout.samples_per_prompt / slots)
     weights = next(held.size for held in shapes.throughout if held.kind == "engine weights")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     spec = shapes.spec.for_decoding
     if what == "decode":
         attended = prompt + answer / 2
-        cached = shapes.cache * attended / longest(config)
-        return Work(mesh, waves * answer, weights + cached, forward_flops(spec, slots, attended))
-    filled = min(prompts, slots // config.rollout.samples_per_prompt)
-    runs = waves * math.ceil(slots / config.rollout.samples_per_prompt / filled)
-    return Work(mesh, runs, weights, forward_flops(spec, filled * prompt, prompt / 2))
+        cached = shapes.cache / 2 * attended / longest(config)  # half of it are pages
+        return Work(mesh, rounds * answer, weights + cached, forward_flops(spec, slots, attended))
+    return Work(mesh, 1.0, weights, forward_flops(spec, prompts * prompt, prompt / 2))

@@ -1,6 +1,6 @@
 """What every engine that samples from the policy can do."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.functions import RunError
@@ -16,10 +16,18 @@ class Engine(Protocol):
     """Token ids in, token ids and log-probs out, under a known version of the weights."""
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one answer.
+        """Sample one answer; cancelling the coroutine gives the request up.
 
         Raises:
             EngineError: the request does not fit, the engine is closed or has no weights.
+        """
+        ...
+
+    def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """Sample one answer and yield its pieces as they come; the last one has a `finish`.
+
+        Raises:
+            EngineError: as `generate`.
         """
         ...
 

@@ -93,6 +93,7 @@ def test_gsm8k_runs_with_a_small_model_and_small_numbers(run, workshop, tmp_path
         "data.max_prompt_tokens=120",
         "rollout.max_new_tokens=8",
         "rollout.slots=24",
+        "rollout.cache_gb=0.1",
         "batch.prompts_per_step=8",
         "batch.prompts_per_minibatch=4",
         "batch.max_tokens_per_device=512",

@@ -152,7 +152,7 @@ def test_without_a_scorer_the_reward_model_validates_too(alone, workshop, reward
 def test_both_scores_can_be_components():
     tokens = np.array([1, 2], np.int32)
     prompt = Prompt(index=0, tokens=(3,), data_source="sums", ground_truth="")
-    answer = Completion(tokens, np.zeros(2, np.float32), "stop", 0)
+    answer = Completion(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 2)
     rollouts = Rollouts([prompt] * 3, [answer] * 3, ["a", "b", "c"])
     scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
     found = judge(rollouts, np.array([4.0, 5.0, np.inf], np.float32), scored, on_error=-1.0)

@@ -53,15 +53,7 @@ def _sequences(device, dtype):
     """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
     mesh = make_mesh({}, [device])
     params = jax.device_put(initialize(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh))
-    engine = NativeEngine(
-        SPEC,
-        layout=Layout(mesh),
-        slots=32,
-        max_tokens=LENGTH,
-        max_prompt_tokens=40,
-        prompts_per_fill=8,
-        dtype=dtype,
-    )
+    engine = NativeEngine(SPEC, layout=Layout(mesh), slots=32, max_tokens=LENGTH, dtype=dtype)
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]

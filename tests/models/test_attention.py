@@ -65,13 +65,12 @@ def test_packed_equals_loops(heads, kv_heads):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 def test_cached_equals_loops(heads, kv_heads):
-    q, _, _ = arrays(3, 1, heads, 8, kv_heads=kv_heads)
-    _, k, v = arrays(3, 7, heads, 8, kv_heads=kv_heads)
-    lengths = np.array([1, 4, 7])
-    wanted = looped(q, k, v, lambda r, i, j: j < lengths[r])
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    got = attend_cache(*map(jnp.array, (q[:, 0], k, v, lengths)))
-    np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
+    q, k, v = arrays(3, 7, heads, 8, kv_heads=kv_heads)
+    positions = np.array([[0], [3], [6]])
+    wanted = looped(q[:, :1], k, v, lambda r, i, j: j <= positions[r, i])
+    k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+    got = attend_cache(*map(jnp.array, (q[:, :1], k, v, positions)))
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 @each_how
@@ -89,12 +88,12 @@ def test_windows_scales_and_caps_equal_loops(how):
     np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
     assert np.isfinite(got).all()
 
-    lengths = np.array([1, 4, 5, 6])
-    last = lengths - 1
-    wanted = looped(q[:, :1], k, v, lambda r, i, j: last[r] - window < j <= last[r], how)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    got = attend_cache(*map(jnp.array, (q[:, 0], k, v, lengths)), how)
-    np.testing.assert_allclose(got, wanted[:, 0], atol=1e-5)
+    at = np.array([[0, 1, 2], [1, 2, 3], [3, 4, 5], [5, 6, 6]])  # the last row ends in padding
+    wanted = looped(q[:, :3], k, v, lambda r, i, j: at[r, i] - window < j <= at[r, i], how)
+    k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+    got = np.asarray(attend_cache(*map(jnp.array, (q[:, :3], k, v, at)), how))
+    np.testing.assert_allclose(got[at < 6], wanted[at < 6], atol=1e-5)
+    assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize("how", [HOW["plain"], HOW["soft-cap and window"]], ids=["plain", "capped"])

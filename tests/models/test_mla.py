@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.attention import Attending, attend
-from jaxrl_llm.models.cache import decode_step, init_cache, prefill
+from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.mla import LatentSpec, absorb, expand, mixed_values
 from jaxrl_llm.models.rope import rotation
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec, declare, initialize
@@ -116,17 +116,14 @@ def parameters(spec):
 
 
 def decoded(params, spec, tokens, start):
-    """Hidden states of all tokens from `start` - 1 on, by the cache."""
-    run = jax.jit(prefill, static_argnums=1, static_argnames="cache_length")
-    step = jax.jit(decode_step, static_argnums=1)
+    """Hidden states by the cache: `start` tokens in one piece, then one after the other."""
+    run = jax.jit(extend, static_argnums=1)
     length = tokens.shape[1]
-    hidden, cache = run(params, spec, tokens[:, :start], jnp.array([start]), cache_length=length)
-    states = [hidden]
-    for position in range(start, length):
-        at = jnp.array([position])
-        hidden, cache = step(params, spec, cache, tokens[:, position], at)
+    cache, states = init_cache(spec, 1, length), []
+    for piece in np.split(np.arange(length)[None], range(start, length), axis=1):
+        hidden, cache = run(params, spec, cache, tokens[:, piece[0]], piece)
         states.append(hidden)
-    return jnp.stack(states, axis=1)
+    return jnp.concatenate(states, axis=1)
 
 
 def test_decoding_in_the_absorbed_form_equals_forward():
@@ -135,7 +132,7 @@ def test_decoding_in_the_absorbed_form_equals_forward():
     rows = jnp.arange(7)[None], jnp.ones((1, 7), jnp.int32)
     whole = jax.jit(forward, static_argnums=1)(params, SPEC, tokens, *rows)
     cached = decoded(params, SPEC.for_decoding, tokens, start=3)
-    np.testing.assert_allclose(cached, whole[:, 2:], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(cached, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_absorbed_form_has_the_same_parameters_and_a_small_cache():
@@ -145,9 +142,9 @@ def test_absorbed_form_has_the_same_parameters_and_a_small_cache():
         lambda d: d.shape, declare(SPEC)
     )
     cache = init_cache(small, 2, 5)
-    assert cache.keys[1].shape == (2, 1, 5, LATENT.kv_rank + LATENT.rope_width)
+    assert cache.keys[1].shape == (2, 1, LATENT.kv_rank + LATENT.rope_width, 5)
     assert cache.values[1].size == 0, "the keys are the values too"
-    assert init_cache(SPEC, 2, 5).keys[1].shape == (2, HEADS, 5, LATENT.key_width)
+    assert init_cache(SPEC, 2, 5).keys[1].shape == (2, HEADS, LATENT.key_width, 5)
     assert small.score_scale == pytest.approx(SPEC.score_scale)
     plain = dataclasses.replace(SPEC, latent=None)
     assert plain.for_decoding is plain

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm.models.cache import decode_step, prefill
+from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.moe import RouterStats, load_balance_loss
@@ -169,16 +169,16 @@ def test_packed_and_padded_rows_equal_separate_sequences(case):
 
 
 def continue_greedily(params, spec, prompts, lengths, new):
-    hidden, cache = jax.jit(prefill, static_argnums=1, static_argnames="cache_length")(
-        params, spec, *as_jax(prompts, np.array(lengths)), cache_length=LENGTH
-    )
-    step = jax.jit(decode_step, static_argnums=1, donate_argnums=2)
-    positions, tokens, scores = jnp.array(lengths), [], []
-    for _ in range(new):
-        scores.append(logits(params, spec, hidden))
+    run = jax.jit(extend, static_argnums=1, donate_argnums=2)
+    at, tokens, scores = np.array(lengths)[:, None], [], []
+    index = np.arange(prompts.shape[1])
+    positions = np.where(index < at, index, LENGTH)
+    hidden, cache = run(params, spec, init_cache(spec, ROWS, LENGTH), prompts, positions)
+    hidden = jnp.take_along_axis(hidden, at[:, :, None] - 1, axis=1)
+    for done in range(new):
+        scores.append(logits(params, spec, hidden[:, 0]))
         tokens.append(scores[-1].argmax(-1))
-        hidden, cache = step(params, spec, cache, tokens[-1], positions)
-        positions = positions + 1
+        hidden, cache = run(params, spec, cache, tokens[-1][:, None], at + done)
     return np.stack(tokens, axis=1), np.stack(scores, axis=1)
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.spec import ModelSpec, Params
 from jaxrl_llm.models.transformer import forward, logits
-from jaxrl_llm.rollout.native.decode import Slots, decode, fill
+from jaxrl_llm.rollout.native.decode import Pieces, Rows, decode, gather, make_pool, read_prompts
+from jaxrl_llm.rollout.native.sampler import Chances
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -296,27 +296,23 @@ def test_what_a_family_adds_matters_here(case):
 
 @partial(jax.jit, static_argnames=("spec", "new", "dtype"))
 def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32"):
-    """Prefill all but the last token of each prompt, then decode as the native engine does."""
+    """Read all but the last token of each prompt, then decode as the native engine does."""
     count, width = prompts.shape
-    cache = init_cache(spec, count, width + new, dtype=jnp.dtype(dtype))
-    cache = fill(params, spec, cache, prompts, lengths, jnp.arange(count))
-    zeros = jnp.zeros(count)
-    slots = Slots(
+    size = -(-(width + new) // 2)
+    table = jnp.arange(2 * count).reshape(count, 2)
+    pool = make_pool(spec, 1, 2 * count, size, dtype=dtype)
+    none, off = jnp.zeros(count, jnp.int32), jnp.zeros(count)
+    pool = read_prompts(params, spec, pool, Pieces(table, prompts, none, lengths, table))
+    rows = Rows(
         tokens=last,
         positions=lengths,
-        generated=jnp.zeros(count, jnp.int32),
-        done=jnp.zeros(count, bool),
-        answers=jnp.zeros((count, new), jnp.int32),
-        logprobs=jnp.zeros((count, new)),
-        limits=jnp.full(count, new),
-        seeds=jnp.zeros(count, jnp.uint32),
-        temperature=zeros,
-        top_p=zeros + 1,
-        top_k=jnp.zeros(count, jnp.int32),
+        generated=none,
+        left=jnp.full(count, new),
         stop_ids=jnp.full((count, 1), -1),
+        chances=Chances(none.astype("uint32"), off, top_p=off + 1, top_k=none, min_p=off),
     )
-    _, slots = decode(params, spec, cache, slots, steps=new)
-    return slots.answers, slots.logprobs
+    _, drawn = decode(params, spec, gather(pool, table), rows, steps=new)
+    return drawn.tokens, drawn.logprobs
 
 
 @each_family

@@ -82,8 +82,7 @@ def build():
 
     def make(devices=1, axes=None, model="dense", **options):
         mesh = make_mesh(axes or {"fsdp": -1}, jax.devices()[:devices])
-        sizes = {"slots": 4, "max_tokens": MAX_TOKENS, "max_prompt_tokens": 24}
-        sizes |= {"prompts_per_fill": 2} | options
+        sizes = {"slots": 4, "max_tokens": MAX_TOKENS} | options
         return NativeEngine(SPECS[model], layout=Layout(mesh), **sizes)
 
     return make
@@ -108,12 +107,12 @@ def engine(shared_engine, params):
 
 @pytest.fixture
 def hollow(build):
-    """(options) -> an engine that compiles no model; a test that samples replaces `_run`."""
+    """(options) -> an engine that compiles no model; a test that samples replaces `_turn`."""
     made = []
 
     def make(**options):
         engine = build(**options)
-        engine._warm_up = lambda: None
+        engine.programs.warm_up = lambda: None
         made.append(engine)
         return engine
 

@@ -17,16 +17,26 @@ from jaxrl_llm.models.spec import compute_dtypes
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.reshard import cast_tree
-from jaxrl_llm.types import Completion, Request, Sampling
+from jaxrl_llm.types import Request, Sampling
 
 
 def request(length=3, new=2, *, seed=0, token=1, **options):
     return Request((token,) * length, Sampling(max_new_tokens=new, **options), seed)
 
 
-def answer(version=0):
-    """What a hollow engine answers."""
-    return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "length", version)
+def slow_turn(engine, started, go_on):
+    """Let an engine's chunk wait for an event; all that runs ends with it."""
+
+    def turn():
+        with engine._state:
+            found, engine._incoming = engine._incoming, []
+        started.set()
+        go_on.wait(10)
+        for sequence in found:
+            sequence.versions, sequence.finish = [engine._version], "length"
+        return found
+
+    engine._turn = turn
 
 
 @pytest.fixture
@@ -78,15 +88,9 @@ def test_the_trainer_may_donate_what_it_has_pushed(engine, params):
     assert engine.sample([request(new=8)])[0].tokens.tolist() == wanted
 
 
-def test_weights_wait_for_the_wave_in_flight(hollow, params, other_params, pool):
+def test_weights_wait_for_the_chunk_in_flight(hollow, params, other_params, pool):
     engine, started, go_on = hollow(), threading.Event(), threading.Event()
-
-    def run(wave):
-        started.set()
-        go_on.wait(10)
-        return [answer(version=engine._version) for _ in wave]
-
-    engine._run = run
+    slow_turn(engine, started, go_on)
     engine.load(params, version=1)
     waiting = pool.submit(engine.sample, [request()])
     started.wait(10)
@@ -94,19 +98,19 @@ def test_weights_wait_for_the_wave_in_flight(hollow, params, other_params, pool)
     time.sleep(0.1)
     assert not push.done()
     go_on.set()
-    assert waiting.result(10)[0].version == 1
+    assert waiting.result(10)[0].versions.tolist() == [1]
     assert push.result(10).version == 2
-    assert engine.sample([request()])[0].version == 2
+    assert engine.sample([request()])[0].versions.tolist() == [2]
 
 
 def test_nothing_compiles_after_the_first_load(engine, params, other_params):
     engine.sample([request()])
     counter = CompileCounter()
     try:
-        for length in range(1, 25):
-            engine.sample([request(length, new=1 + length % 7, token=length)])
+        for length in range(1, 33):
+            engine.sample([request(length, new=1 + length % 7, token=length % 32)])
         engine.load(other_params, version=9)
-        engine.sample([request(4), request(24), request(4, temperature=0.0, top_p=0.5, top_k=3)])
+        engine.sample([request(4), request(38), request(4, temperature=0.0, top_p=0.5, top_k=3)])
         engine.sleep()
         engine.wake()
         engine.sample([request()])
@@ -122,7 +126,7 @@ def test_nothing_compiles_after_the_first_load(engine, params, other_params):
 def test_pause_and_resume(engine, pool):
     engine.pause()
     waiting = pool.submit(engine.sample, [request()])
-    soon(lambda: engine._queue)
+    soon(lambda: engine._incoming)
     time.sleep(0.1)
     assert not waiting.done()
     engine.resume()
@@ -132,11 +136,11 @@ def test_pause_and_resume(engine, pool):
 def test_sleep_frees_the_cache_and_wake_brings_it_back(engine, pool):
     before = engine.sample([request(new=8)])[0].tokens.tolist()
     engine.sleep()
-    assert engine._cache is None
+    assert engine._batches.pool is None
     waiting = pool.submit(engine.sample, [request(new=8)])
     time.sleep(0.1)
     assert not waiting.done()
-    assert engine._cache is None
+    assert engine._batches.pool is None
     engine.wake()
     assert waiting.result(10)[0].tokens.tolist() == before
 
@@ -144,21 +148,23 @@ def test_sleep_frees_the_cache_and_wake_brings_it_back(engine, pool):
 def test_weights_may_be_loaded_asleep(engine, other_params):
     engine.sleep()
     engine.load(other_params, version=3)
-    assert engine._cache is None
+    assert engine._batches.pool is None
     engine.wake()
-    assert engine.sample([request()])[0].version == 3
+    assert engine.sample([request()])[0].versions.tolist() == [3, 3]
 
 
 def test_a_pause_holds_requests_that_were_about_to_start(engine, pool):
     """The worker has seen them, but waits for the weights."""
     with engine._device:
         waiting = pool.submit(engine.sample, [request()])
-        soon(lambda: engine._queue)
+        soon(lambda: engine._incoming)
         time.sleep(0.1)
-        engine.pause()
+        pausing = pool.submit(engine.pause)
+        soon(lambda: engine._paused)
+    pausing.result(10)
     time.sleep(0.1)
     assert not waiting.done()
-    assert len(engine._queue) == 1
+    assert len(engine._incoming) == 1
     engine.resume()
     assert len(waiting.result(10)) == 1
 
@@ -171,7 +177,7 @@ def test_waiting_requests_fail_when_the_engine_closes(hollow, params, pool):
     engine.load(params, version=1)
     engine.pause()
     waiting = [pool.submit(engine.sample, [request(), request()]) for _ in range(2)]
-    soon(lambda: len(engine._queue) == 4)
+    soon(lambda: len(engine._incoming) == 4)
     engine.close()
     for future in waiting:
         with pytest.raises(EngineError, match=r"^the engine was closed$"):
@@ -179,15 +185,11 @@ def test_waiting_requests_fail_when_the_engine_closes(hollow, params, pool):
     assert not engine._worker.is_alive()
 
 
-def test_the_wave_in_flight_is_answered_when_the_engine_closes(hollow, params, pool):
+def test_what_ends_with_the_chunk_in_flight_is_answered_when_the_engine_closes(
+    hollow, params, pool
+):
     engine, started, go_on = hollow(), threading.Event(), threading.Event()
-
-    def run(wave):
-        started.set()
-        go_on.wait(10)
-        return [answer() for _ in wave]
-
-    engine._run = run
+    slow_turn(engine, started, go_on)
     engine.load(params, version=1)
     waiting = pool.submit(engine.sample, [request()])
     started.wait(10)
@@ -196,6 +198,32 @@ def test_the_wave_in_flight_is_answered_when_the_engine_closes(hollow, params, p
     assert not closing.done()
     go_on.set()
     assert len(waiting.result(10)) == 1
+    closing.result(10)
+
+
+def test_what_does_not_end_with_the_chunk_in_flight_fails_when_the_engine_closes(
+    hollow, params, pool
+):
+    engine, started, go_on = hollow(), threading.Event(), threading.Event()
+    take_in = engine._turn
+
+    def turn():
+        started.set()
+        go_on.wait(10)
+        with engine._state:
+            engine._batches.scheduler.add(engine._incoming)
+            engine._incoming = []
+        return []
+
+    assert take_in.__func__ is type(engine)._turn
+    engine._turn = turn
+    engine.load(params, version=1)
+    waiting = pool.submit(engine.sample, [request()])
+    started.wait(10)
+    closing = pool.submit(engine.close)
+    go_on.set()
+    with pytest.raises(EngineError, match=r"^the engine was closed$"):
+        waiting.result(10)
     closing.result(10)
 
 
@@ -222,30 +250,39 @@ def test_an_engine_without_weights_refuses(hollow):
     ("bad", "text"),
     [
         (
-            request(25),
-            "a prompt of 25 tokens with max_new_tokens=2 does not fit: the engine holds prompts "
-            "of 1 to 24 tokens and 40 tokens in all",
+            request(39),
+            "a prompt of 39 tokens with max_new_tokens=2 does not fit: the engine holds "
+            "sequences of 2 to 40 tokens",
         ),
         (
             request(20, new=21),
-            "a prompt of 20 tokens with max_new_tokens=21 does not fit: the engine holds prompts "
-            "of 1 to 24 tokens and 40 tokens in all",
+            "a prompt of 20 tokens with max_new_tokens=21 does not fit: the engine holds "
+            "sequences of 2 to 40 tokens",
         ),
         (
             request(0),
-            "a prompt of 0 tokens with max_new_tokens=2 does not fit: the engine holds prompts "
-            "of 1 to 24 tokens and 40 tokens in all",
+            "a prompt of 0 tokens with max_new_tokens=2 does not fit: the engine holds "
+            "sequences of 2 to 40 tokens",
         ),
         (
             request(3, new=0),
-            "a prompt of 3 tokens with max_new_tokens=0 does not fit: the engine holds prompts "
-            "of 1 to 24 tokens and 40 tokens in all",
+            "a prompt of 3 tokens with max_new_tokens=0 does not fit: the engine holds "
+            "sequences of 2 to 40 tokens",
         ),
         (request(token=32), "prompt holds token id 32, wanted 0 to 31"),
         (request(token=-1), "prompt holds token id -1, wanted 0 to 31"),
-        (request(stop_ids=tuple(range(9))), "got 9 stop ids, at most 8 are held"),
+        (request(logit_bias=((3, 1.0), (32, 1.0))), "logit_bias holds token id 32, wanted 0 to 31"),
+        (request(stop_ids=tuple(range(9))), "got number of stop_ids 9, wanted 0 to 8"),
         (request(seed=2**32), "got seed 4294967296, wanted 0 to 4294967295"),
         (request(seed=-1), "got seed -1, wanted 0 to 4294967295"),
+        (request(temperature=-0.1), "got temperature -0.1, wanted 0 to inf"),
+        (request(top_p=1.1), "got top_p 1.1, wanted 0 to 1"),
+        (request(min_p=float("nan")), "got min_p nan, wanted 0 to 1"),
+        (request(top_logprobs=21), "got top_logprobs 21, wanted 0 to 20"),
+        (
+            request(stop=("end",)),
+            "got texts that stop the answer, but this engine has no tokenizer",
+        ),
     ],
 )
 def test_requests_that_can_not_be_served_are_refused(engine, bad, text):
@@ -254,7 +291,7 @@ def test_requests_that_can_not_be_served_are_refused(engine, bad, text):
         engine.sample([request(), bad])
     with pytest.raises(EngineError, match=f"^{re.escape(text)}$"):
         asyncio.run(engine.generate(bad))
-    assert not engine._queue
+    assert not engine._batches.scheduler.is_busy
     assert len(engine.sample([request()])) == 1
 
 
@@ -279,7 +316,7 @@ def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_decode", fail)
+        patch.setattr(engine._batches, "_decode", fail)
         with pytest.raises(RuntimeError, match=r"^out of memory$"):
             engine.sample([request(new=8)])
         with pytest.raises(RuntimeError, match=r"^out of memory$"):

@@ -50,16 +50,16 @@ def test_answers_and_cache():
         layout=Layout(make_mesh({}, jax.devices()[:1])),
         slots=SLOTS,
         max_tokens=LENGTH,
-        max_prompt_tokens=12,
-        prompts_per_fill=2,
     )
     try:
         engine.load(params, version=0)
         answers = engine.sample(requests)
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._cache))
+        pages = engine.programs.sizes.pages
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batches.pool))
     finally:
         engine.close()
-    assert held == 4 * SPEC.layers * SLOTS * LENGTH * (LATENT.kv_rank + LATENT.rope_width)
+    assert pages == SLOTS * 3  # of 16 tokens; one for what others begin with
+    assert held == 4 * SPEC.layers * pages * 16 * (LATENT.kv_rank + LATENT.rope_width)
     assert dataclasses.replace(LATENT, absorbed=True) == SPEC.for_decoding.latent
     for request, answer in zip(requests, answers, strict=True):
         row = jnp.array([[*request.prompt, *answer.tokens]])

@@ -7,28 +7,38 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.sampler import choose_tokens, truncate
+from jaxrl_llm.rollout.native.sampler import (
+    Chances,
+    Processors,
+    choose_tokens,
+    process,
+    truncate,
+)
 
 LOGITS = np.array([1.0, 3.0, -2.0, 0.5, 2.5, -np.inf, 1.0, 0.0], np.float32)
 DRAWS = 20_000
+ALLOWED = [1e-9, 19.51, 23.03, 25.90, 28.47, 30.86, 33.11]  # chi-squared's, by degrees of freedom
 
 choose = jax.jit(choose_tokens)
 cut = jax.jit(truncate)
 
 
-def draw(logits, *, temperature=1.0, top_p=1.0, top_k=0, seeds=None, steps=0):
+def draw(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seeds=None, steps=0):
     """Draw once for each of many seeds."""
     seeds = np.arange(DRAWS) if seeds is None else np.asarray(seeds)
     n = len(seeds)
     tokens, logprobs = choose(
         jnp.broadcast_to(jnp.asarray(logits), (n, len(logits))),
-        seeds=jnp.asarray(seeds, jnp.uint32),
-        steps=jnp.full(n, steps, jnp.int32),
-        temperature=jnp.full(n, temperature, jnp.float32),
-        top_p=jnp.full(n, top_p, jnp.float32),
-        top_k=jnp.full(n, top_k, jnp.int32),
+        jnp.full(n, steps, jnp.int32),
+        Chances(
+            seeds=jnp.asarray(seeds, jnp.uint32),
+            temperature=jnp.full(n, temperature, jnp.float32),
+            top_p=jnp.full(n, top_p, jnp.float32),
+            top_k=jnp.full(n, top_k, jnp.int32),
+            min_p=jnp.full(n, min_p, jnp.float32),
+        ),
     )
-    return np.asarray(tokens), np.asarray(logprobs)
+    return np.asarray(tokens), np.asarray(logprobs)[np.arange(n), np.asarray(tokens)]
 
 
 def softmax(logits):
@@ -36,44 +46,52 @@ def softmax(logits):
     return weights / weights.sum()
 
 
-def truncated(p, top_p, top_k):
-    """The distribution that is left, by walking down the sorted tokens."""
-    order = sorted(range(len(p)), key=lambda v: (-p[v], v))
-    order = order[:top_k] if top_k else order
+def truncated(p, top_p, top_k, min_p=0.0):
+    """The distribution that is left, by walking down the sorted tokens; equal ones go together."""
+    order = sorted(range(len(p)), key=lambda v: -p[v])
+    order = [v for v in order if p[v] >= p[order[min(top_k or len(p), len(p)) - 1]]]
     total, mass, kept = sum(p[v] for v in order), 0.0, []
     for v in order:
-        if kept and top_p < 1 and mass / total >= top_p:
+        if kept and top_p < 1 and mass / total >= top_p and p[v] < p[kept[-1]]:
             break
         kept.append(v)
         mass += p[v]
+    kept = [v for v in kept if p[v] >= min_p * max(p)]
     out = np.zeros(len(p))
-    out[kept] = p[kept] / mass
+    out[kept] = p[kept] / p[kept].sum()
     return out
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"),
+    ("temperature", "top_p", "top_k", "min_p"),
     [
-        (1.0, 1.0, 0),
-        (0.7, 1.0, 0),
-        (2.0, 1.0, 3),
-        (1.0, 0.8, 0),
-        (1.3, 0.75, 4),
-        (1.0, 1e-6, 0),
-        (1.0, 0.0, 0),
-        (1.0, 1.0, 1),
-        (1.0, 1.0, 100),
-        (1.0, 0.999999, 2),
+        (1.0, 1.0, 0, 0.0),
+        (0.7, 1.0, 0, 0.0),
+        (2.0, 1.0, 3, 0.0),
+        (1.0, 0.8, 0, 0.0),
+        (1.3, 0.75, 4, 0.0),
+        (1.0, 1e-6, 0, 0.0),
+        (1.0, 0.0, 0, 0.0),
+        (1.0, 1.0, 1, 0.0),
+        (1.0, 1.0, 100, 0.0),
+        (1.0, 0.999999, 2, 0.0),
+        (1.0, 1.0, 0, 0.1),
+        (1.7, 1.0, 0, 0.2),
+        (1.5, 0.97, 5, 0.05),
+        (1.0, 1.0, 0, 1.0),
     ],
 )
-def test_frequencies_are_those_of_the_truncated_distribution(temperature, top_p, top_k):
-    tokens, logprobs = draw(LOGITS, temperature=temperature, top_p=top_p, top_k=top_k)
+def test_frequencies_are_those_of_the_truncated_distribution(temperature, top_p, top_k, min_p):
+    """By a chi-squared test at one in 100,000 over the tokens that are left."""
+    how = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    tokens, logprobs = draw(LOGITS, **how)
     full = softmax(LOGITS / temperature)
-    wanted = truncated(full, top_p, top_k)
-    found = np.bincount(tokens, minlength=len(LOGITS)) / DRAWS
+    wanted = truncated(full, top_p, top_k, min_p)
+    found = np.bincount(tokens, minlength=len(LOGITS))
     assert np.all(found[wanted == 0] == 0)
-    deviation = np.sqrt(wanted * (1 - wanted) / DRAWS)
-    assert np.all(np.abs(found - wanted) <= 4.5 * deviation + 1e-12)
+    left = wanted > 0
+    statistic = np.sum((found[left] - wanted[left] * DRAWS) ** 2 / (wanted[left] * DRAWS))
+    assert statistic <= ALLOWED[int(left.sum()) - 1]
     np.testing.assert_allclose(logprobs, np.log(full[tokens]), atol=1e-5)
 
 
@@ -107,11 +125,14 @@ def test_rows_have_their_own_settings():
     n = 300
     tokens, _ = choose(
         jnp.broadcast_to(LOGITS, (3 * n, 8)),
-        seeds=jnp.arange(3 * n, dtype=jnp.uint32),
-        steps=jnp.zeros(3 * n, jnp.int32),
-        temperature=jnp.repeat(jnp.array([0.0, 9.0, 9.0]), n),
-        top_p=jnp.ones(3 * n),
-        top_k=jnp.repeat(jnp.array([0, 1, 0]), n),
+        jnp.zeros(3 * n, jnp.int32),
+        Chances(
+            seeds=jnp.arange(3 * n, dtype=jnp.uint32),
+            temperature=jnp.repeat(jnp.array([0.0, 9.0, 9.0]), n),
+            top_p=jnp.ones(3 * n),
+            top_k=jnp.repeat(jnp.array([0, 1, 0]), n),
+            min_p=jnp.zeros(3 * n),
+        ),
     )
     tokens = np.asarray(tokens)
     assert set(tokens[: 2 * n]) == {1}
@@ -161,14 +182,43 @@ def test_truncate_keeps_what_a_loop_keeps(weights, top_p, top_k):
         jnp.log(jnp.asarray(p[None], jnp.float32)),
         jnp.array([top_p], jnp.float32),
         jnp.array([top_k], jnp.int32),
+        jnp.zeros(1),
     )[0]
     inside = truncated(p, top_p, top_k) > 0
     np.testing.assert_array_equal(np.isfinite(kept), inside)
     np.testing.assert_allclose(kept[inside], np.log(p[inside]), rtol=1e-6)
 
 
-def test_equal_tokens_are_cut_by_their_number():
-    kept = cut(jnp.log(jnp.full((1, 4), 0.25)), jnp.array([0.5]), jnp.array([0]))
-    assert np.isfinite(kept[0]).tolist() == [True, True, False, False]
-    kept = cut(jnp.log(jnp.full((1, 4), 0.25)), jnp.array([1.0]), jnp.array([3]))
-    assert np.isfinite(kept[0]).tolist() == [True, True, True, False]
+def test_tokens_as_likely_as_the_last_that_stays_do_so_too():
+    """As transformers' top-k does."""
+    half, none = jnp.array([0.5]), jnp.array([0.0])
+    kept = cut(jnp.log(jnp.array([[0.2, 0.4, 0.2, 0.2]])), half, jnp.array([0]), none)
+    assert np.isfinite(kept[0]).all()
+    kept = cut(jnp.log(jnp.array([[0.2, 0.4, 0.2, 0.2]])), jnp.ones(1), jnp.array([1]), none)
+    assert np.isfinite(kept[0]).tolist() == [False, True, False, False]
+
+
+def test_truncation_is_that_of_transformers():
+    """Temperature, top-k, top-p, min-p and the repetition penalty, one after another."""
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as theirs
+
+    rng = np.random.default_rng(0)
+    logits, said = rng.normal(0, 3, (4, 50)).astype(np.float32), rng.integers(0, 50, (4, 9))
+    found = torch.tensor(logits)
+    for warper in (
+        theirs.RepetitionPenaltyLogitsProcessor(1.7),
+        theirs.TemperatureLogitsWarper(1.3),
+        theirs.TopKLogitsWarper(20),
+        theirs.TopPLogitsWarper(0.9),
+        theirs.MinPLogitsWarper(0.05),
+    ):
+        found = warper(torch.tensor(said), found)
+    held = jnp.zeros((4, 50), bool).at[jnp.arange(4)[:, None], said].set(True)
+    nothing = jnp.full((4, 1), 50), jnp.zeros((4, 1))
+    mine = process(jnp.asarray(logits), Processors(held, jnp.full(4, 1.7), *nothing)) / 1.3
+    rows = jnp.ones(4)
+    kept = cut(jax.nn.log_softmax(mine), 0.9 * rows, jnp.full(4, 20), 0.05 * rows)
+    np.testing.assert_allclose(
+        jax.nn.log_softmax(kept), torch.log_softmax(found, -1).numpy(), atol=1e-5
+    )

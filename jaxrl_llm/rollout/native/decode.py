@@ -1,161 +1,304 @@
-"""The engine's two jitted steps over a fixed number of slots: fill slots, and decode them."""
+"""What the engine runs on devices: pages gathered into rows, prompts read, tokens drawn.
 
+Keys and values live in a pool of pages, [parts, pages, …] per layer and within a page as in
+`models.cache.Cache`; `parts` is the number of parts of a batch, each of which has pages of its own.
+A step of decoding works on rows, gathered from the pages of B sequences, and what it adds goes back
+to pages.
+"""
+
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float32, Int
 
-from jaxrl_llm.models.cache import Cache, decode_step, prefill
+from jaxrl_llm.models.cache import Cache, extend, init_cache
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import logits
-from jaxrl_llm.rollout.native.sampler import choose_tokens
+from jaxrl_llm.rollout.native.sampler import Chances, Processors, choose_tokens
 from jaxrl_llm.sharding.layout import Layout
 
+POSITIONS = (3, 2)
+"""Along which axis of keys and of values positions lie."""
 
-class Slots(NamedTuple):
-    """Sequences in the middle of being decoded, one per slot.
+MOST_TOP_LOGPROBS = 20
+"""The most of the likeliest tokens that are reported."""
+
+
+class Rows(NamedTuple):
+    """Sequences that are decoded, one per row.
 
     Attributes:
-        tokens: the newest token of each sequence, not yet in the cache.
+        tokens: the newest token of each, not yet in the cache.
         positions: its position.
         generated: tokens generated so far.
-        done: whether the sequence has ended, or the slot is empty.
-        answers: generated tokens.
-        logprobs: their log-probs.
-        limits: the longest answer.
+        left: how many tokens may follow; 0 in an empty row.
         stop_ids: tokens that end the answer, padded with -1.
+        chances: how tokens are drawn.
     """
 
     tokens: Int[Array, " B"]
     positions: Int[Array, " B"]
     generated: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    answers: Int[Array, "B S"]
-    logprobs: Float32[Array, "B S"]
-    limits: Int[Array, " B"]
-    seeds: UInt32[Array, " B"]
-    temperature: Float32[Array, " B"]
-    top_p: Float32[Array, " B"]
-    top_k: Int[Array, " B"]
+    left: Int[Array, " B"]
     stop_ids: Int[Array, "B stops"]
+    chances: Chances
 
 
-def fill(
-    params: Any,
-    spec: ModelSpec,
-    cache: Cache,
-    prompts: Int[Array, "P T"],
-    lengths: Int[Array, " P"],
-    source: Int[Array, " B"],
-    *,
-    layout: Layout | None = None,
+class Extras(NamedTuple):
+    """What few requests ask for: changed logits, and the likeliest tokens of each step.
+
+    Attributes:
+        tokens: prompt and answer of each row, padded with a number past the vocabulary.
+        penalty: the repetition penalty.
+        bias_ids: tokens whose logits are shifted, padded likewise.
+        bias: by how much.
+    """
+
+    tokens: Int[Array, "B S"]
+    penalty: Float32[Array, " B"]
+    bias_ids: Int[Array, "B biases"]
+    bias: Float32[Array, "B biases"]
+
+
+class Pieces(NamedTuple):
+    """Pieces of prompts that are read at once.
+
+    Attributes:
+        table: pages of what was read before, and room for the pieces, as `gather` takes it.
+        tokens: the pieces, padded on the right.
+        start: position of each piece's first token.
+        lengths: tokens of each piece; 0 for none.
+        targets: where the pages go that the pieces touch, as in `put_back`.
+    """
+
+    table: Int[Array, "B n"]
+    tokens: Int[Array, "B T"]
+    start: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    targets: Int[Array, "B m"]
+
+
+class Drawn(NamedTuple):
+    """What a chunk of steps drew.
+
+    Attributes:
+        counts: tokens of each row.
+        tokens: the tokens.
+        logprobs: their log-probs.
+        top_ids: the likeliest tokens of each step, where `Extras` were given.
+        top_logprobs: their log-probs.
+    """
+
+    counts: Int[Array, " B"]
+    tokens: Int[Array, "B steps"]
+    logprobs: Float32[Array, "B steps"]
+    top_ids: Int[Array, "B steps top"] | None
+    top_logprobs: Float32[Array, "B steps top"] | None
+
+
+def make_pool(
+    spec: ModelSpec, parts: int, pages: int, size: int, *, dtype: DTypeLike = jnp.float32
 ) -> Cache:
-    """Prefill prompts and copy each into the slots that share it.
+    """Make an empty pool of pages of `size` tokens."""
+    flat = init_cache(spec, parts * pages, size, dtype=dtype)
+    return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
+
+
+def page_size(pool: Cache) -> int:
+    """Return how many tokens a page, or a row, holds."""
+    return pool.keys[0].shape[-1]
+
+
+def gather(pool: Cache, table: Int[Array, "B n"]) -> Cache:
+    """Lay the pages of each sequence side by side: rows of n·size tokens.
+
+    Args:
+        pool: as `make_pool`.
+        table: page numbers within the row's part; a number past the pages gives zeros.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> gather(make_pool(spec, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
+    (2, 1, 2, 32)
+    """
+    parts = pool.keys[0].shape[0]
+    by_part = table.reshape(parts, -1, table.shape[1])
+
+    def of_part(pages: Array, table: Array, axis: int) -> Array:
+        found = pages.at[table].get(mode="fill", fill_value=0)
+        return jax.lax.collapse(jnp.moveaxis(found, 1, axis), axis, axis + 2)
+
+    def of_all(pages: Array, axis: int) -> Array:
+        rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
+        return jax.lax.collapse(rows, 0, 2)
+
+    return Cache(*(tuple(of_all(x, axis) for x in pool[i]) for i, axis in enumerate(POSITIONS)))
+
+
+def put_back(
+    pool: Cache, rows: Cache, first: Int[Array, " B"], targets: Int[Array, "B m"]
+) -> Cache:
+    """Write m pages of each row to the pool, the first of them being the row's page `first`.
+
+    Args:
+        pool: as `make_pool`.
+        rows: as `gather` gives them.
+        first: number of the first page within the row.
+        targets: where its pages go, within the row's part; a number past the pages is dropped.
+    """
+    parts, size = pool.keys[0].shape[0], page_size(pool)
+    slots = first[:, None] * size + jnp.arange(targets.shape[1] * size)
+    by_part = targets.reshape(parts, -1)
+
+    def of_all(pages: Array, rows: Array, axis: int) -> Array:
+        outer = [other for other in range(1, 4) if other != axis]
+        slot = jnp.expand_dims(jnp.minimum(slots, rows.shape[axis] - 1), outer)
+        new = jnp.take_along_axis(rows, slot, axis=axis)
+        here = (targets.shape[1], size)
+        new = new.reshape(
+            parts, len(slots) // parts, *new.shape[1:axis], *here, *new.shape[axis + 1 :]
+        )
+        new = jax.lax.collapse(jnp.moveaxis(new, axis + 1, 2), 1, 3)
+        return jax.vmap(lambda pages, at, x: pages.at[at].set(x, mode="drop"))(pages, by_part, new)
+
+    return Cache(
+        *(
+            tuple(of_all(*both, axis) for both in zip(pool[i], rows[i], strict=True))
+            for i, axis in enumerate(POSITIONS)
+        )
+    )
+
+
+def read_prompts(
+    params: Any, spec: ModelSpec, pool: Cache, pieces: Pieces, *, layout: Layout | None = None
+) -> Cache:
+    """Read a piece of each prompt and keep its keys and values.
 
     Args:
         params: in the compute dtype.
         spec: the model.
-        cache: of all slots.
-        prompts: right-padded.
-        lengths: tokens of each prompt, at least 1.
-        source: for each slot the prompt that it continues, or -1 to leave the slot alone.
+        pool: as `make_pool`.
+        pieces: what to read.
         layout: how prompts are split over a mesh.
     """
-    width = prompts.shape[1]
-    dtype = cache.keys[0].dtype
-    _, prefix = prefill(
-        params, spec, prompts, lengths, cache_length=width, dtype=dtype, layout=layout
-    )
-    replace = (source >= 0)[:, None, None, None]
-
-    def copy(old: Array, new: Array) -> Array:
-        shared = new[jnp.maximum(source, 0)]
-        return old.at[:, :, :width].set(jnp.where(replace, shared, old[:, :, :width]))
-
-    return jax.tree.map(copy, cache, prefix)
+    rows = gather(pool, pieces.table)
+    index, outside = jnp.arange(pieces.tokens.shape[1]), page_size(rows)
+    positions = pieces.start[:, None] + index
+    positions = jnp.where(index < pieces.lengths[:, None], positions, outside)
+    dtype = rows.keys[0].dtype
+    _, rows = extend(params, spec, rows, pieces.tokens, positions, dtype=dtype, layout=layout)
+    return put_back(pool, rows, pieces.start // page_size(pool), pieces.targets)
 
 
 def decode(
     params: Any,
     spec: ModelSpec,
     cache: Cache,
-    slots: Slots,
+    rows: Rows,
+    extras: Extras | None = None,
     *,
     steps: int,
-    live: int | None = None,
     layout: Layout | None = None,
-) -> tuple[Cache, Slots]:
-    """Decode up to `steps` tokens in every slot; stop early when all are done.
+) -> tuple[Cache, Drawn]:
+    """Decode up to `steps` tokens in every row; stop early when all have ended.
 
     Args:
         params: in the compute dtype.
         spec: the model.
-        cache: of all slots.
-        slots: where each sequence stands.
+        cache: of the rows.
+        rows: where each sequence stands.
+        extras: what else requests ask for.
         steps: the most tokens.
-        live: how much of the cache's length is read and written, more than all positions; None is
-            all of it.
-        layout: how slots are split over a mesh.
+        layout: how rows are split over a mesh.
     """
-    whole, cache = cache, _read(cache, live)
+    size = rows.tokens.shape[0]
+    outside = page_size(cache)
+    found = Drawn(
+        jnp.zeros(size, jnp.int32),
+        jnp.zeros((size, steps), jnp.int32),
+        jnp.zeros((size, steps), jnp.float32),
+        *_no_top(spec, size, steps, extras),
+    )
+    held = None if extras is None else _held(spec, extras.tokens)
 
-    def some_left(carry: tuple[Array, Cache, Slots]) -> Bool[Array, ""]:
-        return (carry[0] < steps) & jnp.any(~carry[2].done)
+    def some_left(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+        step, _, rows, _, _ = carry
+        return (step < steps) & jnp.any(rows.left > 0)
 
-    def body(carry: tuple[Array, Cache, Slots]) -> tuple[Array, Cache, Slots]:
-        step, cache, slots = carry
-        hidden, cache = decode_step(
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, cache, rows, held, found = carry
+        going = rows.left > 0
+        hidden, cache = extend(
             params,
             spec,
             cache,
-            slots.tokens,
-            slots.positions,
+            rows.tokens[:, None],
+            jnp.where(going, rows.positions, outside)[:, None],
             dtype=cache.keys[0].dtype,
             layout=layout,
         )
-        return step + 1, cache, extend(slots, *_choose(params, spec, hidden, slots))
+        given = None if extras is None else Processors(held, *extras[1:])
+        tokens, logprobs = choose_tokens(
+            logits(params, spec, hidden[:, 0]), rows.generated, rows.chances, given
+        )
+        if extras is not None:
+            held = held.at[jnp.arange(size), tokens].set(True)
+        found = _record(found, step, going, tokens, logprobs)
+        return step + 1, cache, advance(rows, tokens), held, found
 
-    start = (jnp.zeros((), jnp.int32), cache, slots)
-    _, cache, slots = jax.lax.while_loop(some_left, body, start)
-    return _write(whole, cache), slots
+    start = (jnp.zeros((), jnp.int32), cache, rows, held, found)
+    _, cache, _, _, found = jax.lax.while_loop(some_left, body, start)
+    return cache, found
 
 
-def _read(cache: Cache, live: int | None) -> Cache:
-    return jax.tree.map(lambda x: x[:, :, :live], cache)
-
-
-def _write(whole: Cache, part: Cache) -> Cache:
-    """Put the first slots of each row back."""
-    return jax.tree.map(
-        lambda old, new: new if old.shape == new.shape else old.at[:, :, : new.shape[2]].set(new),
-        whole,
-        part,
+def advance(rows: Rows, tokens: Int[Array, " B"]) -> Rows:
+    """Append one token to every sequence that goes on; those that it ends have nothing left."""
+    going = rows.left > 0
+    stopped = jnp.any(tokens[:, None] == rows.stop_ids, axis=1)
+    return rows._replace(
+        tokens=jnp.where(going, tokens, rows.tokens),
+        positions=rows.positions + going,
+        generated=rows.generated + going,
+        left=jnp.where(going & ~stopped, rows.left - 1, 0),
     )
 
 
-def _choose(params: Any, spec: ModelSpec, hidden: Array, slots: Slots) -> tuple[Array, Array]:
-    return choose_tokens(
-        logits(params, spec, hidden),
-        seeds=slots.seeds,
-        steps=slots.generated,
-        temperature=slots.temperature,
-        top_p=slots.top_p,
-        top_k=slots.top_k,
+def _record(
+    found: Drawn,
+    step: Int[Array, ""],
+    going: Bool[Array, " B"],
+    tokens: Int[Array, " B"],
+    logprobs: Float32[Array, "B V"],
+) -> Drawn:
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    top_ids, top_logprobs = found.top_ids, found.top_logprobs
+    if top_ids is not None and top_logprobs is not None:
+        values, ids = jax.lax.top_k(logprobs, top_ids.shape[2])
+        top_ids = top_ids.at[:, step].set(ids)
+        top_logprobs = top_logprobs.at[:, step].set(values)
+    return Drawn(
+        found.counts + going,
+        found.tokens.at[:, step].set(tokens),
+        found.logprobs.at[:, step].set(chosen),
+        top_ids,
+        top_logprobs,
     )
 
 
-def extend(slots: Slots, tokens: Int[Array, " B"], logprobs: Float32[Array, " B"]) -> Slots:
-    """Append one token to every sequence that goes on, and mark those that end with it."""
-    rows = jnp.arange(tokens.shape[0])
-    at = jnp.where(slots.done, slots.answers.shape[1], slots.generated)  # past the end: dropped
-    generated = slots.generated + ~slots.done
-    stopped = jnp.any(tokens[:, None] == slots.stop_ids, axis=1)
-    return slots._replace(
-        tokens=jnp.where(slots.done, slots.tokens, tokens),
-        positions=slots.positions + ~slots.done,
-        generated=generated,
-        done=slots.done | stopped | (generated >= slots.limits),
-        answers=slots.answers.at[rows, at].set(tokens, mode="drop"),
-        logprobs=slots.logprobs.at[rows, at].set(logprobs, mode="drop"),
-    )
+def _no_top(
+    spec: ModelSpec, size: int, steps: int, extras: Extras | None
+) -> tuple[Array | None, Array | None]:
+    if extras is None:
+        return None, None
+    shape = (size, steps, min(MOST_TOP_LOGPROBS, spec.vocab_size))
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+def _held(spec: ModelSpec, tokens: Int[Array, "B S"]) -> Bool[Array, "B V"]:
+    """Mark the tokens of each row."""
+    none = jnp.zeros((len(tokens), spec.vocab_size), bool)
+    return none.at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")

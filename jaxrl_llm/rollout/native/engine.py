@@ -1,61 +1,78 @@
 """The embedded engine: sampling in the trainer's process, by the trainer's own model code.
 
-Requests wait in a queue. A worker thread takes as many as there are slots, prefills each distinct
-prompt once, copies its cache to all slots that share it, and decodes until every slot is done.
+A worker thread decodes all sequences that run in chunks of a few steps. Between two chunks it takes
+in what has come, reads prompts, lets those that end go and gives their places to others.
 
-In a run of several processes each has this thread, and all of them must run the same waves: each
-process calls `sample` with the same requests, and starts nothing else on the devices meanwhile.
+In a run of several processes each has this thread, and all of them must take the same turns: each
+process calls `sample` with the same requests, cancels none, and starts nothing else on the devices
+meanwhile.
 """
 
 import asyncio
-import functools
-import math
+import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.cache import Cache, by_layer, init_cache
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.rollout.native.decode import Slots, decode, fill
-from jaxrl_llm.sharding import processes
-from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.rollout.native.batches import Batches
+from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
+from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, sizes
+from jaxrl_llm.rollout.native.scheduler import Answer
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import BATCH, batch_shards, over_batch
-from jaxrl_llm.sharding.reshard import moved_bytes, reshard
+from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.types import Completion, Receipt, Request
 
-STOP_IDS = 8
-"""The most stop tokens of a request."""
+STEPS = 16
+"""Tokens decoded between two looks at what has ended and what has come."""
 
-SHORTEST_PREFILL = 16
-"""Prompts are padded to this many tokens or the next power of two."""
 
-SHORTEST_READ = 128
-"""Decoding reads a quarter of the cache's length, half of it or all, but no less than this."""
+class EngineStats(NamedTuple):
+    """What an engine does now, and has done since it was made.
+
+    Attributes:
+        running: sequences that hold pages.
+        waiting: sequences that don't yet.
+        cached_tokens: room of the pages in use, in tokens.
+        cache_tokens: room of all pages.
+        prompt_tokens: tokens of prompts read.
+        generated_tokens: tokens drawn.
+        reused_tokens: tokens of prompts that were in the cache already.
+        preemptions: how often a sequence gave its pages back.
+    """
+
+    running: int
+    waiting: int
+    cached_tokens: int
+    cache_tokens: int
+    prompt_tokens: int
+    generated_tokens: int
+    reused_tokens: int
+    preemptions: int
 
 
 class NativeEngine:
-    """An `Engine` in pure JAX. Slots are split over the batch axes of a mesh, weights by rules.
+    """An `Engine` in pure JAX. Rows are split over the batch axes of a mesh, weights by rules.
 
     Args:
         spec: the model.
-        layout: how slots and weights are split; the axes `stage` and `context` have one device.
+        layout: how rows and weights are split; the axes `stage` and `context` have one device.
         slots: sequences decoded at once; a multiple of the parts of a batch.
         max_tokens: the longest sequence, prompt and answer.
-        max_prompt_tokens: the longest prompt.
-        prompts_per_fill: distinct prompts prefilled at once; rounded up to such a multiple.
+        cache_gb: GB of each device for keys and values at most: half of them for pages, as much for
+            rows gathered from these. None is enough for the longest sequence in every slot.
         dtype: of weights, cache and computation.
-        steps: tokens decoded between two looks at what is done.
+        steps: tokens decoded in a chunk.
+        detokenize: from token ids to text, for requests with texts that stop them.
 
     Raises:
-        ValueError: slots that the devices can't share evenly, or a mesh with stages or contexts.
+        ValueError: slots that the devices can't share evenly, a mesh with stages or contexts, or a
+            cache in which the longest sequence has no room.
     """
 
     def __init__(
@@ -65,119 +82,97 @@ class NativeEngine:
         layout: Layout,
         slots: int,
         max_tokens: int,
-        max_prompt_tokens: int,
-        prompts_per_fill: int,
+        cache_gb: int | float | None = None,
         dtype: str = "float32",
-        steps: int = 32,
+        steps: int = STEPS,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
-        idle = [axis for axis in ("stage", "context") if layout.mesh.shape[axis] > 1]
-        if idle:
-            raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; wanted a size of 1")
-        parts = batch_shards(layout.mesh)
-        if slots % parts:
-            raise ValueError(
-                f"rollout.slots={slots} can't be shared evenly by the {parts} parts of a batch; "
-                f"wanted a multiple of {parts}"
-            )
-        self.spec, self.slots, self.dtype = spec, slots, jnp.dtype(dtype)
-        self._dtypes = compute_dtypes(spec, self.dtype)
-        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
-        self._steps = steps
-        self.prompts_per_fill = math.ceil(prompts_per_fill / parts) * parts
-        self._params_layout = layout.of(declare(spec))
-        self._layers_layout = self._params_layout | {
-            stack: {
-                name: (layout.sharding(*home.spec[1:]),) * len(numbers)
-                for name, home in self._params_layout[stack].items()
-            }
-            for stack, numbers in spec.stacks.items()
-        }
-        self._split = {
-            stack: {
-                name: jax.jit(_unstack, out_shardings=homes)
-                for name, homes in self._layers_layout[stack].items()
-            }
-            for stack in spec.stacks
-        }
-        run_as = spec.for_decoding
-        self._by_slot = over_batch(layout.mesh)
-        heads = "tensor" if run_as.kv_heads % layout.mesh.shape["tensor"] == 0 else None
-        by_row: Any = (layout.sharding(BATCH, heads),) * spec.layers
-        self._cache_layout = Cache(by_row, by_row)
-        self._fill = jax.jit(
-            functools.partial(_fill, run_as, layout),
-            donate_argnums=1,
-            out_shardings=self._cache_layout,
-        )
-        self._decode = jax.jit(
-            functools.partial(_decode, run_as, layout, steps),
-            static_argnums=0,
-            donate_argnums=(2, 3),
-            out_shardings=(self._cache_layout, self._by_slot),
-        )
-        make: Callable[[], Cache] = functools.partial(
-            init_cache, run_as, slots, max_tokens, dtype=self.dtype
-        )
-        self._make_cache = jax.jit(make, out_shardings=self._cache_layout)
+        parts = _check_sizes(layout, slots)
+        shapes = sizes(parts=parts, slots=slots, max_tokens=max_tokens, steps=steps)
+        if cache_gb is not None:
+            page = Programs(spec, layout, shapes, dtype).page_bytes()
+            held = int(cache_gb * 1e9 / 2 / page)
+            shapes = shapes._replace(pages=min(held, shapes.pages))
+            needed = -(-max_tokens // PAGE) + 1
+            if shapes.pages < needed:
+                raise ValueError(
+                    f"a cache of {cache_gb} GB holds {shapes.pages * PAGE} tokens: wanted at least "
+                    f"{needed * 2 * page / 1e9:.3g} GB, for a sequence of {max_tokens} tokens"
+                )
+        self.spec, self.max_tokens, self.slots = spec, max_tokens, slots
+        self.programs = Programs(spec, layout, shapes, dtype)
+        self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
-        self._cache: Cache | None = None
-        self._queue: deque[tuple[Request, Future[Completion]]] = deque()
+        self._batches = Batches(self.programs, slots, detokenize)
+        self._incoming: list[Answer] = []
         self._state = threading.Condition()
-        self._device = threading.Lock()  # held while weights or cache are in use
+        self._device = threading.Lock()  # held while weights, pages and sequences are in use
+        self._claims = 0  # who wants the device, the worker aside
         self._paused = self._closed = False
         self._worker = threading.Thread(target=self._work, daemon=True, name="native-engine")
         self._worker.start()
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one answer."""
+        """Sample one answer; cancelling the coroutine gives the request up."""
         return await asyncio.wrap_future(self._submit([request])[0])
 
+    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """Sample one answer and yield its pieces, one for each chunk; the last has a `finish`.
+
+        A text that stops the answer may begin in one piece and end in another.
+        """
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Completion | None] = asyncio.Queue()
+
+        def tell(piece: Completion | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        future = self._submit([request], tell)[0]
+        future.add_done_callback(lambda _: tell(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            future.result()  # raises what went wrong
+        finally:
+            future.cancel()
+
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one answer for each request, in order; equal prompts are prefilled once."""
+        """Sample one answer for each request, in order; equal prompts are read once."""
         return [future.result() for future in self._submit(requests)]
 
-    def load(self, params: Any, version: int) -> Receipt:
-        """Copy weights into the engine's layout and dtype; waits for the wave in flight."""
-        with self._device:
-            first = self._params is None
+    def load(self, params: Any, version: int, *, recompute: bool = False) -> Receipt:
+        """Copy weights into the engine's layout and dtype, between two chunks.
+
+        Sequences in flight go on with them; their answers say which token is of which version.
+
+        Args:
+            params: the weights.
+            version: of the weights.
+            recompute: read what is in flight again; else it keeps the keys and values that it has
+                of the weights before.
+        """
+        with self._claimed():
+            first = self._params is None and self._version < 0
             self._params = None  # free the old copy before the new one is made
-            moved = moved_bytes(params, self._params_layout, dtype=self._dtypes)
-            whole = reshard(params, self._params_layout, dtype=self._dtypes)
-            self._params = self._take_apart(whole)
-            del whole
+            self._params = self.programs.load(params)
             self._version = version
-            receipt = Receipt(version, int(jax.jit(checksum)(self._params)), moved)
+            receipt = self.programs.receipt(params, self._params, version)
+            if recompute:
+                self._batches.preempt_all()
+            self._batches.forget()
             if first:
-                self._warm_up()
+                self.programs.warm_up()
         return receipt
 
-    def shapes(self) -> tuple[Any, Cache]:
-        """Return weights and cache as shapes in their layouts; nothing is allocated."""
-        stacked = jax.tree.map(
-            lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), declare(self.spec), self._dtypes
-        )
-        weights = jax.eval_shape(functools.partial(by_layer, spec=self.spec), stacked)
-        cache = jax.eval_shape(self._make_cache)
-        return _placed((weights, cache), (self._layers_layout, self._cache_layout))
-
-    def lower(self) -> dict[str, Any]:
-        """Lower `fill`, of the longest prompts, and `decode` for shapes alone."""
-        width = self._prefill_width(self.max_prompt_tokens)
-        prompts = jax.ShapeDtypeStruct((self.prompts_per_fill, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((self.prompts_per_fill,), jnp.int32)
-        slots = _start([], self.slots, self.max_tokens)
-        inputs = (prompts, lengths, slots.tokens, slots)
-        inputs = _placed(inputs, jax.tree.map(lambda _: self._by_slot, inputs))
-        fill = self._fill.lower(*self.shapes(), *inputs[:3])
-        decode = self._decode.lower(self.max_tokens, *self.shapes(), inputs[3])
-        return {"fill": fill, "decode": decode}
-
     def pause(self) -> None:
-        """Start no new wave until `resume`; the one in flight ends."""
+        """Decode nothing until `resume`; what is in flight keeps its place and its cache."""
         with self._state:
             self._paused = True
+        with self._claimed():  # the chunk that is being decoded ends
+            pass
 
     def resume(self) -> None:
         """Go on after `pause`."""
@@ -186,214 +181,173 @@ class NativeEngine:
             self._state.notify_all()
 
     def sleep(self) -> None:
-        """Pause, and free the cache once the wave in flight has ended."""
+        """Pause, and free the cache; what is in flight is read again after `wake`."""
         self.pause()
-        with self._device:
-            self._cache = None
+        with self._claimed():
+            self._batches.drop()
 
     def wake(self) -> None:
-        """Resume; the next wave allocates the cache."""
+        """Resume; the cache is allocated when it is needed."""
         self.resume()
 
     def close(self) -> None:
-        """Stop the worker; requests that wait fail with EngineError."""
+        """Stop the worker after its chunk; requests without an answer fail with EngineError."""
         with self._state:
             self._closed = True
-            waiting, self._queue = self._queue, deque()
             self._state.notify_all()
-        for _, future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineError("the engine was closed"))
         if threading.current_thread() is not self._worker:
             self._worker.join()
 
-    def _submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    def stats(self) -> EngineStats:
+        """Return what the engine does and has done."""
+        found, shapes = self._batches.scheduler, self.programs.sizes
+        used = sum(pages.count - pages.available for pages in found.pages)
+        waiting = len(found.waiting) + len(self._incoming)
+        in_use = used * PAGE
+        return EngineStats(len(found.running), waiting, in_use, shapes.capacity, *found.counts)
+
+    def shapes(self) -> tuple[Any, tuple[Cache, Cache]]:
+        """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""
+        weights, pool = self.programs.shapes()
+        return weights, (pool, self.programs.row_shapes(*self.programs.sizes.largest))
+
+    def lower(self) -> dict[str, Any]:
+        """Lower the largest programs that read prompts and decode, for shapes alone."""
+        shapes = self.programs.sizes
+        piece = max(shapes.pieces, key=lambda piece: piece[0] * piece[1])
+        return {
+            "fill": self.programs.lower("read", *piece, shapes.widths[-1] // PAGE),
+            "decode": self.programs.lower("decode", *shapes.largest, False),
+        }
+
+    def _submit(
+        self, requests: Sequence[Request], listener: Callable[[Completion], None] | None = None
+    ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
-        entries = [(request, Future()) for request in requests]
+        sequences = [Answer(request, listener=listener) for request in requests]
         with self._state:
             if self._closed:
                 raise EngineError("the engine is closed")
             if self._params is None and self._version < 0:
                 raise EngineError("the engine has no weights: call load first")
-            self._queue.extend(entries)
+            self._incoming += sequences
             self._state.notify_all()
-        return [future for _, future in entries]
+        return [sequence.future for sequence in sequences]
 
     def _check(self, request: Request) -> None:
-        prompt, sampling = request.prompt, request.sampling
-        longest = min(self.max_prompt_tokens, self.max_tokens - sampling.max_new_tokens)
-        if not 0 < len(prompt) <= longest or sampling.max_new_tokens < 1:
+        prompt, how = request.prompt, request.sampling
+        if (
+            not prompt
+            or how.max_new_tokens < 1
+            or len(prompt) + how.max_new_tokens > self.max_tokens
+        ):
             raise EngineError(
-                f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} "
-                f"does not fit: the engine holds prompts of 1 to {self.max_prompt_tokens} tokens "
-                f"and {self.max_tokens} tokens in all"
+                f"a prompt of {len(prompt)} tokens with max_new_tokens={how.max_new_tokens} does "
+                f"not fit: the engine holds sequences of 2 to {self.max_tokens} tokens"
             )
-        if not 0 <= min(prompt) <= max(prompt) < self.spec.vocab_size:
-            raise EngineError(
-                f"prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}, "
-                f"wanted 0 to {self.spec.vocab_size - 1}"
-            )
-        if not 0 <= request.seed < 2**32:
-            raise EngineError(f"got seed {request.seed}, wanted 0 to {2**32 - 1}")
-        if len(sampling.stop_ids) > STOP_IDS:
-            raise EngineError(f"got {len(sampling.stop_ids)} stop ids, at most {STOP_IDS} are held")
+        vocabulary = range(self.spec.vocab_size)
+        for what, ids in (("prompt", prompt), ("logit_bias", [i for i, _ in how.logit_bias])):
+            if ids and not (min(ids) in vocabulary and max(ids) in vocabulary):
+                raise EngineError(
+                    f"{what} holds token id {min(ids) if min(ids) < 0 else max(ids)}, "
+                    f"wanted 0 to {self.spec.vocab_size - 1}"
+                )
+        for name, value, least, most in (
+            ("seed", request.seed, 0, 2**32 - 1),
+            ("temperature", how.temperature, 0, np.inf),
+            ("top_p", how.top_p, 0, 1),
+            ("top_k", how.top_k, 0, 2**31 - 1),
+            ("min_p", how.min_p, 0, 1),
+            ("repetition_penalty", how.repetition_penalty, np.finfo(np.float32).tiny, np.inf),
+            ("top_logprobs", how.top_logprobs, 0, min(MOST_TOP_LOGPROBS, len(vocabulary))),
+            ("number of stop_ids", len(how.stop_ids), 0, STOP_IDS),
+            ("number of logit_bias", len(how.logit_bias), 0, BIASES),
+        ):
+            if not least <= value <= most:
+                raise EngineError(f"got {name} {value}, wanted {least} to {most}")
+        if how.stop and not self._reads_text:
+            raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Hold the device, before the worker takes its next turn."""
+        with self._state:
+            self._claims += 1
+        try:
+            with self._device:
+                yield
+        finally:
+            with self._state:
+                self._claims -= 1
+                self._state.notify_all()
 
     def _work(self) -> None:
-        while self._wait_for_requests():
+        while self._wait():
             with self._device:
-                wave = self._next_wave()
                 try:
-                    answers = self._run([request for request, _ in wave]) if wave else []
+                    changed = self._turn()
                 except Exception as error:  # it reaches whoever waits for an answer
-                    answers = [error] * len(wave)
-            for (_, future), answer in zip(wave, answers, strict=True):
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
+                    changed, failure = self._take_all(), error
                 else:
-                    future.set_result(answer)
+                    failure = None
+            for sequence in changed:
+                _tell(sequence, failure)
+        with self._device:
+            left = self._take_all()
+        for sequence in left:
+            _tell(sequence, EngineError("the engine was closed"))
 
-    def _wait_for_requests(self) -> bool:
+    def _wait(self) -> bool:
         """Block until there is something to do; False when the engine was closed."""
+
+        def may_go_on() -> bool:
+            busy = self._incoming or self._batches.scheduler.is_busy
+            return self._closed or bool(busy and not self._paused and not self._claims)
+
         with self._state:
-            self._state.wait_for(lambda: self._closed or (self._queue and not self._paused))
+            self._state.wait_for(may_go_on)
             return not self._closed
 
-    def _next_wave(self) -> list[tuple[Request, Future[Completion]]]:
-        """Take as many requests as there are slots; none if a pause came first."""
-        wave: list[tuple[Request, Future[Completion]]] = []
+    def _turn(self) -> list[Answer]:
+        """Take in what came and decode a chunk; return the sequences that grew."""
         with self._state:
-            while self._queue and len(wave) < self.slots and not self._paused:
-                entry = self._queue.popleft()
-                if entry[1].set_running_or_notify_cancel():  # else its caller gave up
-                    wave.append(entry)
-        return wave
+            if self._paused:
+                return []
+            self._batches.scheduler.add(self._incoming)
+            self._incoming = []
+        return self._batches.turn(self._params, self._version)
 
-    def _run(self, wave: Sequence[Request]) -> list[Completion]:
-        cache = self._take_cache()
-        prompts = list(dict.fromkeys(request.prompt for request in wave))
-        width = self._prefill_width(max(map(len, prompts)))
-        number = {prompt: i for i, prompt in enumerate(prompts)}
-        source = np.full(self.slots, -1, np.int32)
-        source[: len(wave)] = [number[request.prompt] for request in wave]
-        for first in range(0, len(prompts), self.prompts_per_fill):
-            group = prompts[first : first + self.prompts_per_fill]
-            inside = (source >= first) & (source < first + len(group))
-            cache = self._fill(
-                self._params,
-                cache,
-                *self._prompt_arrays(group, width),
-                processes.put(np.where(inside, source - first, -1), self._by_slot),
-            )
-        slots = processes.put(_start(wave, self.slots, self.max_tokens), self._by_slot)
-        last = max(len(request.prompt) for request in wave) - 1
-        while True:
-            last = min(last + self._steps, self.max_tokens)
-            cache, slots = self._decode(self._read_width(last), self._params, cache, slots)
-            if np.all(processes.fetch(slots.done)):
-                break
-        self._cache = cache
-        return self._read(wave, processes.fetch(slots))
-
-    def _read(self, wave: Sequence[Request], slots: Slots) -> list[Completion]:
-        answers = []
-        for i, request in enumerate(wave):
-            n = int(slots.generated[i])
-            tokens = np.asarray(slots.answers[i, :n])
-            stopped = int(tokens[-1]) in request.sampling.stop_ids
-            finish = "stop" if stopped else "length"
-            logprobs = np.asarray(slots.logprobs[i, :n])
-            answers.append(Completion(tokens, logprobs, finish, self._version))
-        return answers
-
-    def _take_cache(self) -> Cache:
-        """Return the cache, to be donated; allocate it after a start, a sleep or a failure."""
-        cache, self._cache = self._cache, None
-        return self._make_cache() if cache is None else cache
-
-    def _take_apart(self, params: Any) -> Any:
-        """Give each layer arrays of its own, one stacked array after another."""
-        params = {name: dict(p) if name in self.spec.stacks else p for name, p in params.items()}
-        for stack, split in self._split.items():
-            for name in split:
-                params[stack][name] = split[name](params[stack][name])
-        return params
-
-    def _prefill_width(self, length: int) -> int:
-        return min(_power(length, SHORTEST_PREFILL), self.max_tokens)
-
-    def _read_width(self, length: int) -> int:
-        shares = (max(SHORTEST_READ, math.ceil(self.max_tokens / n)) for n in (4, 2))
-        return min([*(s for s in shares if length <= s), self.max_tokens])
-
-    def _prompt_arrays(self, prompts: Sequence[Sequence[int]], width: int) -> Any:
-        tokens = np.zeros((self.prompts_per_fill, width), np.int32)
-        lengths = np.ones(self.prompts_per_fill, np.int32)
-        for i, prompt in enumerate(prompts):
-            tokens[i, : len(prompt)] = prompt
-            lengths[i] = len(prompt)
-        return processes.put((tokens, lengths), self._by_slot)
-
-    def _warm_up(self) -> None:
-        """Compile every shape now, so that nothing compiles in the middle of a run."""
-        cache = self._take_cache()
-        nowhere = processes.put(np.full(self.slots, -1, np.int32), self._by_slot)
-        widths = {self._prefill_width(n) for n in range(1, self.max_prompt_tokens + 1)}
-        for width in sorted(widths):
-            cache = self._fill(self._params, cache, *self._prompt_arrays([], width), nowhere)
-        for width in sorted({self._read_width(n) for n in range(1, self.max_tokens + 1)}):
-            slots = processes.put(_start([], self.slots, self.max_tokens), self._by_slot)
-            cache, _ = self._decode(width, self._params, cache, slots)
-        self._cache = cache
+    def _take_all(self) -> list[Answer]:
+        """Return all sequences and forget them, and the cache."""
+        with self._state:
+            found, self._incoming = self._incoming, []
+        return self._batches.take_all() + found
 
 
-def _unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(stacked)
+def _check_sizes(layout: Layout, slots: int) -> int:
+    """Return into how many parts slots are split."""
+    idle = [axis for axis in ("stage", "context") if layout.mesh.shape[axis] > 1]
+    if idle:
+        raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; wanted a size of 1")
+    parts = batch_shards(layout.mesh)
+    if slots % parts:
+        raise ValueError(
+            f"rollout.slots={slots} can't be shared evenly by the {parts} parts of a batch; "
+            f"wanted a multiple of {parts}"
+        )
+    return parts
 
 
-def _power(length: int, least: int) -> int:
-    """Return the first of the least, its double, … that is no less than a length."""
-    return least << max(0, math.ceil(math.log2(length / least)))
-
-
-def _placed(tree: Any, layout: Any) -> Any:
-    """Return arrays as shapes in a layout."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
-    )
-
-
-def _fill(spec: ModelSpec, layout: Layout, params: Any, cache: Cache, *prompts: jax.Array) -> Cache:
-    return fill(params, spec, cache, *prompts, layout=layout)
-
-
-def _decode(
-    spec: ModelSpec, layout: Layout, steps: int, live: int, params: Any, cache: Cache, slots: Slots
-) -> tuple[Cache, Slots]:
-    return decode(params, spec, cache, slots, steps=steps, live=live, layout=layout)
-
-
-def _start(wave: Sequence[Request], slots: int, max_tokens: int) -> Slots:
-    """Return the state of a wave before its first step; slots past the wave are done."""
-    empty = slots - len(wave)
-
-    def column(values: Sequence[Any], default: Any, dtype: Any) -> np.ndarray:
-        return np.array([*values, *[default] * empty], dtype)
-
-    how = [request.sampling for request in wave]
-    stops = [[*s.stop_ids, *[-1] * (STOP_IDS - len(s.stop_ids))] for s in how]
-    columns: dict[str, Any] = dict(  # on the host; `put` makes them arrays
-        tokens=column([r.prompt[-1] for r in wave], 0, np.int32),
-        positions=column([len(r.prompt) - 1 for r in wave], 0, np.int32),
-        generated=np.zeros(slots, np.int32),
-        done=np.arange(slots) >= len(wave),
-        answers=np.zeros((slots, max_tokens), np.int32),
-        logprobs=np.zeros((slots, max_tokens), np.float32),
-        limits=column([s.max_new_tokens for s in how], 0, np.int32),
-        seeds=column([r.seed for r in wave], 0, np.uint32),
-        temperature=column([s.temperature for s in how], 1.0, np.float32),
-        top_p=column([s.top_p for s in how], 1.0, np.float32),
-        top_k=column([s.top_k for s in how], 0, np.int32),
-        stop_ids=column(stops, [-1] * STOP_IDS, np.int32),
-    )
-    return Slots(**columns)
+def _tell(sequence: Answer, failure: Exception | None) -> None:
+    """Give a sequence's caller what is new."""
+    if failure is None and sequence.listener is not None:
+        sequence.listener(sequence.completion(sequence.told))
+        sequence.told = sequence.generated
+    if failure is None and not sequence.finish:
+        return
+    if sequence.future.set_running_or_notify_cancel():  # else its caller gave up
+        if failure is None:
+            sequence.future.set_result(sequence.completion())
+        else:
+            sequence.future.set_exception(failure)

@@ -1,21 +1,45 @@
 """Choosing tokens from logits, one independent random stream per sequence."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
+
+
+class Chances(NamedTuple):
+    """How each of B sequences is sampled; `types.Sampling` says what the numbers mean."""
+
+    seeds: UInt32[Array, " B"]
+    temperature: Float32[Array, " B"]
+    top_p: Float32[Array, " B"]
+    top_k: Int[Array, " B"]
+    min_p: Float32[Array, " B"]
+
+
+class Processors(NamedTuple):
+    """What changes the logits of B sequences before a token is drawn.
+
+    Attributes:
+        held: whether a sequence holds a token.
+        penalty: the repetition penalty.
+        bias_ids: tokens whose logits are shifted; a number past the vocabulary shifts none.
+        bias: by how much.
+    """
+
+    held: Bool[Array, "B V"]
+    penalty: Float32[Array, " B"]
+    bias_ids: Int[Array, "B biases"]
+    bias: Float32[Array, "B biases"]
 
 
 def choose_tokens(
     logits: Float[Array, "B V"],
-    *,
-    seeds: UInt32[Array, " B"],
     steps: Int[Array, " B"],
-    temperature: Float[Array, " B"],
-    top_p: Float[Array, " B"],
-    top_k: Int[Array, " B"],
-) -> tuple[Int[Array, " B"], Float32[Array, " B"]]:
+    chances: Chances,
+    processors: Processors | None = None,
+) -> tuple[Int[Array, " B"], Float32[Array, "B V"]]:
     """Draw one token per sequence by inverting its cumulative distribution.
 
     The random numbers of step t of a sequence are keyed by (its seed, t) alone, so a sequence does
@@ -23,28 +47,45 @@ def choose_tokens(
 
     Args:
         logits: of the next token.
-        seeds: one for each sequence.
         steps: tokens that each sequence has generated so far.
-        temperature: 0 takes the likeliest token.
-        top_p: keep the smallest set of tokens with this mass; 1 keeps all.
-        top_k: keep the k likeliest; 0 keeps all.
+        chances: temperature, and what is cut off the distribution.
+        processors: what changes the logits first.
 
     Returns:
-        The tokens, and their log-probs under softmax(logits / temperature) over the whole
-        vocabulary; at temperature 0 under softmax(logits).
+        The tokens, and log-probs under softmax(logits / temperature) of the whole vocabulary,
+        before any processor; at temperature 0 under softmax(logits).
     """
-    greedy = temperature == 0
-    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)[:, None]
-    logprobs = jax.nn.log_softmax(scaled)
-    kept = jax.lax.cond(
-        jnp.any((top_p < 1) | (top_k > 0)), truncate, lambda x, *_: x, logprobs, top_p, top_k
-    )
-    drawn = draw(jnp.exp(kept), seeds, steps)
+    greedy = chances.temperature == 0
+    temperature = jnp.where(greedy, 1.0, chances.temperature)[:, None]
+    logits = logits.astype(jnp.float32)
+    logprobs = processed = jax.nn.log_softmax(logits / temperature)
+    if processors is not None:
+        processed = jax.nn.log_softmax(process(logits, processors) / temperature)
+    is_cut = (chances.top_p < 1) | (chances.top_k > 0) | (chances.min_p > 0)
+    kept = jax.lax.cond(jnp.any(is_cut), truncate, lambda x, *_: x, processed, *chances[2:])
+    drawn = draw(jnp.exp(kept), chances.seeds, steps)
     best = jax.lax.cond(
         jnp.any(greedy), lambda x: jnp.argmax(x, axis=-1), lambda x: jnp.zeros_like(steps), kept
     )
-    tokens = jnp.where(greedy, best, drawn).astype(jnp.int32)
-    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    return jnp.where(greedy, best, drawn).astype(jnp.int32), logprobs
+
+
+def process(logits: Float32[Array, "B V"], processors: Processors) -> Float32[Array, "B V"]:
+    """Penalize what was said, then add the biases.
+
+    The repetition penalty (Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1) in
+    the form of transformers: positive logits are divided by it, negative ones multiplied.
+
+    >>> processors = Processors(jnp.array([[True, True, False]]), jnp.array([2.0]),
+    ...                         jnp.array([[2, 3]]), jnp.array([[1.5, 9.0]]))
+    >>> process(jnp.array([[4.0, -1.0, 0.0]]), processors).tolist()
+    [[2.0, -2.0, 1.5]]
+    """
+    penalty = processors.penalty[:, None]
+    penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits = jnp.where(processors.held, penalized, logits)
+    rows = jnp.arange(len(logits))[:, None]
+    return logits.at[rows, processors.bias_ids].add(processors.bias, mode="drop")
 
 
 def draw(
@@ -63,9 +104,9 @@ def draw(
     if blocks**2 * 16 < vocabulary:  # too few: pad for more
         blocks = 1 << round(math.log2(vocabulary) / 2)
     mass = jnp.pad(mass, ((0, 0), (0, -vocabulary % blocks))).reshape(len(mass), blocks, -1)
-    uniform = jax.vmap(
-        lambda seed, step: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), step), (2,))
-    )(seeds, steps)
+    pairs = jnp.stack([seeds, steps.astype(jnp.uint32)], axis=1)
+    keys = jax.random.wrap_key_data(pairs, impl="threefry2x32")
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     block = _invert(mass.sum(axis=2), uniform[:, 0])
     inside = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
     return block * mass.shape[2] + _invert(inside, uniform[:, 1])
@@ -80,27 +121,53 @@ def _invert(mass: Float32[Array, "B n"], uniform: Float32[Array, " B"]) -> Int[A
 
 
 def truncate(
-    logprobs: Float32[Array, "B V"], top_p: Float[Array, " B"], top_k: Int[Array, " B"]
+    logprobs: Float32[Array, "B V"],
+    top_p: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    min_p: Float[Array, " B"],
 ) -> Float32[Array, "B V"]:
-    """Set the log-probs outside top-k and then outside top-p to -inf.
+    """Set the log-probs outside top-k, then outside top-p, then outside min-p to -inf.
 
     The nucleus (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751) is taken of the
-    distribution that top-k left, renormalised; the likeliest token always stays.
+    distribution that top-k left, renormalised; min-p (https://arxiv.org/abs/2407.01082) asks for a
+    share of the largest probability. The likeliest token always stays, and tokens as likely as the
+    least likely one that stays do so too.
 
-    >>> kept = truncate(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), jnp.array([0.6]), jnp.array([0]))
+    Nothing is sorted: the least log-prob that stays is found bit by bit, by counting what is above.
+
+    >>> kept = truncate(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), jnp.array([0.6]), jnp.array([0]),
+    ...                 jnp.array([0.0]))
     >>> print(jnp.isfinite(kept))
     [[ True  True False]]
     """
-    order = jnp.argsort(-logprobs, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logprobs, order, axis=-1)
-    rank = jnp.arange(logprobs.shape[1])
-    ranked = jnp.where((top_k[:, None] > 0) & (rank >= top_k[:, None]), -jnp.inf, ranked)
-    mass = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(mass, axis=-1) - mass
-    outside = (top_p[:, None] < 1) & (before >= top_p[:, None]) & (rank > 0)
-    ranked = jnp.where(outside, -jnp.inf, ranked)
-    return (
-        jnp.full_like(logprobs, -jnp.inf)
-        .at[jnp.arange(logprobs.shape[0])[:, None], order]
-        .set(ranked)
-    )
+    size = logprobs.shape[1]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
+    ones = jnp.ones_like(logprobs)
+    kept = jnp.where(_until(logprobs, ones, wanted.astype(jnp.float32)), logprobs, -jnp.inf)
+    mass = jax.nn.softmax(kept, axis=-1)
+    inside = _until(kept, mass, jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny))
+    kept = jnp.where(inside | (top_p >= 1)[:, None], kept, -jnp.inf)
+    least = kept.max(axis=1) + jnp.log(min_p)
+    return jnp.where(kept >= least[:, None], kept, -jnp.inf)
+
+
+def _until(
+    logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], wanted: Float32[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """Mark the likeliest tokens, as few as have the wanted weight together, and those like them.
+
+    Bits of non-negative floats are ordered as the floats are, so a threshold for -log p is found
+    from its highest bit down: a bit is set where less would not be enough.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.abs(logprobs), jnp.uint32)
+
+    def weight_until(threshold: Array) -> Array:
+        return jnp.where(bits <= threshold[:, None], weights, 0.0).sum(axis=1)
+
+    def set_bit(i: Array, threshold: Array) -> Array:
+        bit = jnp.uint32(1) << (30 - i).astype(jnp.uint32)
+        enough = weight_until(threshold | (bit - jnp.uint32(1))) >= wanted
+        return jnp.where(enough, threshold, threshold | bit)
+
+    threshold = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros(len(bits), jnp.uint32))
+    return bits <= threshold[:, None]

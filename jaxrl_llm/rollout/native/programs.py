@@ -1,0 +1,326 @@
+"""The programs that the engine runs on devices, for a few shapes, all compiled before they run."""
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.cache import Cache, by_layer
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.rollout.native.decode import (
+    Drawn,
+    Extras,
+    Pieces,
+    Rows,
+    decode,
+    gather,
+    make_pool,
+    page_size,
+    put_back,
+    read_prompts,
+)
+from jaxrl_llm.rollout.native.sampler import Chances
+from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import BATCH, over_batch
+from jaxrl_llm.sharding.reshard import moved_bytes, reshard
+from jaxrl_llm.types import Receipt
+
+PAGE = 16
+"""Tokens that a page holds."""
+
+STOP_IDS = 8
+"""The most stop tokens of a request."""
+
+BIASES = 300
+"""The most biased tokens of a request."""
+
+FEWEST_ROWS = 8
+SHORTEST_ROW = 128  # tokens
+PIECES = (32, 256)  # tokens of a prompt that are read at once
+READ_AT_ONCE = (256, 1024)  # tokens of all prompts
+
+
+class Sizes(NamedTuple):
+    """The shapes of all programs.
+
+    Attributes:
+        parts: of a batch, each with pages of its own.
+        pages: of a part.
+        rows: how many sequences are decoded at once; one of these numbers.
+        widths: how many tokens a row holds; one of these numbers.
+        pieces: how many prompts are read at once, and of how many tokens.
+        steps: tokens that are decoded in a chunk.
+    """
+
+    parts: int
+    pages: int
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...]
+    steps: int
+
+    @property
+    def capacity(self) -> int:
+        """Return how many tokens the pool holds, and the rows at most."""
+        return self.parts * self.pages * PAGE
+
+    def fits(self, rows: int, width: int) -> bool:
+        """Return whether so many rows may be gathered."""
+        return rows * width <= self.capacity or rows == self.rows[0]
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Return rows and width of the most that is gathered."""
+        fitting = [(n, w) for n in self.rows for w in self.widths if self.fits(n, w)]
+        return max(fitting, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+    def width(self, length: int) -> int:
+        """Return the narrowest row that holds so many tokens."""
+        return next(width for width in self.widths if width >= length)
+
+
+def sizes(
+    *, parts: int, slots: int, max_tokens: int, steps: int, pages: int | None = None
+) -> Sizes:
+    """Choose few shapes: parts of the slots, and of the longest sequence.
+
+    Args:
+        parts: of a batch.
+        slots: the most sequences decoded at once, a multiple of the parts.
+        max_tokens: the longest sequence.
+        steps: tokens decoded in a chunk.
+        pages: of a part; None is enough for all slots.
+
+    >>> sizes(parts=1, slots=32, max_tokens=600, steps=16).rows
+    (8, 16, 32)
+    >>> sizes(parts=1, slots=32, max_tokens=600, steps=16).widths
+    (160, 304, 608)
+    """
+    longest = _up(max_tokens, PAGE)
+    widths = {_up(longest / n, PAGE) for n in (4, 2) if longest >= n * SHORTEST_ROW}
+    rows = {_up(slots / n, parts) for n in (16, 4, 2) if slots >= n * FEWEST_ROWS}
+    lengths = {min(piece, longest) for piece in PIECES}
+    pieces = {
+        (_up(min(max(1, tokens // length), slots), parts), length)
+        for tokens, length in itertools.product(READ_AT_ONCE, lengths)
+    }
+    return Sizes(
+        parts,
+        slots // parts * (longest // PAGE + 1) if pages is None else pages,
+        tuple(sorted(rows | {slots})),
+        tuple(sorted(widths | {longest})),
+        tuple(sorted(pieces)),
+        steps,
+    )
+
+
+def _up(number: int | float, unit: int) -> int:
+    return math.ceil(number / unit) * unit
+
+
+class Programs:
+    """What runs on devices, for one model in one layout. Compiled once each.
+
+    Args:
+        spec: the model.
+        layout: how rows and weights are split.
+        shapes: of all programs.
+        dtype: of weights, cache and computation.
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, shapes: Sizes, dtype: Any) -> None:
+        """Compile nothing yet."""
+        self.spec, self.layout, self.sizes, self.dtype = spec, layout, shapes, jnp.dtype(dtype)
+        self._run_as = spec.for_decoding
+        self._dtypes = compute_dtypes(spec, self.dtype)
+        self._stacked_layout = layout.of(declare(spec))
+        self._layers_layout = self._stacked_layout | {
+            stack: {
+                name: (layout.sharding(*home.spec[1:]),) * len(numbers)
+                for name, home in self._stacked_layout[stack].items()
+            }
+            for stack, numbers in spec.stacks.items()
+        }
+        self.by_row = over_batch(layout.mesh)
+        split = self._run_as.kv_heads % layout.mesh.shape["tensor"] == 0
+        heads = "tensor" if split else None
+        self._pool_layout = self._each_layer(layout.sharding(BATCH, None, heads))
+        self._rows_layout = self._each_layer(layout.sharding(BATCH, heads))
+        self._unstack = {
+            stack: {
+                name: jax.jit(tuple, out_shardings=homes)
+                for name, homes in self._layers_layout[stack].items()
+            }
+            for stack in spec.stacks
+        }
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def load(self, params: Any) -> Any:
+        """Copy weights into the engine's layout and dtype, each layer's arrays apart."""
+        whole = reshard(params, self._stacked_layout, dtype=self._dtypes)
+        apart = {n: dict(p) if n in self.spec.stacks else p for n, p in whole.items()}
+        del whole
+        for stack, split in self._unstack.items():
+            for name in split:
+                apart[stack][name] = split[name](apart[stack][name])
+        return apart
+
+    def receipt(self, params: Any, held: Any, version: int) -> Receipt:
+        """Say what was loaded."""
+        moved = moved_bytes(params, self._stacked_layout, dtype=self._dtypes)
+        return Receipt(version, int(jax.jit(checksum)(held)), moved)
+
+    def make_pool(self) -> Cache:
+        """Make an empty pool."""
+        return self._program("pool")()
+
+    def gather(self, pool: Cache, table: Any) -> Cache:
+        """Lay the pages of each row side by side; see `decode.gather`."""
+        return self._program("gather", *table.shape)(pool, table)
+
+    def read(self, params: Any, pool: Cache, pieces: Pieces) -> Cache:
+        """Read pieces of prompts; see `decode.read_prompts`. The pool is donated."""
+        key = (*pieces.tokens.shape, pieces.table.shape[1])
+        return self._program("read", *key)(params, pool, pieces)
+
+    def decode(
+        self, params: Any, pool: Cache, rows: Cache, state: Rows, extras: Extras | None, at: Any
+    ) -> tuple[Cache, Cache, Drawn]:
+        """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
+        shape = (*state.tokens.shape, page_size(rows), extras is not None)
+        return self._program("decode", *shape)(params, pool, rows, state, extras, at)
+
+    def warm_up(self) -> None:
+        """Compile everything but what few requests ask for, several programs at a time."""
+        keys = list(self._keys())
+        at_once = 1 if processes.count() > 1 else os.cpu_count()  # several keep the same order
+        with ThreadPoolExecutor(at_once) as threads:
+            compiled = [threads.submit(self.lower(*key).compile) for key in keys]
+        self._compiled |= {key: one.result() for key, one in zip(keys, compiled, strict=True)}
+
+    def _keys(self) -> Iterable[tuple[Any, ...]]:
+        """Yield what each program is called by."""
+        shapes = self.sizes
+        yield ("pool",)
+        for rows, width in itertools.product(shapes.rows, shapes.widths):
+            if shapes.fits(rows, width):
+                yield "gather", rows, width // PAGE
+                yield "decode", rows, width, False
+        for rows, length in shapes.pieces:
+            for width in {shapes.width(length), shapes.widths[-1]}:
+                yield "read", rows, length, width // PAGE
+
+    def shapes(self) -> tuple[Any, Cache]:
+        """Return weights and pool as shapes in their layouts; nothing is allocated."""
+        stacked = jax.tree.map(
+            lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), declare(self.spec), self._dtypes
+        )
+        weights = jax.eval_shape(functools.partial(by_layer, spec=self.spec), stacked)
+        pool = jax.eval_shape(self._empty_pool)
+        return _placed((weights, pool), (self._layers_layout, self._pool_layout))
+
+    def row_shapes(self, rows: int, width: int) -> Cache:
+        """Return rows as shapes in their layout."""
+        table = self._input((rows, width // PAGE))
+        return _placed(jax.eval_shape(gather, self.shapes()[1], table), self._rows_layout)
+
+    def page_bytes(self) -> int:
+        """Return how many bytes of a device a page of one part takes."""
+        found = jax.eval_shape(lambda: make_pool(self._run_as, 1, 1, PAGE, dtype=self.dtype))
+        tensor = self.layout.mesh.shape["tensor"]
+        shared = tensor if self._run_as.kv_heads % tensor == 0 else 1
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(found)) // shared
+
+    def lower(self, name: str, *shape: Any) -> Any:
+        """Lower one program for shapes alone.
+
+        Args:
+            name: `pool`, `gather`, `read` or `decode`.
+            shape: rows and pages of `gather`; rows, tokens and pages of `read`; rows, width and
+                whether there are `Extras` of `decode`.
+        """
+        build: Callable[..., Any] = getattr(self, f"_lower_{name}")
+        return build(*shape)
+
+    def _program(self, *key: Any) -> Any:
+        if key not in self._compiled:
+            self._compiled[key] = self.lower(*key).compile()
+        return self._compiled[key]
+
+    def _lower_pool(self) -> Any:
+        return jax.jit(self._empty_pool, out_shardings=self._pool_layout).lower()
+
+    def _lower_gather(self, rows: int, pages: int) -> Any:
+        run = jax.jit(gather, out_shardings=self._rows_layout)
+        return run.lower(self.shapes()[1], self._input((rows, pages)))
+
+    def _lower_read(self, rows: int, length: int, pages: int) -> Any:
+        def read(params: Any, pool: Cache, pieces: Pieces) -> Cache:
+            return read_prompts(params, self._run_as, pool, pieces, layout=self.layout)
+
+        run = jax.jit(read, donate_argnums=1, out_shardings=self._pool_layout)
+        shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
+        return run.lower(*self.shapes(), Pieces(*map(self._input, shapes)))
+
+    def _lower_decode(self, rows: int, width: int, has_extras: bool) -> Any:
+        def chunk(
+            params: Any, pool: Cache, cache: Cache, state: Rows, extras: Extras | None, at: Any
+        ) -> tuple[Cache, Cache, Drawn]:
+            cache, drawn = decode(
+                params,
+                self._run_as,
+                cache,
+                state,
+                extras,
+                steps=self.sizes.steps,
+                layout=self.layout,
+            )
+            return put_back(pool, cache, state.positions // PAGE, at), cache, drawn
+
+        homes = (self._pool_layout, self._rows_layout, self.by_row)
+        run = jax.jit(chunk, donate_argnums=(1, 2), out_shardings=homes)
+        params, pool = self.shapes()
+        number, share = self._input((rows,)), self._input((rows,), jnp.float32)
+        chances = Chances(self._input((rows,), jnp.uint32), share, share, number, share)
+        state = Rows(number, number, number, number, self._input((rows, STOP_IDS)), chances)
+        biases = (rows, BIASES)
+        extras = Extras(
+            self._input((rows, width)), share, self._input(biases), self._input(biases, jnp.float32)
+        )
+        at = self._input((rows, touched(self.sizes.steps)))
+        cache = self.row_shapes(rows, width)
+        return run.lower(params, pool, cache, state, extras if has_extras else None, at)
+
+    def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)
+
+    def _empty_pool(self) -> Cache:
+        shapes = self.sizes
+        return make_pool(self._run_as, shapes.parts, shapes.pages, PAGE, dtype=self.dtype)
+
+    def _each_layer(self, home: Any) -> Cache:
+        return Cache((home,) * self.spec.layers, (home,) * self.spec.layers)
+
+
+def touched(tokens: int) -> int:
+    """Return how many pages so many tokens side by side touch at most.
+
+    >>> touched(16), touched(1)
+    (2, 1)
+    """
+    return (tokens + PAGE - 2) // PAGE + 1
+
+
+def _placed(tree: Any, layout: Any) -> Any:
+    """Return arrays as shapes in a layout."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
+    )

@@ -1,0 +1,158 @@
+"""Allocation of pages against a plain model: what each page holds, token by token."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.rollout.native.pages import Held, Pages
+
+SIZE = 3
+
+
+class Pool:
+    """Pages together with what is in them, written as the engine writes: whole pages from rows."""
+
+    def __init__(self, count):
+        self.pages, self.content = Pages(count, size=SIZE), {}
+        self.live = []  # [held, tokens, cached] of each sequence
+
+    def start(self, tokens):
+        held = Held()
+        found = self.pages.match(held, tokens[:-1])
+        if not self.pages.reserve(held, len(tokens) - 1):
+            self.pages.release(held)
+            return
+        self.live.append([held, list(tokens), found])
+        assert self.row(self.live[-1]) == tokens[:found], "what it found is what it begins with"
+        self.write(self.live[-1], len(tokens) - 1)
+        self.pages.seal(held, tokens[:-1])
+
+    def extend(self, sequence, new):
+        """Decode: append tokens; all but the newest are written."""
+        held, tokens, cached = sequence
+        if not self.pages.reserve(held, cached + len(new)):
+            return
+        tokens += new
+        self.write(sequence, len(tokens) - 1)
+
+    def write(self, sequence, end):
+        held, tokens, cached = sequence
+        if end == cached:
+            return
+        row = self.row(sequence) + tokens[cached:end]
+        first = cached // SIZE
+        targets = self.pages.write(held, cached, end)
+        assert len(targets) == -(-end // SIZE) - first
+        for i, page in enumerate(targets, first):
+            self.content[page] = tuple(row[i * SIZE : (i + 1) * SIZE])
+        sequence[2] = end
+
+    def row(self, sequence):
+        held, _, cached = sequence
+        found = [t for page in self.pages.read(held, cached) for t in self.content[page][:SIZE]]
+        # a page of which only the first tokens are used is always the last
+        return found[:cached]
+
+    def end(self, sequence, *, seals):
+        held, tokens, cached = sequence
+        if seals:
+            self.pages.seal(held, tokens[:cached])
+        self.pages.release(held)
+        self.live.remove(sequence)
+
+    def check(self):
+        for sequence in self.live:
+            assert self.row(sequence) == sequence[1][: sequence[2]]
+        own = [page for held, *_ in self.live for page in held.own]
+        nodes = {
+            node
+            for held, *_ in self.live
+            for node in [*held.shared, *([held.borrowed] if held.borrowed else [])]
+        }
+        owned = own + [node.page for node in nodes]
+        assert len(owned) == len(set(owned)), "no page has two owners"
+        assert self.pages.available + len(owned) == self.pages.count
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+OPERATION = st.one_of(
+    st.tuples(st.just("start"), TOKENS),
+    st.tuples(st.just("extend"), st.integers(0, 9), st.lists(st.integers(0, 1), max_size=5)),
+    st.tuples(st.just("end"), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("forget")),
+)
+
+
+@settings(max_examples=300)
+@given(count=st.integers(4, 12), operations=st.lists(OPERATION, max_size=60))
+def test_each_sequence_reads_its_own_tokens(count, operations):
+    pool = Pool(count)
+    for name, *arguments in operations:
+        if name == "start":
+            pool.start(arguments[0])
+        elif name == "forget":
+            pool.pages.forget()
+        elif pool.live:
+            sequence = pool.live[arguments[0] % len(pool.live)]
+            if name == "extend":
+                pool.extend(sequence, arguments[1])
+            else:
+                pool.end(sequence, seals=arguments[1])
+        pool.check()
+    while pool.live:
+        pool.end(pool.live[0], seals=True)
+    assert pool.pages.available == count
+    pool.pages.forget()
+    whole = Held()
+    assert pool.pages.reserve(whole, count * SIZE)
+    assert sorted(whole.own) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("again", "found"), [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)]
+)
+def test_the_longest_common_beginning_is_found(again, found):
+    pages, first = Pages(4, size=SIZE), Held()
+    pages.reserve(first, 5)
+    pages.seal(first, (1, 2, 3, 4, 5))
+    pages.release(first)
+    assert pages.match(Held(), again) == found
+
+
+def test_what_was_used_least_recently_goes_first():
+    pages = Pages(2, size=SIZE)
+    for tokens in ((1, 1, 1), (2, 2, 2)):
+        held = Held()
+        pages.reserve(held, SIZE)
+        pages.seal(held, tokens)
+        pages.release(held)
+    again = Held()
+    assert pages.match(again, (1, 1, 1)) == SIZE
+    pages.release(again)
+    assert pages.reserve(Held(), 1)
+    assert pages.match(Held(), (2, 2, 2)) == 0
+    assert pages.match(Held(), (1, 1, 1)) == SIZE
+
+
+def test_two_that_wrote_the_same_share_it_in_the_end():
+    pages, both = Pages(4, size=SIZE), (Held(), Held())
+    for held in both:
+        assert pages.reserve(held, SIZE + 1)
+    for held in both:
+        pages.seal(held, (1, 1, 1))
+    assert both[0].shared == both[1].shared
+    assert pages.available == 1  # the second's copy; each has a page of its own besides
+    for held in both:
+        pages.release(held)
+    assert pages.available == 4
+
+
+def test_what_was_begun_before_all_was_forgotten_is_not_shared():
+    pages, held = Pages(2, size=SIZE), Held()
+    pages.match(held, (1, 1, 1))
+    pages.reserve(held, SIZE)
+    pages.forget()
+    pages.seal(held, (1, 1, 1))
+    assert pages.match(Held(), (1, 1, 1)) == 0
+    pages.release(held)
+    assert pages.available == 2
