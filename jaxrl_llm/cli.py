@@ -1,14 +1,14 @@
-"""The command line that `train` and `sft` share: `--config FILE a.b=c …`."""
+"""The command line that the programs with a config share: `--config FILE a.b=c …`."""
 
 import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_llm.config import describe, load, to_yaml
+from jaxrl_llm.config import apply_override, build, describe, read_yaml, to_yaml
 from jaxrl_llm.functions import ConfigError, RunError
 
 Config = TypeVar("Config")
@@ -22,30 +22,24 @@ def config_main(
     cls: type[Config],
     run: Callable[[Config], Any],
     arguments: Sequence[str] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
 ) -> int:
     """Parse the command line, build the config and run; return the exit status.
 
     Without `arguments` it is the process's own command line, which begins again with huge pages.
+    `flags` are keys with options of their own, such as `--model`, by argparse's action ("store" or
+    "append"); a program that has some needs no `--config`.
 
     Errors are one line on stderr: with status 2 for a config that can't be run, with status 1 for a
     run that fails (`RunError`, or a full disk). Ctrl-C is status 130. Bugs keep their traceback.
     """
     if arguments is None:
         take_huge_pages()
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=about,
-        epilog="keys:\n" + "\n".join(_help_lines(cls)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", required=True, metavar="FILE.yaml", help="the run's config")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved config and stop"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
+    parser = _parser(program, about, cls, flags)
     options = parser.parse_intermixed_args(arguments)
     try:
-        config = load(cls, options.config, options.overrides)
+        config = _config(cls, options, flags or {})
         if options.print_config:
             sys.stdout.write(to_yaml(config))
             return 0
@@ -64,6 +58,36 @@ def config_main(
         )
         return 130
     return 0
+
+
+def _parser(
+    program: str, about: str, cls: type, flags: Mapping[str, str] | None
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=about,
+        epilog="keys:\n" + "\n".join(_help_lines(cls)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    needed = not flags
+    parser.add_argument("--config", required=needed, metavar="FILE.yaml", help="the run's config")
+    for flag, action in (flags or {}).items():
+        key = flag.replace("-", "_")
+        parser.add_argument(f"--{flag}", action=action, help=f"the key {key}")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved config and stop"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
+    return parser
+
+
+def _config(cls: type[Config], options: argparse.Namespace, flags: Iterable[str]) -> Config:
+    tree = read_yaml(options.config) if options.config else {}
+    given = {flag: getattr(options, flag) for flag in (f.replace("-", "_") for f in flags)}
+    tree |= {flag: value for flag, value in given.items() if value is not None}
+    for override in options.overrides:
+        apply_override(tree, override)
+    return build(cls, tree)
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -5,13 +5,75 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.config import build, read_yaml
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import LoraConfig
 
+if TYPE_CHECKING:  # which loads jax
+    from jaxrl_llm.models.spec import ModelSpec
+
 ROLES = ("actor", "critic", "reward_model")
+
+
+class Trained(NamedTuple):
+    """What a checkpoint of a run holds of one model.
+
+    Attributes:
+        params: on the host; of an adapter only what was trained.
+        spec: with the adapter, if there is one.
+        source: Hugging Face directory that the model began as.
+        step: of the checkpoint.
+    """
+
+    params: Any
+    spec: "ModelSpec"
+    source: str
+    step: int
+
+
+def restore(run_dir: str | Path, *, step: int | None, role: str = "actor") -> Trained:
+    """Read the parameters of a run's checkpoint.
+
+    Args:
+        run_dir: of `train` or `sft`.
+        step: of the checkpoint, or None for the newest.
+        role: which of the models that the run trains.
+
+    Raises:
+        ConfigError: no run, no such checkpoint, or the run trains no such model.
+    """
+    import jax
+
+    from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
+    from jaxrl_llm.models.hf_config import read_spec
+    from jaxrl_llm.models.lora import split_adapter
+    from jaxrl_llm.models.spec import initialize
+    from jaxrl_llm.setup import adapted_spec
+
+    folder = Path(run_dir)
+    if not (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{str(run_dir)!r} is not a run: it has no checkpoints")
+    config = read_yaml(folder / "config.yaml")
+    source = config.get(role, {}).get("path") or config["model"]["path"]
+    try:
+        spec = read_spec(source)
+        if role == "critic":
+            spec = dataclasses.replace(spec, value_head=True, reward_head=False)
+        if role == "actor":
+            spec = adapted_spec(spec, *adapter_keys(config["model"]))
+        checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
+        like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+        like = split_adapter(like)[0] if spec.lora else like
+        began = checkpoints.extra(step)["origin"]
+        trained = [name for name in ROLES if name in began]
+        if role not in trained:
+            raise ConfigError(f"{str(run_dir)!r} trains no {role}, only {', '.join(trained)}")
+        saved = checkpoints.restore_params(like, step, role=role)
+    except (CheckpointError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return Trained(saved.state, spec, source, saved.step)  # numpy arrays, as `like` has no layout
 
 
 def export(
@@ -43,45 +105,24 @@ def export(
     """
     import jax
 
-    from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
     from jaxrl_llm.models.hf import save_params
     from jaxrl_llm.models.hf_adapter import save_adapter
-    from jaxrl_llm.models.hf_config import read_spec
-    from jaxrl_llm.models.lora import split_adapter
-    from jaxrl_llm.models.spec import initialize
-    from jaxrl_llm.setup import adapted_spec, merged_into_base
+    from jaxrl_llm.setup import merged_into_base
 
-    folder = Path(run_dir)
-    if not (folder / "checkpoints").is_dir():
-        raise ConfigError(f"{str(run_dir)!r} is not a run: it has no checkpoints")
-    config = read_yaml(folder / "config.yaml")
-    source = config.get(role, {}).get("path") or config["model"]["path"]
+    params, spec, source, found = restore(run_dir, step=step, role=role)
+    kind = jax.numpy.dtype(dtype)
+    if adapter and spec.lora is None:
+        raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
     try:
-        spec = read_spec(source)
-        if role == "critic":
-            spec = dataclasses.replace(spec, value_head=True, reward_head=False)
-        if role == "actor":
-            spec = adapted_spec(spec, *adapter_keys(config["model"]))
-        if adapter and spec.lora is None:
-            raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
-        checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
-        like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
-        like = split_adapter(like)[0] if spec.lora else like
-        began = checkpoints.extra(step)["origin"]
-        trained = [name for name in ROLES if name in began]
-        if role not in trained:
-            raise ConfigError(f"{str(run_dir)!r} trains no {role}, only {', '.join(trained)}")
-        saved = checkpoints.restore_params(like, step, role=role)
-        params, kind = saved.state, jax.numpy.dtype(dtype)  # numpy arrays, as `like` has no layout
         if adapter:
             save_adapter(out, params, spec, base=source, dtype=kind)
-            return saved.step
+            return found
         if spec.lora:
             params, spec = merged_into_base(params, spec, source)
         save_params(out, params, spec, source=source, dtype=kind)
-    except (CheckpointError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    return saved.step
+    return found
 
 
 def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:

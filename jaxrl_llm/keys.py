@@ -24,6 +24,10 @@ DATASETS = "jaxrl_llm.data.dataset"
 PREPARATIONS = "jaxrl_llm.data.prepare"
 OPTIMIZERS = SCHEDULES = "optax"
 
+CACHE_GB = (
+    "GB of each device for the engine's keys and values at most; null is enough for the longest "
+    "sequence in every slot"
+)
 COMPILATION_CACHE = (
     "keep compiled programs in run_dir/cache/compilation, for when the run is continued; another "
     "folder that JAX_COMPILATION_CACHE_DIR names is used in any case"
@@ -112,6 +116,7 @@ class RolloutConfig:
     top_p: float = key(1.0, "nucleus: sample from the smallest set with this mass")
     top_k: int = key(0, "sample from the k likeliest tokens; 0 means all")
     slots: int = key(256, "sequences that the engine decodes at once")
+    cache_gb: float | None = key(None, CACHE_GB)
     logprob_tolerance: float = key(
         0.05, "step 1 stops when the engine's and the trainer's log-probs differ more on average"
     )
@@ -119,7 +124,20 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class ScoringConfig:
+    """The processes in which a scorer runs."""
+
+    workers: int = key(2, "scoring processes; 0 scores in this process, without a time limit")
+    timeout_s: float = key(10.0, "seconds for one answer")
+    on_error: float | None = key(
+        0.0,
+        "score of an answer whose scorer raises or hangs, or whose score is not finite; null "
+        "stops the run",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(ScoringConfig):
     """How answers are scored."""
 
     scorer: FunctionSpec | None = key(
@@ -131,13 +149,6 @@ class RewardConfig:
         None,
         "Hugging Face directory of a sequence classifier with one label and the policy's "
         "tokenizer: its score of prompt and answer is the score; null takes the scorer's",
-    )
-    workers: int = key(2, "scoring processes; 0 scores in this process, without a time limit")
-    timeout_s: float = key(10.0, "seconds for one answer")
-    on_error: float | None = key(
-        0.0,
-        "score of an answer whose scorer raises or hangs, or whose score is not finite; null "
-        "stops the run",
     )
     components: tuple[str, ...] = key(
         (), "numbers in the scorer's dict that are the field score_components, in this order"
@@ -358,9 +369,8 @@ class TrainConfig:
             f"take one of {', '.join(map(str, divisors(batch.prompts_per_step)))}",
         )
         _require(
-            rollout.slots % rollout.samples_per_prompt == 0,
-            f"rollout.slots={rollout.slots} is not a multiple of "
-            f"rollout.samples_per_prompt={rollout.samples_per_prompt}",
+            rollout.cache_gb is None or rollout.cache_gb > 0,
+            f"rollout.cache_gb={rollout.cache_gb}, wanted a number above 0 or null",
         )
         longest = self.data.max_prompt_tokens + rollout.max_new_tokens
         _require(
@@ -463,6 +473,136 @@ class SftConfig:
         check_shared(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """What bounds the requests to a server."""
+
+    max_running: int = key(256, "requests at work at once; others wait")
+    max_waiting: int = key(1024, "requests that wait; more are refused with status 429")
+    max_answers: int = key(128, "answers that one request may ask for")
+    max_body_mb: float = key(8.0, "megabytes of a request; more are refused with status 413")
+    timeout_s: float = key(600.0, "seconds for one request, its wait included; then status 504")
+    shutdown_s: float = key(30.0, "seconds for what is at work when the server is told to end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeMeshConfig:
+    """The device mesh of a server, and how arrays lie on it."""
+
+    rollout: RolloutSizes = section(RolloutSizes)
+    rules: dict[str, Any] = key({}, "mesh axes by logical axis, in place of the default rules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """All of `jaxrl_llm.serve`."""
+
+    model: str = required("Hugging Face directory: config.json, safetensors, tokenizer")
+    name: str | None = key(None, "the model's name for clients; null takes model")
+    dtype: str = key("float32", "of weights, cache and computation: float32 or bfloat16")
+    slots: int = key(64, "sequences that the engine decodes at once")
+    max_tokens: int | None = key(
+        None, "the longest sequence, prompt and answer; null takes the model's own limit"
+    )
+    cache_gb: float | None = key(None, CACHE_GB)
+    mesh: ServeMeshConfig = section(ServeMeshConfig)
+    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0 listens to all machines")
+    port: int = key(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = key(
+        None,
+        "what clients must send; null takes JAXRL_LLM_API_KEY of the environment, and asks for "
+        "none where there is no such variable",
+    )
+    limits: LimitsConfig = section(LimitsConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be served."""
+        _at_least(self, 1, "slots max_tokens limits.max_running limits.max_answers")
+        _at_least(self, 0, "limits.max_waiting limits.shutdown_s")
+        for name in ("limits.max_body_mb", "limits.timeout_s", "cache_gb"):
+            group, _, leaf = name.rpartition(".")
+            value = getattr(self.limits if group else self, leaf)
+            _require(value is None or value > 0, f"{name}={value}, wanted a number above 0")
+        check_dtype("dtype", self.dtype)
+        _require(0 <= self.port < 2**16, f"port={self.port}, wanted 0 to {2**16 - 1}")
+        _require(self.api_key != "", "api_key is empty, wanted a text or null")
+        check_mesh(MeshConfig(rollout=self.mesh.rollout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRewardConfig(ScoringConfig):
+    """How answers are scored in an evaluation."""
+
+    scorer: FunctionSpec = key(
+        FunctionSpec("by_source"),
+        "function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMeshConfig:
+    """The device mesh of an engine that stands alone."""
+
+    rollout: RolloutSizes = section(RolloutSizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """A whole evaluation by `jaxrl_llm.evaluate`."""
+
+    model: str = required(
+        "Hugging Face directory or repository, or the folder of a run of train or sft"
+    )
+    data: tuple[str, ...] = required("parquet or jsonl files with verl's columns")
+    out: str | None = key(
+        None, "folder for metrics.json and samples.parquet; null: runs/evaluate/<date and time>"
+    )
+    step: int | None = key(None, "which checkpoint of a run; null takes the newest")
+    seed: int = key(0, "seed of sampling")
+    rows: int | None = key(None, "the first n rows only; null takes all")
+    dataset: FunctionSpec = key(FunctionSpec("verl_rows"), "function from files to rows")
+    template: dict[str, Any] = key({}, "keywords for the chat template")
+    max_prompt_tokens: int | None = key(
+        None, "drop prompts of more tokens; null takes all, and refuses what the model can't hold"
+    )
+    samples: int = key(1, "n: answers drawn for each prompt")
+    k: tuple[int, ...] = key((), "k of pass@k and maj@k, up to n; none takes 2, 4, 8, … and n")
+    max_new_tokens: int = key(512, "the longest answer")
+    temperature: float = key(0.0, "softmax temperature; 0 takes the likeliest token")
+    top_p: float = key(1.0, "nucleus: sample from the smallest set with this mass")
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 means all")
+    min_p: float = key(0.0, "sample from tokens at least this share as likely as the likeliest")
+    dtype: str = key("float32", "of weights, cache and computation: float32 or bfloat16")
+    slots: int = key(256, "sequences that the engine decodes at once")
+    cache_gb: float | None = key(None, CACHE_GB)
+    reward: EvaluateRewardConfig = section(EvaluateRewardConfig)
+    mesh: EngineMeshConfig = section(EngineMeshConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        _at_least(self, 1, "rows max_prompt_tokens samples max_new_tokens slots")
+        _at_least(self, 0, "seed temperature top_k reward.workers")
+        _require(len(self.data) > 0, "data names no file")
+        _require(
+            self.samples == 1 or self.temperature > 0,
+            f"samples={self.samples} at temperature=0 draws the same answer each time: "
+            "raise the temperature, or take one sample",
+        )
+        _require(
+            all(1 <= k <= self.samples for k in self.k),
+            f"k={list(self.k)}, wanted numbers from 1 to samples={self.samples}",
+        )
+        _require(0 < self.top_p <= 1, f"top_p={self.top_p}, wanted a number in (0, 1]")
+        _require(0 <= self.min_p <= 1, f"min_p={self.min_p}, wanted a number in [0, 1]")
+        _require(
+            self.cache_gb is None or self.cache_gb > 0,
+            f"cache_gb={self.cache_gb}, wanted a number above 0, or null",
+        )
+        check_dtype("dtype", self.dtype)
+        check_scoring(self.reward)
+        check_sizes("rollout", self.mesh.rollout)
+
+
 def check_shared(config: TrainConfig | SftConfig) -> None:
     """Refuse contradictions in the groups that training and SFT share."""
     _at_least(config, 1, "steps epochs model.logprob_chunk checkpoint.keep")
@@ -470,10 +610,7 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
     _at_least(config, 0, "model.router_loss_coef model.router_bias_rate")
     _require(config.seed < 2**32, f"seed={config.seed}, wanted a number below 2**32")
     _require(len(config.data.train) > 0, "data.train names no file")
-    _require(
-        config.model.dtype in ("float32", "bfloat16"),
-        f"model.dtype={config.model.dtype!r}, wanted float32 or bfloat16",
-    )
+    check_dtype("model.dtype", config.model.dtype)
     check_adapter(config.model)
     _require(
         config.model.remat in POLICIES,
@@ -505,22 +642,38 @@ def check_mesh(mesh: SftMeshConfig) -> None:
     )
     for name, sizes in vars(mesh).items():
         if isinstance(sizes, MeshSizes):
-            of = {axis: getattr(sizes, axis) for axis in MESH_AXES}
-            _require(
-                list(of.values()).count(-1) <= 1 and all(s >= 1 or s == -1 for s in of.values()),
-                f"mesh.{name}: {', '.join(f'{axis}={size}' for axis, size in of.items())}; "
-                "wanted sizes of 1 or more, at most one of them -1",
-            )
-            _require(
-                sizes.first_device >= 0 and (sizes.devices is None or sizes.devices > 0),
-                f"mesh.{name}: first_device={sizes.first_device} and devices={sizes.devices}, "
-                "wanted the index of a device, and a number of them or null",
-            )
+            check_sizes(name, sizes)
+
+
+def check_sizes(name: str, sizes: MeshSizes) -> None:
+    """Refuse sizes of a mesh that are none."""
+    of = {axis: getattr(sizes, axis) for axis in MESH_AXES}
+    _require(
+        list(of.values()).count(-1) <= 1 and all(s >= 1 or s == -1 for s in of.values()),
+        f"mesh.{name}: {', '.join(f'{axis}={size}' for axis, size in of.items())}; "
+        "wanted sizes of 1 or more, at most one of them -1",
+    )
+    _require(
+        sizes.first_device >= 0 and (sizes.devices is None or sizes.devices > 0),
+        f"mesh.{name}: first_device={sizes.first_device} and devices={sizes.devices}, "
+        "wanted the index of a device, and a number of them or null",
+    )
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Refuse a compute dtype that is none."""
+    fits = dtype in ("float32", "bfloat16")
+    _require(fits, f"{name}={dtype!r}, wanted float32 or bfloat16")
+
+
+def check_scoring(reward: ScoringConfig) -> None:
+    """Refuse a time limit that is none."""
+    _require(reward.timeout_s > 0, f"reward.timeout_s={reward.timeout_s}, wanted a number above 0")
 
 
 def check_reward(reward: RewardConfig) -> None:
     """Refuse contradictions between the keys of scoring."""
-    _require(reward.timeout_s > 0, f"reward.timeout_s={reward.timeout_s}, wanted a number above 0")
+    check_scoring(reward)
     _require(
         reward.scorer is not None or reward.model is not None,
         "reward.scorer and reward.model are both null: nothing scores the answers",

@@ -1,7 +1,9 @@
 """What a run leaves for people to read: answers in parquet files, and a table at the end."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.experience import Rollouts
 from jaxrl_llm.metrics import Display
@@ -10,13 +12,15 @@ from jaxrl_llm.rewards.pool import Score
 
 def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
     """Write a step's answers to `folder/step_NNNNNN.parquet`, one row for each."""
-    import pyarrow
-    import pyarrow.parquet
-
     folder.mkdir(exist_ok=True)
-    rows = [
+    rows = [{"step": step, **row} for row in answer_rows(rollouts, scores)]
+    write_rows(folder / f"step_{step:06d}.parquet", rows)
+
+
+def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """Return a row for each answer, as parquet can hold it."""
+    return [
         {
-            "step": step,
             "prompt": json.dumps(prompt.messages, ensure_ascii=False),
             "answer": text,
             "tokens": completion.tokens.tolist(),
@@ -29,7 +33,13 @@ def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Scor
         }
         for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
     ]
-    path = folder / f"step_{step:06d}.parquet"
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a parquet file whole or not at all."""
+    import pyarrow
+    import pyarrow.parquet
+
     temporary = path.with_suffix(".tmp")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
     temporary.replace(path)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from jaxrl_llm import cli, sft, train
+from jaxrl_llm import cli, evaluate, sft, train
 from jaxrl_llm.cli import config_main
 from jaxrl_llm.config import describe, load
 from jaxrl_llm.functions import ConfigError
@@ -79,6 +79,18 @@ def test_print_config_prints_yaml_that_loads_back(name, config_file, tmp_path, c
     tree = yaml.safe_load(printed.out)
     assert all(key.split(".")[0] in tree for key in keys)
     assert set(tree["optim"]) == {k.split(".")[1] for k in keys if k.startswith("optim.")}
+
+
+def test_options_of_keys_win_over_the_file_and_overrides_over_both(tmp_path, capsys):
+    path = tmp_path / "evaluate.yaml"
+    path.write_text("model: a\ndata: a.parquet\nsamples: 4\ntemperature: 1\n")
+    words = ["--config", str(path), "--data", "b.parquet", "k=[2]", "--data", "c.parquet"]
+    assert evaluate.main([*words, "--print-config", "model=b", "--model", "c"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found["model"], found["data"]) == ("b", ["b.parquet", "c.parquet"])
+    assert (found["samples"], found["k"]) == (4, [2])
+    assert evaluate.main(["--model", "c"]) == 2
+    assert "error: data is missing: parquet or jsonl files" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------- running

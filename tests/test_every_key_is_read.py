@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm import keys
 from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.keys import SftConfig, TrainConfig
+from jaxrl_llm.keys import EvaluateConfig, ServeConfig, SftConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -159,7 +159,7 @@ def four(config):
     assert {"steps", "epochs", "validation.top_p", "optim.schedule"} <= set(missing)
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, EvaluateConfig, ServeConfig])
 def test_every_key_is_read_outside_its_declaration(cls):
     files = [p for p in (ROOT / "jaxrl_llm").rglob("*.py") if p.name != "keys.py"]
     assert len(files) > 20

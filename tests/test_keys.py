@@ -184,8 +184,8 @@ def test_profiled_steps_are_steps_of_the_run(cls):
             "take one of 1, 2, 3, 4, 6, 12",
         ),
         (
-            ["rollout.slots=20", "rollout.samples_per_prompt=8"],
-            "rollout.slots=20 is not a multiple of rollout.samples_per_prompt=8",
+            ["rollout.cache_gb=0"],
+            "rollout.cache_gb=0.0, wanted a number above 0 or null",
         ),
         (
             ["batch.max_tokens_per_device=1023"],

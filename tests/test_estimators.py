@@ -1,0 +1,120 @@
+"""The estimators against brute force and published formulas; the interval against simulation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from jaxrl_llm.estimators import best_at, interval, majority_at, read_scores
+from jaxrl_llm.rewards.pool import Score
+
+VALUES = arrays(
+    float, st.sampled_from([(1, 1), (2, 3), (3, 6)]), elements=st.floats(-2, 2, width=16)
+)
+
+
+@given(VALUES, st.integers(1, 6))
+def test_best_at_k_is_the_mean_over_all_choices(values, k):
+    k = min(k, values.shape[1])
+    wanted = [np.mean([max(some) for some in itertools.combinations(row, k)]) for row in values]
+    np.testing.assert_allclose(best_at(values, k), wanted, atol=1e-12)
+
+
+def test_best_at_k_of_right_and_wrong_answers_is_pass_at_k():
+    n = 200
+    for correct, k in itertools.product((0, 1, 7, 199, 200), (1, 2, 100, 200)):
+        values = np.zeros((1, n))
+        values[0, :correct] = 1
+        chen = 1 - math.comb(n - correct, k) / math.comb(n, k)
+        # the product in their appendix, which they use for its numerical stability
+        product = 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1)) if n - correct >= k else 1
+        np.testing.assert_allclose(best_at(values, k), [chen], atol=1e-12)
+        np.testing.assert_allclose(chen, product, atol=1e-12)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3))
+def test_majority_at_k_is_a_vote_of_each_block(data, k, blocks):
+    n = k * blocks + data.draw(st.integers(0, k - 1))
+    votes = data.draw(st.lists(st.sampled_from(["a", "b", None]), min_size=n, max_size=n))
+    values = np.array([data.draw(st.floats(0, 1, width=16)) for _ in range(n)])
+    found = []
+    for first in range(0, blocks * k, k):
+        block = list(range(first, first + k))
+        counts = [sum(votes[j] == votes[i] for j in block) for i in block]
+        found.append(values[block[counts.index(max(counts))]])
+    (estimate,) = majority_at(values[None], [votes], k)
+    assert estimate == pytest.approx(np.mean(found))
+
+
+def test_majority_at_k_is_unbiased():
+    rng = np.random.default_rng(0)
+    draws = rng.choice(3, (20000, 7), p=[0.5, 0.3, 0.2])  # three answers, the first is right
+    exact = 0.0
+    for picked in itertools.product(range(3), repeat=3):
+        right = picked.count(0) >= 2 or (len({*picked}) == 3 and picked[0] == 0)
+        exact += right * np.prod([(0.5, 0.3, 0.2)[i] for i in picked])
+    votes = [[str(i) for i in row] for row in draws]
+    assert majority_at((draws == 0).astype(float), votes, 3).mean() == pytest.approx(
+        exact, abs=0.01
+    )
+
+
+def test_k_beyond_the_answers_is_refused():
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"got k={k} for 2 answers"):
+            best_at(np.zeros((1, 2)), k)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "hard", "mean", "least"),
+    [
+        (15, 4, 8.0, 0.8, 0.935),
+        (50, 1, 1.0, 0.8, 0.935),
+        (200, 8, 0.3, 0.8, 0.935),
+        (30, 8, 0.5, 0.95, 0.86),  # a few prompts that are always wrong are often not drawn
+    ],
+)
+def test_the_interval_covers_the_truth_as_often_as_it_says(prompts, samples, hard, mean, least):
+    """Prompts differ in how hard they are: their chances are a draw of a beta distribution."""
+    rng, runs, hits = np.random.default_rng(1), 2000, 0
+    chances = rng.beta(mean * hard, (1 - mean) * hard, (runs, prompts))
+    for run in chances:
+        low, high = interval(rng.binomial(samples, run) / samples)
+        hits += low <= mean <= high
+    assert least < hits / runs < 0.975
+
+
+def test_the_interval_of_other_scores_is_that_of_the_mean():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    values = np.random.default_rng(0).normal(3.0, 2.0, 12)
+    wanted = scipy_stats.t.interval(0.95, 11, values.mean(), scipy_stats.sem(values))
+    np.testing.assert_allclose(interval(values), wanted)
+    scaled = interval(values * 1e-3 + 0.5)  # within 0 to 1, with many effective draws: nearly so
+    np.testing.assert_allclose(scaled, np.array(wanted) * 1e-3 + 0.5, rtol=1e-5)
+
+
+def test_the_interval_is_wilsons_where_each_prompt_is_one_draw():
+    """Against the values of Newcombe 1998, table I, within what t instead of z and n-1 change."""
+    values = np.zeros(263)
+    values[:81] = 1
+    np.testing.assert_allclose(interval(values), (0.2553, 0.3662), atol=5e-4)
+
+
+def test_without_a_spread_the_interval_counts_prompts_and_stays_within_bounds():
+    for value in (0.0, 1 / 3, 1.0):
+        low, high = interval(np.full(30, value))
+        assert 0 <= low <= value <= high <= 1
+        assert 0.1 < high - low < 0.4
+    assert interval(np.array([0.5])) is None
+
+
+def test_a_scorer_that_failed_is_a_wrong_answer_without_a_vote():
+    found = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]])
+    assert found.quantity == "acc"
+    assert found.values.tolist() == [[1.0, 0.0]]
+    assert found.votes == [["4", None]]
+    assert read_scores([[Score(0.5, {}, None)]]).votes is None
