@@ -1,0 +1,130 @@
+"""`python -m jaxrl_llm.serve --model DIR a.b=c …`: an OpenAI-compatible server; docs/serving.md."""
+
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.cli import config_main
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import MeshConfig, ServeConfig
+
+API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"
+KEEP_ALIVE_S = 60  # longer than clients keep a connection, or they would write to a closed one
+
+log = logging.getLogger(__name__)
+
+
+def serve(config: ServeConfig) -> None:
+    """Load the model and answer requests until a signal ends it.
+
+    Raises:
+        ConfigError: starlette or uvicorn is not installed, the address is taken, or the model
+            can't be read.
+    """
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
+    from jaxrl_llm.serving.app import make_app
+    from jaxrl_llm.setup import quiet_libraries  # which imports jax
+
+    quiet_libraries()
+    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    if api_key is None and not is_loopback(config.host):
+        log.warning("host=%s without an API key: whoever reaches it may use it", config.host)
+    with bind(config.host, config.port) as listener:
+        served, engine = open_engine(config)
+        try:
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    make_app(engine, served, config.limits, api_key),
+                    access_log=False,
+                    server_header=False,
+                    ws="none",
+                    timeout_keep_alive=KEEP_ALIVE_S,
+                    timeout_graceful_shutdown=round(config.limits.shutdown_s),
+                )
+            )
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, server.handle_exit)  # also after uvicorn, which raises it
+            server.run(sockets=[listener])
+        finally:
+            engine.close()
+
+
+def open_engine(config: ServeConfig) -> tuple[Any, Any]:
+    """Load the model; return what is served and the engine that holds it.
+
+    Raises:
+        ConfigError: the directory can't be read, or it does not fit the mesh.
+    """
+    from jaxrl_llm import policy
+    from jaxrl_llm.serving.ask import Served
+    from jaxrl_llm.setup import open_layout
+
+    mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
+    layout = open_layout(mesh, "rollout", config.mesh.rollout)
+    found = policy.read_policy(config.model, layout)
+    served = Served(
+        name=config.name or config.model,
+        tokenizer=found.tokenizer,
+        stop_ids=found.stops,
+        vocab_size=found.spec.vocab_size,
+        max_tokens=config.max_tokens or found.spec.max_positions,
+        max_answers=config.limits.max_answers,
+    )
+    found.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
+    engine = policy.open_engine(
+        found,
+        layout,
+        slots=config.slots,
+        max_tokens=served.max_tokens,
+        dtype=config.dtype,
+        cache_gb=config.cache_gb,
+    )
+    return served, engine
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket with an address, which does not listen yet.
+
+    Raises:
+        ConfigError: the address is taken, or none of this machine.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"host={host}, port={port}: {error.strerror or error}") from error
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("localhost")
+    (True, False, True)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    about = "Serve a language model to clients of OpenAI's API."
+    flags = {"model": "store", "api-key": "store"}
+    return config_main("jaxrl_llm.serve", about, ServeConfig, serve, arguments, flags=flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

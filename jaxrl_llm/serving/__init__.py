@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server on top of an engine."""

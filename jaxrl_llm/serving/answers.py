@@ -1,0 +1,197 @@
+"""From what an engine samples to the JSON of OpenAI's two APIs."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl_llm.serving.ask import Ask
+from jaxrl_llm.serving.text import AnswerText, Vocabulary
+from jaxrl_llm.types import Completion
+
+LEAST_LOGPROB = -9999.0
+"""What stands for the log-prob of a token of no probability: JSON has no infinity."""
+
+
+class Choice:
+    """One answer on its way: its text so far, and its tokens' count.
+
+    Args:
+        ask: of its request.
+        index: among the choices.
+        vocabulary: single tokens as texts.
+        decode: tokens -> text.
+    """
+
+    def __init__(
+        self, ask: Ask, index: int, vocabulary: Vocabulary, decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        """Begin without a token."""
+        self._ask, self._index, self._vocabulary = ask, index, vocabulary
+        self._text = AnswerText(decode, ask.sampling.stop)
+        self.tokens = 0
+
+    def take(self, piece: Completion, *, first: bool, whole: bool) -> dict[str, Any] | None:
+        """Return the choice's JSON for a piece; None for a piece that shows nothing yet.
+
+        Args:
+            piece: the next one.
+            first: whether it is the first one.
+            whole: whether it is the only one, and the JSON is an answer's, not a chunk's.
+        """
+        ask, tokens = self._ask, piece.tokens.tolist()
+        self.tokens += len(tokens)
+        text, offsets = self._read(piece, tokens)
+        finish = piece.finish or ("stop" if self._text.stopped else None)
+        if not (text or finish or first or ask.logprobs or ask.token_ids):
+            return None
+        choice: dict[str, Any] = {"index": self._index}
+        if not ask.chat:
+            choice["text"] = text
+        elif whole:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            role = {"role": "assistant"} if first else {}
+            choice["delta"] = role | ({"content": text} if text or first else {})
+        logprobs = chat_logprobs if ask.chat else completion_logprobs
+        choice["logprobs"] = logprobs(piece, offsets, self._vocabulary) if ask.logprobs else None
+        choice["finish_reason"] = finish
+        if finish:
+            choice["stop_reason"] = piece.stopped_by
+        if ask.token_ids:
+            choice["token_ids"] = tokens
+            if first:
+                choice["prompt_token_ids"] = list(ask.prompts[self._index // ask.n])
+        return choice
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether a stop text has ended it."""
+        return self._text.stopped
+
+    def _read(self, piece: Completion, tokens: list[int]) -> tuple[str, list[int]]:
+        """Return the text that a piece adds, and where the text of each token begins."""
+        by_token = piece.finish == "stop" and not isinstance(piece.stopped_by, str)
+        seen = tokens[:-1] if by_token else tokens  # the stop token is no text
+        if not self._ask.logprobs:
+            return self._text.push(seen, last=bool(piece.finish)), []
+        text, offsets = "", []
+        for i, token in enumerate(tokens):
+            offsets.append(self._text.length)
+            text += self._text.push([token] if i < len(seen) else [])
+        return text + self._text.push([], last=bool(piece.finish)), offsets
+
+
+def completion_logprobs(
+    piece: Completion, offsets: Sequence[int], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """Return log-probs as `/v1/completions` has them."""
+    tokens = [vocabulary.text_of(token) for token in piece.tokens.tolist()]
+    logprobs = [floor(value) for value in piece.logprobs.tolist()]
+    tops = [
+        {vocabulary.text_of(t): floor(p) for t, p in top} | {token: own}
+        for token, own, top in zip(tokens, logprobs, top_pairs(piece), strict=True)
+    ]
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
+
+
+def chat_logprobs(
+    piece: Completion, offsets: Sequence[int], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """Return log-probs as `/v1/chat/completions` has them, which knows no offsets."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = vocabulary.bytes_of(token)
+        text = data.decode(errors="replace")
+        return {"token": text, "logprob": floor(logprob), "bytes": list(data)}
+
+    pairs = zip(piece.tokens.tolist(), piece.logprobs.tolist(), strict=True)
+    content = [
+        entry(token, logprob) | {"top_logprobs": [entry(t, p) for t, p in top]}
+        for (token, logprob), top in zip(pairs, top_pairs(piece), strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def top_pairs(piece: Completion) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens of each step with their log-probs."""
+    if piece.top is None:
+        return [[] for _ in piece.tokens]
+    return [
+        list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        for tokens, logprobs in zip(*piece.top, strict=True)
+    ]
+
+
+def floor(logprob: float) -> float:
+    """Return a log-prob that JSON can hold.
+
+    >>> floor(-float("inf"))
+    -9999.0
+    """
+    return max(logprob, LEAST_LOGPROB)
+
+
+class Envelope:
+    """What stands around the choices of all answers to one request.
+
+    Args:
+        ask: the request.
+        model: its name.
+    """
+
+    def __init__(self, ask: Ask, model: str) -> None:
+        """Draw an id."""
+        self._ask = ask
+        kind = "chat.completion" if ask.chat else "text_completion"
+        chunk = ".chunk" if ask.chat and ask.stream else ""
+        self._around = {
+            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind + chunk,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def answer(self, choices: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+        """Return a whole answer."""
+        return {**self._around, **self._prompt(), "choices": choices, "usage": self.usage(tokens)}
+
+    def chunk(self, choice: dict[str, Any], *, first: bool) -> str:
+        """Return an event of a stream."""
+        usage = {"usage": None} if self._ask.include_usage else {}
+        prompt = self._prompt() if first else {}
+        return event({**self._around, **prompt, "choices": [choice], **usage})
+
+    def end(self, tokens: int) -> str:
+        """Return the events that end a stream."""
+        last = {**self._around, "choices": [], "usage": self.usage(tokens)}
+        return (event(last) if self._ask.include_usage else "") + "data: [DONE]\n\n"
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        """Return the count of tokens."""
+        prompt = self._ask.prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
+
+    def _prompt(self) -> dict[str, Any]:
+        """Return the prompt's tokens where a chat asks for them: vLLM has them here."""
+        shows = self._ask.chat and self._ask.token_ids
+        return {"prompt_token_ids": list(self._ask.prompts[0])} if shows else {}
+
+
+def event(tree: dict[str, Any]) -> str:
+    r"""Return a server-sent event.
+
+    >>> event({"n": 1})
+    'data: {"n": 1}\n\n'
+    """
+    return f"data: {json.dumps(tree)}\n\n"

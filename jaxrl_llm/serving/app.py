@@ -1,0 +1,360 @@
+"""The routes of the server."""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxrl_llm.keys import LimitsConfig
+from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.serving.answers import Choice, Envelope, event
+from jaxrl_llm.serving.ask import Ask, Served, read_chat, read_completion
+from jaxrl_llm.serving.fields import Refusal, parse
+from jaxrl_llm.serving.limits import Disconnected, Gate, all_answers, all_pieces, attended
+from jaxrl_llm.serving.text import Vocabulary
+
+CLIENT_GONE = 499
+LAST_WORDS_S = 1.0  # for the error that ends a stream whose client does not read
+
+GAUGES = {
+    "running": "answers that are decoded",
+    "waiting": "answers that wait for a slot",
+    "cached_tokens": "tokens in the cache",
+    "cache_tokens": "tokens that the cache can hold",
+}
+COUNTERS = {
+    "prompt_tokens": "tokens of prompts",
+    "generated_tokens": "tokens sampled",
+    "reused_tokens": "tokens of prompts that the cache held already",
+    "preemptions": "answers put back to make room in the cache",
+}
+
+
+@runtime_checkable
+class ServedEngine(Engine, Protocol):
+    """An engine that counts what it does."""
+
+    def stats(self) -> Any:
+        """Return a named tuple with the fields in `GAUGES` and `COUNTERS`."""
+        ...
+
+
+class Server:
+    """What answers requests.
+
+    Args:
+        engine: samples.
+        served: the model.
+        limits: of requests.
+    """
+
+    _limits: LimitsConfig
+
+    def __init__(self, engine: ServedEngine, served: Served, limits: LimitsConfig) -> None:
+        """Begin without a request."""
+        self._engine, self._served, self._limits = engine, served, limits
+        self._created = int(time.time())
+        self._vocabulary = Vocabulary(served.tokenizer)
+        self._decode = functools.partial(
+            served.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        self.gate = Gate(limits.max_running, limits.max_waiting)
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    async def generate(self, request: Request) -> Any:
+        """Answer `/v1/completions` or `/v1/chat/completions`."""
+        deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
+        self.gate.check()
+        tree = parse(await self._body(request))
+        read = read_chat if request.url.path.startswith("/v1/chat") else read_completion
+        ask = await asyncio.to_thread(read, tree, self._served)
+        if ask.stream:
+            return EventStream(self._events(ask), deadline)
+        return JSONResponse(await attended(self._answer(ask), request.receive, deadline))
+
+    async def _body(self, request: Request) -> bytes:
+        """Read a request's body.
+
+        Raises:
+            Refusal: it is no JSON, too large, or takes too long.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which no foreign web page may send
+            raise Refusal(f"got content-type {kind!r}, wanted application/json", status=415)
+        most = int(self._limits.max_body_mb * 1e6)
+        refusal = Refusal(f"the body has more than {most} bytes", status=413)
+        declared = request.headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared) > most:
+            raise refusal
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise refusal
+        except TimeoutError as error:
+            raise Refusal("the body took too long", status=408) from error
+        except ClientDisconnect as error:
+            raise Disconnected from error
+        return bytes(body)
+
+    def _choice(self, ask: Ask, index: int) -> Choice:
+        return Choice(ask, index, self._vocabulary, self._decode)
+
+    async def _answer(self, ask: Ask) -> dict[str, Any]:
+        async with self.gate:
+            with refused_by_engine():
+                answers = await all_answers(self._engine, ask.requests())
+        choices, tokens = [], 0
+        for index, answer in enumerate(answers):
+            choices.append(self._choice(ask, index).take(answer, first=True, whole=True))
+            tokens += len(answer.tokens)
+        return Envelope(ask, self._served.name).answer(choices, tokens)
+
+    async def _events(self, ask: Ask) -> AsyncGenerator[str, None]:
+        envelope, requests = Envelope(ask, self._served.name), ask.requests()
+        choices = [self._choice(ask, index) for index in range(len(requests))]
+        begun = [False] * len(requests)
+        async with self.gate:
+            pieces = all_pieces(self._engine, requests)
+            with refused_by_engine():
+                async with contextlib.aclosing(pieces):
+                    async for index, piece in pieces:
+                        if choices[index].ended:
+                            continue
+                        first = not any(begun)
+                        shown = choices[index].take(piece, first=not begun[index], whole=False)
+                        begun[index] = True
+                        if shown:
+                            yield envelope.chunk(shown, first=first)
+        yield envelope.end(sum(choice.tokens for choice in choices))
+
+    async def models(self, request: Request) -> Response:
+        """Answer `/v1/models`, and `/v1/models/NAME`."""
+        model = {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxrl_llm",
+            "max_model_len": self._served.max_tokens,
+        }
+        name = request.path_params.get("name")
+        if name not in (None, self._served.name):
+            raise Refusal(
+                f"got model {name!r}, wanted {self._served.name!r}",
+                status=404,
+                code="model_not_found",
+            )
+        return JSONResponse(model if name else {"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        """Answer `/health`: the server runs."""
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer `/metrics` in Prometheus' text format."""
+        stats = self._engine.stats()._asdict()
+        lines = []
+        for name, meaning in GAUGES.items():
+            lines += family(f"engine_{name}", "gauge", meaning, {"": stats[name]})
+        for name, meaning in COUNTERS.items():
+            lines += family(f"engine_{name}_total", "counter", meaning, {"": stats[name]})
+        lines += family("requests_running", "gauge", "requests at work", {"": self.gate.running})
+        lines += family("requests_waiting", "gauge", "requests that wait", {"": self.gate.waiting})
+        counts = {f'{{path="{p}",status="{s}"}}': n for (p, s), n in self.responses.items()}
+        lines += family("responses_total", "counter", "responses, by path and status", counts)
+        seconds = {f'{{path="{path}"}}': value for path, value in self.seconds.items()}
+        lines += family("response_seconds_total", "counter", "time until responses ended", seconds)
+        return PlainTextResponse(
+            "\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+
+def family(name: str, kind: str, meaning: str, samples: Mapping[str, int | float]) -> list[str]:
+    """Return the lines of one metric, for each of its labels.
+
+    >>> family("n", "gauge", "a number", {"": 1})[-1]
+    'jaxrl_llm_n 1'
+    """
+    full = f"jaxrl_llm_{name}"
+    return [
+        f"# HELP {full} {meaning}",
+        f"# TYPE {full} {kind}",
+        *(f"{full}{labels} {value}" for labels, value in samples.items()),
+    ]
+
+
+@contextlib.contextmanager
+def refused_by_engine() -> Iterator[None]:
+    """Turn an engine's error into a refusal."""
+    try:
+        yield
+    except EngineError as error:
+        raise Refusal(str(error)) from error
+
+
+class EventStream:
+    """A response of server-sent events, which begins with the first one.
+
+    Args:
+        events: texts.
+        deadline: on the event loop's clock.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], deadline: float) -> None:
+        """Send nothing yet."""
+        self._events, self._deadline, self._begun = events, deadline, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; an error of the first one has a status of its own."""
+        try:
+            await attended(self._send_all(send), receive, self._deadline)
+        except Disconnected:
+            if not self._begun:
+                raise
+        except Refusal as refusal:
+            if not self._begun:
+                raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await send(part(event(refusal.body)))
+                    await send(part("", more=False))
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            async for text in events:
+                if not self._begun:
+                    self._begun = True
+                    await send(START)
+                await send(part(text))
+        await send(part("", more=False))
+
+
+START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+    ],
+}
+
+
+def part(text: str, *, more: bool = True) -> Message:
+    """Return a part of a body."""
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+class Front:
+    """Asks for the API key below `/v1`, and counts responses.
+
+    Args:
+        app: what answers.
+        server: counts.
+        api_key: None asks for none.
+        paths: that are counted by name.
+    """
+
+    def __init__(
+        self, app: ASGIApp, server: Server, api_key: str | None, paths: frozenset[str]
+    ) -> None:
+        """Keep them."""
+        self._app, self._server, self._api_key, self._paths = app, server, api_key, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        started, status = time.monotonic(), CLIENT_GONE
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            if self._may_pass(scope):
+                await self._app(scope, receive, note)
+            else:
+                await answer_refusal(KEYLESS)(scope, receive, note)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._server.responses[path, status] += 1
+            self._server.seconds[path] += time.monotonic() - started
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if self._api_key is None or not scope["path"].startswith("/v1"):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self._api_key}".encode())
+
+
+KEYLESS = Refusal(
+    "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
+    status=401,
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
+def answer_refusal(refusal: Refusal) -> JSONResponse:
+    """Return the response that says no."""
+    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+
+
+def make_app(
+    engine: ServedEngine, served: Served, limits: LimitsConfig, api_key: str | None
+) -> Starlette:
+    """Return the ASGI application.
+
+    Args:
+        engine: samples; it has weights.
+        served: the model.
+        limits: of requests.
+        api_key: that clients must send; None asks for none.
+    """
+    server = Server(engine, served, limits)
+    routes = [
+        Route("/v1/completions", server.generate, methods=["POST"]),
+        Route("/v1/chat/completions", server.generate, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.models),
+        Route("/health", server.health),
+        Route("/metrics", server.metrics),
+    ]
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refusal):
+            return answer_refusal(error)
+        if isinstance(error, HTTPException):
+            where = f"{request.method} {request.url.path}"
+            return answer_refusal(Refusal(f"{where}: {error.detail}", status=error.status_code))
+        if isinstance(error, Disconnected):
+            return Response(status_code=CLIENT_GONE)
+        return answer_refusal(Refusal("the server failed; its log says why", status=500))
+
+    kinds = (Refusal, HTTPException, Disconnected, Exception)
+    paths = frozenset(route.path for route in routes)
+    return Starlette(
+        routes=routes,
+        exception_handlers=dict.fromkeys(kinds, refuse),
+        middleware=[Middleware(Front, server, api_key, paths)],
+    )

@@ -1,0 +1,332 @@
+"""From the JSON of OpenAI's two APIs to what an engine is asked."""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.serving.fields import Fields, Refusal, is_a, shown
+from jaxrl_llm.types import Request, Sampling
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI; a chat's answer may fill what is left
+
+
+class Served(NamedTuple):
+    """The model that is served.
+
+    Attributes:
+        name: by which clients ask for it.
+        tokenizer: of `transformers`.
+        stop_ids: tokens that end an answer.
+        vocab_size: token ids are below it.
+        max_tokens: the longest sequence, prompt and answer.
+        max_answers: the most that one request may ask for.
+    """
+
+    name: str
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    vocab_size: int
+    max_tokens: int
+    max_answers: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one request asks for.
+
+    Attributes:
+        chat: whether the answer has the form of a chat's.
+        prompts: token ids.
+        sampling: of every answer.
+        n: answers for each prompt.
+        seed: of all answers together.
+        logprobs: whether log-probs are reported.
+        token_ids: whether token ids are.
+        stream: whether pieces are sent as they come.
+        include_usage: whether a stream ends with a count of tokens.
+    """
+
+    chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    n: int
+    seed: int
+    logprobs: bool
+    token_ids: bool
+    stream: bool
+    include_usage: bool
+
+    def requests(self) -> list[Request]:
+        """Return the engine's requests, the answers to one prompt side by side."""
+        count = self.n * len(self.prompts)
+        seeds = choice_seeds(self.seed, count)
+        return [Request(self.prompts[i // self.n], self.sampling, seeds[i]) for i in range(count)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+
+def choice_seeds(seed: int, count: int) -> list[int]:
+    """Return the seed of each choice; that of a choice depends on its index and `seed` alone.
+
+    >>> choice_seeds(7, 3)[:2] == choice_seeds(7, 2)
+    True
+    """
+    return np.random.SeedSequence(seed % 2**64).generate_state(count).tolist()
+
+
+def read_completion(tree: Mapping[str, Any], served: Served) -> Ask:
+    """Translate a request of `/v1/completions`.
+
+    Raises:
+        Refusal: a field is wrong, unknown or not supported, or the request does not fit the model.
+    """
+    fields = Fields(tree)
+    check_model(fields, served)
+    prompts = read_prompts(fields, served)
+    tops = fields.between("logprobs", int, None, 0, MOST_LOGPROBS)
+    wanted = fields.between("max_tokens", int, DEFAULT_MAX_TOKENS, 1, math.inf)
+    return read_rest(fields, served, prompts, wanted, chat=False, tops=tops)
+
+
+def read_chat(tree: Mapping[str, Any], served: Served) -> Ask:
+    """Translate a request of `/v1/chat/completions`.
+
+    Raises:
+        Refusal: as `read_completion`, or the chat template refuses the messages.
+    """
+    fields = Fields(tree)
+    check_model(fields, served)
+    messages = [read_message(m, i) for i, m in enumerate(fields.take("messages", list, []))]
+    if not messages:
+        raise fields.refuse("messages", [], "a list with a message or more")
+    template = fields.take("chat_template_kwargs", dict, {})
+    tools = fields.take("tools", list, [])
+    choice = fields.take("tool_choice", str, "auto")
+    if choice not in ("auto", "none"):
+        raise fields.refuse("tool_choice", choice, "auto or none")
+    if tools and choice == "auto":
+        template = template | {"tools": tools}
+    try:
+        prompt = tuple(encode_prompt(served.tokenizer, messages, **template))
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"messages: {error}", param="messages") from error
+    tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
+    if not fields.take("logprobs", bool, False):
+        if tops is not None:
+            raise fields.refuse("top_logprobs", tops, "none, because logprobs is not true")
+    elif tops is None:
+        tops = 0
+    older = fields.between("max_tokens", int, None, 1, math.inf)
+    wanted = fields.between("max_completion_tokens", int, older, 1, math.inf)
+    if older not in (None, wanted):
+        raise fields.refuse("max_tokens", older, f"max_completion_tokens={wanted}, or none")
+    left = max(1, served.max_tokens - len(prompt))
+    return read_rest(fields, served, (prompt,), wanted or left, chat=True, tops=tops)
+
+
+def read_rest(
+    fields: Fields,
+    served: Served,
+    prompts: tuple[tuple[int, ...], ...],
+    max_new_tokens: int,
+    *,
+    chat: bool,
+    tops: int | None,
+) -> Ask:
+    """Read the fields that both APIs have, refuse all others, and check that it fits."""
+    n = fields.between("n", int, 1, 1, math.inf)
+    if n * len(prompts) > served.max_answers:
+        count = n * len(prompts)
+        raise Refusal(f"got {count} answers to give, wanted at most {served.max_answers}: see n")
+    for prompt in prompts:
+        check_fit(len(prompt), max_new_tokens, served.max_tokens)
+    stream = fields.take("stream", bool, False)
+    options = fields.take("stream_options", dict)
+    if options is not None and not stream:
+        raise fields.refuse("stream_options", options, "none, because stream is not true")
+    streaming = Fields(options or {}, "stream_options.")
+    streaming.take("include_obfuscation", bool)
+    include_usage = streaming.take("include_usage", bool, False)
+    streaming.end()
+    ask = Ask(
+        chat=chat,
+        prompts=prompts,
+        sampling=read_sampling(fields, served, max_new_tokens, tops or 0),
+        n=n,
+        seed=fields.take("seed", int, secrets.randbits(64)),
+        logprobs=tops is not None,
+        token_ids=fields.take("return_token_ids", bool, False),
+        stream=stream,
+        include_usage=include_usage,
+    )
+    fields.end()
+    return ask
+
+
+def read_sampling(fields: Fields, served: Served, max_new_tokens: int, tops: int) -> Sampling:
+    """Read how to sample."""
+    top_p = fields.between("top_p", float, 1.0, 0, 1)
+    penalty = fields.between("repetition_penalty", float, 1.0, 0, math.inf)
+    for name, value in (("top_p", top_p), ("repetition_penalty", penalty)):
+        if value == 0:
+            raise fields.refuse(name, value, "a number above 0")
+    more = fields.take("stop_token_ids", list, [])
+    check_tokens("stop_token_ids", more, served)
+    known = () if fields.take("ignore_eos", bool, False) else served.stop_ids
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=fields.between("temperature", float, 1.0, 0, math.inf),
+        top_p=top_p,
+        top_k=max(0, fields.between("top_k", int, 0, -1, math.inf)),
+        min_p=fields.between("min_p", float, 0.0, 0, 1),
+        repetition_penalty=penalty,
+        logit_bias=read_bias(fields, served),
+        stop_ids=tuple(sorted({*known, *more})),
+        stop=read_stops(fields),
+        top_logprobs=tops,
+    )
+
+
+def check_model(fields: Fields, served: Served) -> None:
+    """Refuse another model's name; none is good, too."""
+    name = fields.take("model", str, served.name)
+    if name != served.name:
+        raise Refusal(
+            f"model: got {shown(name)}, wanted {served.name!r}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def read_prompts(fields: Fields, served: Served) -> tuple[tuple[int, ...], ...]:
+    """Read a text, a list of texts, token ids, or a list of lists of token ids."""
+    given = fields.any_of("prompt")
+    if isinstance(given, str) or (isinstance(given, list) and given and is_a(given[0], int)):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise fields.refuse("prompt", given, "a text, token ids, or a list of one of these")
+    if len(given) > served.max_answers:
+        raise Refusal(
+            f"got {len(given)} prompts, wanted at most {served.max_answers}", param="prompt"
+        )
+    return tuple(read_prompt(one, served) for one in given)
+
+
+def read_prompt(given: Any, served: Served) -> tuple[int, ...]:
+    """Read a text or token ids."""
+    if isinstance(given, str):
+        try:
+            given = served.tokenizer(given, add_special_tokens=True)["input_ids"]
+        except (ValueError, TypeError) as error:
+            raise Refusal(f"prompt: {shown(given)} is no text: {error}", param="prompt") from error
+    elif isinstance(given, list):
+        check_tokens("prompt", given, served)
+    else:
+        raise Refusal(f"prompt: got {shown(given)}, wanted a text or token ids", param="prompt")
+    return tuple(given)
+
+
+def check_tokens(name: str, tokens: Sequence[Any], served: Served) -> None:
+    """Refuse what is no token id of the model."""
+    for token in tokens:
+        if not is_a(token, int) or not 0 <= token < served.vocab_size:
+            raise Refusal(
+                f"{name}: got {shown(token)}, wanted token ids from 0 to {served.vocab_size - 1}",
+                param=name,
+            )
+
+
+def check_fit(prompt: int, max_new_tokens: int, most: int) -> None:
+    """Refuse a prompt without tokens, and a sequence that is too long.
+
+    >>> check_fit(10, 6, 16)
+    """
+    if prompt == 0:
+        raise Refusal("a prompt has no token, wanted one or more", param="prompt")
+    if prompt + max_new_tokens > most:
+        raise Refusal(
+            f"a prompt of {prompt} tokens and an answer of {max_new_tokens} make "
+            f"{prompt + max_new_tokens}, wanted at most {most}",
+            code="context_length_exceeded",
+        )
+
+
+def read_stops(fields: Fields) -> tuple[str, ...]:
+    """Read a stop text or a list of them."""
+    given = fields.any_of("stop")
+    stops = [given] if isinstance(given, str) else [] if given is None else given
+    fits = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    if not fits or len(stops) > MOST_STOPS:
+        raise fields.refuse("stop", given, f"a text, or a list of at most {MOST_STOPS}")
+    return tuple(dict.fromkeys(stops))
+
+
+def read_bias(fields: Fields, served: Served) -> tuple[tuple[int, float], ...]:
+    """Read an object from token ids to what is added to their logits."""
+    found = {}
+    for name, value in fields.take("logit_bias", dict, {}).items():
+        if not name.isdecimal() or len(name) > 9 or not is_a(value, float) or abs(value) > 100:
+            raise fields.refuse("logit_bias", {name: value}, "token ids and numbers of -100 to 100")
+        check_tokens("logit_bias", [int(name)], served)
+        found[int(name)] = float(value)
+    return tuple(sorted(found.items()))
+
+
+def read_message(message: Any, index: int) -> dict[str, Any]:
+    """Return a message as chat templates want it: content a text, tools' arguments an object.
+
+    >>> read_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
+    {'role': 'user', 'content': 'Hi'}
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refusal(f"{where}: got {shown(message)}, wanted an object with a role", param=where)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(read_part(part, where) for part in content)
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        raise Refusal(f"{where}.content: got {shown(content)}, wanted a text", param=where)
+    calls = message.get("tool_calls")
+    if calls is None:
+        return {**message, "content": content}
+    if not isinstance(calls, list):
+        raise Refusal(f"{where}.tool_calls: got {shown(calls)}, wanted a list", param=where)
+    return {**message, "content": content, "tool_calls": [read_call(c, where) for c in calls]}
+
+
+def read_part(part: Any, where: str) -> str:
+    """Return the text of a part of a message."""
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    if not is_text or not isinstance(part.get("text"), str):
+        raise Refusal(f"{where}.content: got {shown(part)}, wanted parts of text", param=where)
+    return part["text"]
+
+
+def read_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object; OpenAI writes them as a text of JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Refusal(f"{where}.tool_calls: got {shown(call)}, wanted a function", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"{where}.tool_calls: arguments are no JSON: {error}", param=where) from (
+                error
+            )
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,196 @@
+"""A scripted engine, the quickstart's tokenizer of bytes, and servers on free ports."""
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import uvicorn
+
+from jaxrl_llm.data.chat import load_tokenizer, stop_ids
+from jaxrl_llm.keys import LimitsConfig
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.serving.app import make_app
+from jaxrl_llm.serving.ask import Served
+from jaxrl_llm.types import Completion, Receipt
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+NAME, KEY, MAX_TOKENS = "tiny", "secret", 256
+
+
+class Stats(NamedTuple):
+    running: int = 0
+    waiting: int = 0
+    cached_tokens: int = 3
+    cache_tokens: int = 64
+    prompt_tokens: int = 5
+    generated_tokens: int = 7
+    reused_tokens: int = 2
+    preemptions: int = 1
+
+
+class Scripted:
+    """Answers with a text of its own, `steps` tokens at a time, until a stop or the limit.
+
+    A prompt that holds a `!` is refused, one with a `?` hangs after a first piece.
+    """
+
+    def __init__(self, tokenizer, steps=5):
+        self.tokenizer, self.steps = tokenizer, steps
+        self.script = "Grüße, 世界: 🙂 one two three"
+        self.requests, self.given_up, self.ended = [], [], 0
+
+    def answer(self, request):
+        tokens = self.tokenizer(self.script, add_special_tokens=False)["input_ids"] + [257]
+        tokens = tokens[: request.sampling.max_new_tokens]
+        for i, token in enumerate(tokens):
+            if token in request.sampling.stop_ids:
+                return tokens[: i + 1], "stop", token
+            text = self.tokenizer.decode(tokens[: i + 1], skip_special_tokens=True)
+            for stop in request.sampling.stop:
+                if stop in text:
+                    return tokens[: i + 1], "stop", stop
+        return tokens, "length", None
+
+    async def stream(self, request):
+        prompt = self.tokenizer.decode(request.prompt)
+        if "!" in prompt:
+            raise EngineError("the prompt holds a !")
+        self.requests.append(request)
+        tokens, finish, stopped_by = self.answer(request)
+        tops = request.sampling.top_logprobs
+        try:
+            for start in range(0, len(tokens), self.steps):
+                await asyncio.sleep(0.001)
+                part = np.asarray(tokens[start : start + self.steps], np.int32)
+                logprobs = -0.25 * np.arange(1, len(part) + 1, dtype=np.float32)
+                is_last = start + self.steps >= len(tokens)
+                top = None
+                if tops:
+                    ids = np.stack(
+                        [part, *[np.full_like(part, 40 + i) for i in range(tops - 1)]], 1
+                    )
+                    top = ids, np.tile(-np.arange(1, tops + 1, dtype=np.float32), (len(part), 1))
+                yield Completion(
+                    part,
+                    logprobs,
+                    np.zeros_like(part),
+                    finish if is_last else "",
+                    stopped_by if is_last else None,
+                    top,
+                )
+                if "?" in prompt:
+                    await asyncio.sleep(1000)
+            self.ended += 1
+        except asyncio.CancelledError:
+            self.given_up.append(request)
+            raise
+
+    async def generate(self, request):
+        pieces = [piece async for piece in self.stream(request)]
+        whole = [
+            np.concatenate([getattr(p, name) for p in pieces]) for name in Completion._fields[:3]
+        ]
+        tops = [p.top for p in pieces]
+        top = None if tops[0] is None else tuple(map(np.concatenate, zip(*tops, strict=True)))
+        return Completion(*whole, pieces[-1].finish, pieces[-1].stopped_by, top)
+
+    def sample(self, requests):
+        raise NotImplementedError
+
+    def load(self, params, version):
+        return Receipt(version, 0)
+
+    def pause(self): ...
+
+    def resume(self): ...
+
+    def sleep(self): ...
+
+    def wake(self): ...
+
+    def close(self): ...
+
+    def stats(self):
+        return Stats(running=len(self.requests) - self.ended - len(self.given_up))
+
+
+@contextlib.contextmanager
+def listening(app):
+    """Serve an app on a free port of the loopback in a thread, and yield its address."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            soon(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def soon(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_tokenizer(QUICKSTART)
+
+
+@pytest.fixture(scope="session")
+def served(tokenizer):
+    return Served(NAME, tokenizer, stop_ids(tokenizer, QUICKSTART), 264, MAX_TOKENS, 8)
+
+
+@pytest.fixture(scope="session")
+def wait_until():
+    """Waits until something holds."""
+    return soon
+
+
+@pytest.fixture(scope="session")
+def serving():
+    """Serves an app on a free port."""
+    return listening
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files():
+    """Copies the quickstart's tokenizer into a folder."""
+
+    def copy(folder):
+        for path in QUICKSTART.iterdir():
+            if path.name != "config.json":
+                shutil.copy(path, folder)
+
+    return copy
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return Scripted(tokenizer)
+
+
+@pytest.fixture
+def start(engine, served):
+    """(limits) -> the address of a server of the scripted engine."""
+    with contextlib.ExitStack() as stack:
+
+        def run(api_key=None, **limits):
+            app = make_app(engine, served, LimitsConfig(**limits), api_key)
+            return stack.enter_context(listening(app))
+
+        yield run

@@ -1,0 +1,371 @@
+"""The server over HTTP, with the openai client and a scripted engine."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from jaxrl_llm.keys import LimitsConfig
+from jaxrl_llm.serving.app import EventStream, make_app
+
+CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
+TEXT = "Grüße, 世界: 🙂 one two three"
+HI = [{"role": "user", "content": "Hi"}]
+ASK = {"model": "tiny", "max_tokens": 200}
+
+
+@pytest.fixture
+def connect(start):
+    """(options) -> an openai client of a new server."""
+    made = []
+
+    def run(client=None, **limits):
+        address = start(**limits)
+        made.append(openai.OpenAI(base_url=f"{address}/v1", **(CLIENT | (client or {}))))
+        made[-1].address = address
+        return made[-1]
+
+    yield run
+    for client in made:
+        client.close()
+
+
+def post(address, body, path="/v1/completions", **headers):
+    """Post bytes and return status, headers and JSON."""
+    asked = urllib.request.Request(
+        address + path, body, {"Content-Type": "application/json"} | headers
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            return answer.status, answer.headers, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, json.load(error)
+
+
+def get(address, path):
+    with urllib.request.urlopen(address + path, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def samples(address):
+    lines = get(address, "/metrics").splitlines()
+    return {k: float(v) for k, _, v in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+# ------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [
+        (None, TEXT, 257),
+        ("one", TEXT[: TEXT.index("one")], "one"),
+        (["界: 🙂 o", "zzz"], "Grüße, 世", "界: 🙂 o"),
+        ("threes", TEXT, 257),
+        ("Gr", "", "Gr"),
+    ],
+)
+def test_both_apis_give_the_text_before_the_stop(connect, stream, stop, text, reason):
+    client = connect()
+    more = ASK | {"stop": stop, "stream": stream}
+    plain = client.completions.create(prompt="Hi", **more)
+    chat = client.chat.completions.create(messages=HI, **more)
+    if not stream:
+        assert plain.choices[0].text == chat.choices[0].message.content == text
+        assert chat.choices[0].message.role == "assistant"
+        ends = [plain.choices[0], chat.choices[0]]
+    else:
+        plain, chat = list(plain), list(chat)
+        assert "".join(c.choices[0].text for c in plain) == text
+        assert "".join(c.choices[0].delta.content or "" for c in chat) == text
+        assert not any("\ufffd" in c.choices[0].text for c in plain)
+        assert [c.choices[0].delta.role for c in chat] == ["assistant"] + [None] * (len(chat) - 1)
+        assert {c.object for c in chat} == {"chat.completion.chunk"}
+        assert all(c.choices[0].finish_reason is None for c in [*plain[:-1], *chat[:-1]])
+        ends = [plain[-1].choices[0], chat[-1].choices[0]]
+        if stop is None:
+            assert len(plain) > 5
+    assert [(c.finish_reason, c.stop_reason) for c in ends] == [("stop", reason)] * 2
+
+
+def test_an_answer_that_breaks_off_says_so(connect):
+    answer = connect().completions.create(model="tiny", prompt="Hi", max_tokens=3)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Gr\ufffd", "length")
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+    }
+
+
+def test_a_stop_token_is_among_the_tokens_but_not_in_the_text(connect, engine):
+    (letter,) = engine.tokenizer("o", add_special_tokens=False)["input_ids"]
+    more = ASK | {"extra_body": {"stop_token_ids": [letter], "return_token_ids": True}}
+    for logprobs in (None, 0):
+        answer = connect().completions.create(prompt="Hi", logprobs=logprobs, **more)
+        choice = answer.choices[0]
+        assert (choice.text, choice.stop_reason) == (TEXT[: TEXT.index("o")], letter)
+        assert choice.token_ids[-1] == letter
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_prompts_and_samples_keep_their_places(connect, engine, stream):
+    client = connect()
+    more = ASK | {"n": 2, "seed": 3, "extra_body": {"return_token_ids": True}}
+    if stream:
+        more |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = client.completions.create(prompt=["A", "BC", [32]], **more)
+    chunks = list(answer) if stream else [answer]
+    usage = chunks.pop().usage if stream else answer.usage
+    assert all(c.usage is None for c in chunks[:-1])
+    texts, tokens, prompts = [""] * 6, [[] for _ in range(6)], {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.text
+        tokens[choice.index] += choice.token_ids
+        if (ids := getattr(choice, "prompt_token_ids", None)) is not None:
+            assert choice.index not in prompts
+            prompts[choice.index] = ids
+    assert texts == [TEXT] * 6
+    whole = [*engine.tokenizer(TEXT, add_special_tokens=False)["input_ids"], 257]
+    assert tokens == [whole] * 6
+    assert [prompts[i] for i in range(6)] == [[32], [32], [33, 34], [33, 34], [32], [32]]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (4, 6 * len(whole))
+    assert len({request.seed for request in engine.requests}) == 6
+
+
+def test_a_chat_shows_token_ids_where_vllm_does(connect):
+    more = ASK | {"extra_body": {"return_token_ids": True}}
+    client = connect()
+    answer = client.chat.completions.create(messages=HI, **more)
+    chunks = list(client.chat.completions.create(messages=HI, stream=True, **more))
+    assert answer.prompt_token_ids == answer.choices[0].prompt_token_ids
+    assert answer.prompt_token_ids == chunks[0].prompt_token_ids
+    assert not hasattr(chunks[1], "prompt_token_ids")
+    assert answer.choices[0].token_ids == [t for c in chunks for t in c.choices[0].token_ids]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_completions(connect, stream):
+    answer = connect().completions.create(prompt="Hi", logprobs=2, stream=stream, stop="ß", **ASK)
+    chunks = list(answer) if stream else [answer]
+    found = [c.choices[0].logprobs for c in chunks]
+    tokens = [token for part in found for token in part.tokens]
+    assert tokens == ["G", "r", "bytes:\\xc3", "bytes:\\xbc", "bytes:\\xc3", "bytes:\\x9f"]
+    assert [o for part in found for o in part.text_offset] == [0, 1, 2, 2, 3, 3]
+    values = [value for part in found for value in part.token_logprobs]
+    assert values[:5] == [-0.25, -0.5, -0.75, -1.0, -1.25]
+    assert [set(top) for part in found for top in part.top_logprobs][:2] == [{"G", "I"}, {"r", "I"}]
+    assert "".join(c.choices[0].text for c in chunks) == "Grü"
+
+
+def test_logprobs_of_chats(connect):
+    client = connect()
+    more = ASK | {"logprobs": True, "top_logprobs": 2, "stop": "ß"}
+    whole = client.chat.completions.create(messages=HI, **more).choices[0].logprobs.content
+    chunks = client.chat.completions.create(messages=HI, stream=True, **more)
+    parts = [entry for c in chunks for entry in c.choices[0].logprobs.content]
+    assert [e.model_dump() for e in parts] == [e.model_dump() for e in whole]
+    assert bytes(b for entry in whole for b in entry.bytes).decode() == "Grüß"
+    assert [t.token for t in whole[0].top_logprobs] == ["G", "I"]
+    alone = client.chat.completions.create(messages=HI, logprobs=True, **ASK).choices[0].logprobs
+    assert {len(entry.top_logprobs) for entry in alone.content} == {0}
+
+
+# ------------------------------------------------------------------------------------- other routes
+
+
+def test_models_health_and_metrics(connect):
+    client = connect()
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 256
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("a/b")
+    client.completions.create(prompt="Hi", **ASK)
+    assert json.loads(get(client.address, "/health")) == {"status": "ok"}
+    found = samples(client.address)
+    assert found['jaxrl_llm_responses_total{path="/v1/completions",status="200"}'] == 1
+    assert found['jaxrl_llm_response_seconds_total{path="/v1/completions"}'] > 0
+    assert found["jaxrl_llm_engine_generated_tokens_total"] == 7
+    assert found["jaxrl_llm_engine_cache_tokens"] == 64
+    page = get(client.address, "/metrics")
+    names = re.findall(r"^# TYPE (\S+) (?:gauge|counter)$", page, re.MULTILINE)
+    assert {re.split(r"[{ ]", line)[0] for line in page.splitlines() if line[0] != "#"} == {*names}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(client.address, "/v2")
+    with caught.value as error:
+        assert error.code == 404
+        assert json.load(error)["error"]["message"] == "GET /v2: Not Found"
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+def test_errors_have_openais_format(connect):
+    client = connect()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt="Hi", extra_body={"best_of": 3}, **ASK)
+    assert caught.value.body == {
+        "message": "best_of: got 3, but it is not supported; remove it",
+        "type": "invalid_request_error",
+        "param": "best_of",
+        "code": None,
+    }
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="the prompt holds a !"):
+            client.completions.create(prompt=["Hi", "Hi!", "Hi?"], stream=stream, **ASK)
+    status, _, answer = post(client.address, b'{"prompt": "a", "\\ud800": 1}')
+    assert (status, answer["error"]["param"]) == (400, "\\ud800")
+    status, _, _ = post(client.address, b"{}", **{"Content-Type": "text/plain"})
+    assert status == 415
+
+
+def test_the_api_key_is_asked_for(connect):
+    client = connect(api_key="secret")
+    with pytest.raises(openai.AuthenticationError):
+        client.completions.create(prompt="Hi", **ASK)
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    assert get(client.address, "/health")
+    with openai.OpenAI(base_url=f"{client.address}/v1", **CLIENT | {"api_key": "secret"}) as known:
+        assert known.completions.create(prompt="Hi", **ASK).choices[0].text == TEXT
+
+
+def test_a_large_body_is_refused_declared_or_not(connect):
+    address = connect(max_body_mb=0.001).address
+    body = json.dumps({"prompt": "a" * 2000}).encode()
+    assert post(address, body)[0] == 413
+    host = address.removeprefix("http://")
+    with socket.create_connection(tuple(host.split(":"))) as raw:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        )
+        raw.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n7d0\r\n".encode() + b"a" * 2000)
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_too_many_requests_are_sent_away(connect, engine, wait_until):
+    client = connect(max_running=1, max_waiting=1)
+    body = json.dumps(ASK | {"prompt": "Hi?"}).encode()
+    host = client.address.removeprefix("http://")
+    raws = []
+    for running, waiting in ((1, 0), (1, 1)):
+        raws.append(socket.create_connection(tuple(host.split(":"))))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        )
+        raws[-1].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wanted = {"jaxrl_llm_requests_running": running, "jaxrl_llm_requests_waiting": waiting}
+        wait_until(lambda wanted=wanted: wanted.items() <= samples(client.address).items())
+    status, headers, answer = post(client.address, body)
+    assert (status, headers["Retry-After"]) == (429, "1")
+    assert answer["error"]["code"] == "rate_limit_exceeded"
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(prompt="Hi", stream=True, **ASK)
+    for raw, name in zip(reversed(raws), ("waiting", "running"), strict=True):
+        raw.close()
+        wait_until(lambda name=name: samples(client.address)[f"jaxrl_llm_requests_{name}"] == 0)
+    assert client.completions.create(prompt="Hi", **ASK).choices[0].text == TEXT
+    assert len(engine.given_up) == 1  # the other one never reached the engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_given_up(connect, engine, wait_until, stream):
+    client = connect(timeout_s=1.0)
+    if stream:
+        pieces = client.completions.create(prompt="Hi?", stream=True, **ASK)
+        assert next(pieces).choices[0].text
+        with pytest.raises(openai.APIError, match="took too long"):
+            next(pieces)
+    else:
+        with pytest.raises(openai.InternalServerError, match="took too long") as caught:
+            client.completions.create(prompt="Hi?", **ASK)
+        assert caught.value.status_code == 504
+    wait_until(lambda: len(engine.given_up) == 1)
+
+
+def test_a_body_that_never_comes_is_given_up(connect):
+    host = connect(timeout_s=0.2).address.removeprefix("http://")
+    with socket.create_connection(tuple(host.split(":"))) as raw:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        )
+        raw.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_takes_its_request_along(connect, engine, wait_until, stream):
+    client = connect(client={"timeout": 20 if stream else 0.4})
+    if stream:
+        pieces = client.completions.create(prompt=["Hi?", "Hi?"], stream=True, **ASK)
+        next(pieces)
+        pieces.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.completions.create(prompt=["Hi?", "Hi?"], **ASK)
+    wait_until(lambda: len(engine.given_up) == 2)
+    wait_until(lambda: samples(client.address)["jaxrl_llm_requests_running"] == 0)
+
+
+def test_a_reader_that_stands_still_does_not_outlive_its_time(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.serving.app.LAST_WORDS_S", 0.05)
+    sent, closed = [], []
+
+    async def events():
+        try:
+            for i in range(100):
+                yield f"data: {i}\n\n"
+        finally:
+            closed.append(True)
+
+    async def receive():
+        await asyncio.sleep(1000)
+
+    async def send(message):
+        sent.append(message["type"])
+        if len(sent) == 5:
+            await asyncio.sleep(1000)
+
+    async def run():
+        stream = EventStream(events(), asyncio.get_running_loop().time() + 0.1)
+        await asyncio.wait_for(stream({}, receive, send), 10)
+
+    asyncio.run(run())
+    assert closed
+    assert sent[:5] == ["http.response.start"] + ["http.response.body"] * 4
+
+
+def test_a_server_that_ends_lets_requests_finish(engine, served, serving):
+    engine.script = "x" * 150
+    with serving(make_app(engine, served, LimitsConfig(), None)) as address:
+        done = []
+        body = json.dumps(ASK | {"prompt": "Hi"}).encode()
+        asking = threading.Thread(target=lambda: done.append(post(address, body)))
+        asking.start()
+        while not engine.requests:
+            pass
+    asking.join(20)
+    assert done[0][2]["choices"][0]["text"] == "x" * 150
+
+
+def test_many_clients_at_once(connect, engine):
+    address = connect(max_running=16, max_waiting=500).address
+
+    async def ask(client, i):
+        pieces = await client.completions.create(prompt=f"Hi{i}", stream=True, **ASK)
+        return "".join([piece.choices[0].text async for piece in pieces])
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", **CLIENT) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(100)))
+
+    assert asyncio.run(all_of_them()) == [TEXT] * 100
+    assert engine.ended == 100

@@ -1,0 +1,254 @@
+"""What requests are translated to, and which are refused."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl_llm.serving.ask import Ask, choice_seeds, read_chat, read_completion
+from jaxrl_llm.serving.fields import NEUTRAL, NOTHING_CHANGES, Refusal, parse
+from jaxrl_llm.types import Sampling
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def completion(served):
+    return lambda **fields: read_completion({"prompt": "Hi"} | fields, served)
+
+
+@pytest.fixture
+def chat(served):
+    return lambda **fields: read_chat({"messages": HI} | fields, served)
+
+
+def test_a_bare_completion_has_openais_defaults(completion, tokenizer):
+    ask = completion()
+    (prompt,) = ask.prompts
+    assert tokenizer.decode(prompt) == "Hi"
+    assert ask.sampling == Sampling(max_new_tokens=16, stop_ids=(257,))
+    assert (ask.n, ask.logprobs, ask.token_ids, ask.stream) == (1, False, False, False)
+
+
+def test_a_bare_chat_is_templated_and_may_fill_what_is_left(chat, tokenizer, served):
+    ask = chat()
+    (prompt,) = ask.prompts
+    assert tokenizer.decode(prompt) == "<|user|>Hi<|end|><|assistant|>"
+    assert ask.sampling.max_new_tokens == served.max_tokens - len(prompt)
+
+
+def test_every_sampling_field_arrives(completion):
+    fields = {
+        "max_tokens": 9,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": -100, "5": 1.5},
+        "stop": ["a", "b", "a"],
+        "stop_token_ids": [9, 3],
+        "logprobs": 4,
+    }
+    wanted = Sampling(
+        max_new_tokens=9,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        logit_bias=((5, 1.5), (7, -100.0)),
+        stop_ids=(3, 9, 257),
+        stop=("a", "b"),
+        top_logprobs=4,
+    )
+    assert completion(**fields).sampling == wanted
+    assert set(vars(wanted)) == {f.name for f in dataclasses.fields(Sampling)}
+    assert completion(**fields, ignore_eos=True).sampling.stop_ids == (3, 9)
+    assert completion(top_k=-1).sampling.top_k == 0
+    assert completion(stop="x").sampling.stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("AB", [(32, 33)]),
+        (["A", "B"], [(32,), (33,)]),
+        ([32, 33], [(32, 33)]),
+        ([[32], [33, 34]], [(32,), (33, 34)]),
+        (["A", [33]], [(32,), (33,)]),
+    ],
+)
+def test_prompts_come_as_texts_or_tokens(completion, given, wanted):
+    assert list(completion(prompt=given).prompts) == wanted
+
+
+def test_seeds_depend_on_the_choices_index_alone(completion):
+    asks = [completion(prompt=["A", "B"], n=2, seed=5) for _ in range(2)]
+    first, second = ([r.seed for r in ask.requests()] for ask in asks)
+    assert first == second == choice_seeds(5, 8)[:4]
+    assert len(set(first)) == 4
+    assert all(0 <= seed < 2**32 for seed in choice_seeds(-1, 4))
+    assert completion().requests()[0].seed != completion().requests()[0].seed
+    assert [r.prompt for r in asks[0].requests()] == [(32,), (32,), (33,), (33,)]
+
+
+def test_a_chats_fields_arrive(chat):
+    assert chat(max_tokens=5).sampling.max_new_tokens == 5
+    assert chat(max_completion_tokens=5).sampling.max_new_tokens == 5
+    assert chat(logprobs=True).logprobs
+    ask = chat(logprobs=True, top_logprobs=3)
+    assert (ask.logprobs, ask.sampling.top_logprobs) == (True, 3)
+    assert not chat(logprobs=False).logprobs
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+
+
+@pytest.fixture
+def with_tools(served, tokenizer):
+    """(fields) -> the text of the prompt under a template that shows what it is given."""
+    source = (
+        "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}]{% endfor %}"
+        "{% for t in tools or [] %}T{{ t.function.name }}{% endfor %}{{ deep }}"
+    )
+
+    class Templated:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def get_chat_template(self):
+            return source
+
+        def apply_chat_template(self, conversation, **how):
+            return tokenizer.apply_chat_template(conversation, chat_template=source, **how)
+
+    own = served._replace(tokenizer=Templated())
+    return lambda **fields: tokenizer.decode(read_chat({"messages": HI} | fields, own).prompts[0])
+
+
+def test_tools_and_keywords_reach_the_template(with_tools):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert with_tools(tools=tools) == "[user:Hi]Tadd"
+    assert with_tools(tools=tools, tool_choice="auto") == "[user:Hi]Tadd"
+    assert with_tools(tools=tools, tool_choice="none") == "[user:Hi]"
+    assert with_tools(chat_template_kwargs={"deep": "yes"}) == "[user:Hi]yes"
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 7}'}}
+    turns = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert with_tools(messages=turns) == "[user:Hi][assistant:7]"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert with_tools(messages=[{"role": "user", "content": parts}]) == "[user:a\nb]"
+    with pytest.raises(Refusal, match="no variable 'shallow'"):
+        with_tools(chat_template_kwargs={"shallow": 1})
+
+
+BOTH = [
+    {"n": 0},
+    {"n": True},
+    {"n": 9},
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"temperature": "hot"},
+    {"top_p": 0},
+    {"top_p": 1.1},
+    {"top_k": 1.5},
+    {"top_k": -2},
+    {"min_p": 2},
+    {"repetition_penalty": 0},
+    {"seed": "1"},
+    {"stop": 3},
+    {"stop": ""},
+    {"stop": ["a"] * 17},
+    {"stop_token_ids": [264]},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"264": 1}},
+    {"logit_bias": {"1": 101}},
+    {"logit_bias": [1]},
+    {"max_tokens": 0},
+    {"max_tokens": 256},
+    {"ignore_eos": 1},
+    {"return_token_ids": "yes"},
+    {"stream": 1},
+    {"stream_options": {"include_usage": True}},
+    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    {"best_of": 2},
+    {"echo": True},
+    {"suffix": "x"},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -1},
+    {"response_format": {"type": "json_object"}},
+    {"parallel_tool_calls": False},
+    {"functions": [{"name": "f"}]},
+    {"use_beam_search": True},
+    {"temprature": 1.0},
+]
+COMPLETIONS = [
+    {"prompt": None},
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": {}},
+    {"prompt": [-1]},
+    {"prompt": [264]},
+    {"prompt": [1, "a"]},
+    {"prompt": [1, True]},
+    {"prompt": ["a"] * 9},
+    {"prompt": "\ud800"},
+    {"prompt": "a" * 250},
+    {"logprobs": 21},
+    {"logprobs": True},
+    {"messages": HI},
+]
+CHATS = [
+    {"messages": None},
+    {"messages": []},
+    {"messages": ["Hi"]},
+    {"messages": [{"content": "Hi"}]},
+    {"messages": [{"role": "user", "content": 3}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}]},
+    {"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+    {"messages": [{"role": "user", "content": "a" * 260}]},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"logprobs": 3},
+    {"top_logprobs": 3},
+    {"max_tokens": 3, "max_completion_tokens": 4},
+    {"continue_final_message": True},
+    {"prompt": "Hi"},
+]
+
+
+@pytest.mark.parametrize("fields", [*BOTH, *COMPLETIONS])
+def test_a_wrong_completion_is_refused(completion, fields):
+    with pytest.raises(Refusal) as caught:
+        completion(**fields)
+    assert caught.value.status == 400
+    assert any(name in caught.value.message for name in (*fields, "prompt"))
+
+
+@pytest.mark.parametrize("fields", [*BOTH, *CHATS])
+def test_a_wrong_chat_is_refused(chat, fields):
+    with pytest.raises(Refusal) as caught:
+        chat(**fields)
+    assert caught.value.status == 400
+
+
+def test_what_changes_nothing_is_accepted(chat, completion):
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    fields = neutral | dict.fromkeys(NOTHING_CHANGES, "x") | {"unheard_of": None, "seed": 1}
+    assert isinstance(chat(**fields), Ask)
+    assert completion(**fields) == completion(seed=1)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"seed": 1' + b"0" * 9999]
+)
+def test_a_body_that_is_no_object_is_refused(body):
+    with pytest.raises(Refusal, match="the body is"):
+        parse(body)
+
+
+def test_another_models_name_is_not_found(chat):
+    assert chat(model="tiny")
+    with pytest.raises(Refusal, match="wanted 'tiny'") as caught:
+        chat(model="gpt")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")

@@ -1,0 +1,356 @@
+"""The whole server: a real model behind the openai client, and the program as a process."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+
+from jaxrl_llm import serve
+from jaxrl_llm.config import build, describe
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import ServeConfig
+from jaxrl_llm.serve import bind, open_engine
+from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app
+from jaxrl_llm.serving.ask import choice_seeds
+from jaxrl_llm.types import Request, Sampling
+
+transformers.utils.logging.disable_progress_bar()
+ROOT = Path(__file__).parents[2]
+CLIENT = {"api_key": "secret", "max_retries": 0, "timeout": 120}
+IDS = {"extra_body": {"return_token_ids": True}}
+END, VOCAB = 257, 264
+HI = [{"role": "user", "content": "Hi é"}]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.4,
+        max_position_embeddings=96,
+        tie_word_embeddings=True,
+        pad_token_id=256,
+        eos_token_id=END,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def directory(model, tmp_path_factory, tokenizer_files):
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tokenizer_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(directory):
+    """What is served, and the engine, on two of the devices."""
+    sizes = {"rollout": {"devices": 2}}
+    made = build(ServeConfig, {"model": str(directory), "name": "tiny", "slots": 8, "mesh": sizes})
+    served, engine = open_engine(made)
+    yield served, engine, made.limits
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def address(opened, serving):
+    served, engine, limits = opened
+    with serving(make_app(engine, served, limits, "secret")) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", **CLIENT) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+    """(prompt, n) -> the tokens that transformers generates."""
+
+    def run(prompt, count):
+        rows = torch.tensor([prompt])
+        with torch.no_grad():
+            found = model.generate(
+                rows,
+                attention_mask=torch.ones_like(rows),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=END,
+                pad_token_id=256,
+            )
+        return found[0, len(prompt) :].tolist()
+
+    return run
+
+
+def random_prompts(count, seed=0, longest=20):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------- one client
+
+
+def test_greedy_completions_are_those_of_transformers(client, greedy, opened):
+    decode = opened[0].tokenizer.decode
+    prompts = random_prompts(4)
+    how = {"model": "tiny", "prompt": prompts, "max_tokens": 24, "temperature": 0} | IDS
+    answer = client.completions.create(**how)
+    wanted = [greedy(prompt, 24) for prompt in prompts]
+    assert len(np.unique(np.concatenate(wanted))) > 8
+    assert [choice.token_ids for choice in answer.choices] == wanted
+    texts = [decode([t for t in tokens if t != END], skip_special_tokens=True) for tokens in wanted]
+    assert [choice.text for choice in answer.choices] == texts
+    streamed = [""] * 4
+    for chunk in client.completions.create(stream=True, **how):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+
+
+def test_greedy_chats_are_those_of_transformers(client, greedy, opened):
+    how = {"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 24} | IDS
+    answer = client.chat.completions.create(**how)
+    tokenizer = opened[0].tokenizer
+    assert tokenizer.decode(answer.prompt_token_ids) == "<|user|>Hi é<|end|><|assistant|>"
+    assert answer.choices[0].token_ids == greedy(answer.prompt_token_ids, 24)
+    chunks = client.chat.completions.create(stream=True, **how)
+    pieces = [c.choices[0].delta.content or "" for c in chunks]
+    assert "".join(pieces) == answer.choices[0].message.content
+
+
+def test_logprobs_are_those_of_transformers(client, model):
+    (prompt,) = random_prompts(1, seed=5)
+    how = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "seed": 4, "logprobs": 3} | IDS
+    choice = client.completions.create(**how, temperature=0.7).choices[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + choice.token_ids])).logits[0, len(prompt) - 1 : -1]
+    all_of_them = torch.log_softmax(logits.double() / 0.7, -1)
+    own = all_of_them[range(len(choice.token_ids)), choice.token_ids]
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, own, atol=1e-4)
+    for found, wanted in zip(choice.logprobs.top_logprobs, all_of_them, strict=True):
+        best = torch.topk(wanted, 3).values.tolist()
+        np.testing.assert_allclose(sorted(found.values())[::-1][:3], best, atol=1e-4)
+
+
+def test_a_stop_text_ends_an_answer_and_is_cut(client, greedy, opened):
+    (prompt,) = random_prompts(1, seed=2)
+    decode = opened[0].tokenizer.decode
+    text = decode(greedy(prompt, 40), skip_special_tokens=True)
+    stop = next(text[i : i + 2] for i in range(4, 36) if "\ufffd" not in text[i : i + 2])
+    how = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stop": [stop]}
+    whole = client.completions.create(**how).choices[0]
+    assert whole.text == text[: text.index(stop)]
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)
+    pieces = [c.choices[0].text for c in client.completions.create(stream=True, **how)]
+    assert "".join(pieces) == whole.text
+
+
+def test_a_seed_gives_the_same_answer_whatever_else_is_asked(client, opened):
+    prompts = random_prompts(6, seed=1)
+    how = {"model": "tiny", "max_tokens": 20, "seed": 9, "top_p": 0.9} | IDS
+    alone = client.completions.create(prompt=prompts[0], **how).choices[0].token_ids
+    among = client.completions.create(prompt=prompts, n=2, **how).choices
+    assert among[0].token_ids == alone
+    assert len({tuple(choice.token_ids) for choice in among}) == 12
+    sampling = Sampling(max_new_tokens=20, top_p=0.9, stop_ids=(END,))
+    request = Request(tuple(prompts[5]), sampling, choice_seeds(9, 12)[11])
+    assert opened[1].sample([request])[0].tokens.tolist() == among[11].token_ids
+    fresh = [client.completions.create(**how | {"seed": None}, prompt="a") for _ in range(2)]
+    assert fresh[0].choices[0].token_ids != fresh[1].choices[0].token_ids
+
+
+def test_what_does_not_fit_is_refused_and_the_server_goes_on(client):
+    with pytest.raises(openai.BadRequestError, match="wanted at most 96"):
+        client.completions.create(model="tiny", prompt=[1] * 90, max_tokens=7)
+    assert client.completions.create(model="tiny", prompt=[1] * 90, max_tokens=6).choices[0]
+
+
+# ----------------------------------------------------------------------------------- many clients
+
+
+def engine_stats(address):
+    with urllib.request.urlopen(f"{address}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    return {k: float(v) for k, _, v in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
+    """Of 128 requests a third goes away; the others get what the engine samples for them alone."""
+    rng = np.random.default_rng(7)
+    prompts, lengths = random_prompts(128, seed=3), rng.integers(1, 60, 128)
+    goes_after = np.where(rng.random(128) < 1 / 3, 0.3 * rng.random(128), np.nan)
+
+    async def ask(client, i):
+        how = {"model": "tiny", "prompt": prompts[i], "seed": i, "max_tokens": int(lengths[i])}
+        if i % 2:
+            return (await client.completions.create(**how, **IDS)).choices[0].token_ids
+        pieces = await client.completions.create(stream=True, **how, **IDS)
+        async with pieces:
+            return [t async for piece in pieces for t in piece.choices[0].token_ids]
+
+    async def maybe(client, i):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if np.isnan(goes_after[i]) else goes_after[i]):
+                return await ask(client, i)
+
+    async def crowd():
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", **CLIENT) as client:
+            return await asyncio.gather(*(maybe(client, i) for i in range(128)))
+
+    answers = asyncio.run(crowd())
+    assert all(a is not None for a, gone in zip(answers, goes_after, strict=True) if np.isnan(gone))
+
+    def is_quiet():
+        now = engine_stats(address)
+        return not any(
+            now[f"jaxrl_llm_{kind}_{name}"]
+            for kind in ("engine", "requests")
+            for name in ("running", "waiting")
+        )
+
+    wait_until(is_quiet, 30)
+    whole = [i for i, answer in enumerate(answers) if answer is not None]
+    wanted = opened[1].sample(
+        [
+            Request(
+                tuple(prompts[i]),
+                Sampling(max_new_tokens=int(lengths[i]), stop_ids=(END,)),
+                choice_seeds(i, 1)[0],
+            )
+            for i in whole
+        ]
+    )
+    assert [answers[i] for i in whole] == [completion.tokens.tolist() for completion in wanted]
+
+
+# ------------------------------------------------------------------------------------- the program
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except urllib.error.URLError:
+        return False
+
+
+def test_the_program_serves_and_ends_with_a_signal(directory):
+    """Ten seconds and more: a process of its own imports jax and compiles."""
+    port = free_port()
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jaxrl_llm.serve", "--model", str(directory), "name=tiny"),
+            *(f"port={port}", "slots=4", "max_tokens=90"),
+        ],
+        cwd=ROOT,
+        env=kept | {"JAX_PLATFORMS": "cpu", "JAXRL_LLM_API_KEY": "secret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None and time.monotonic() < end, process.stdout.read()
+            time.sleep(0.1)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **CLIENT) as client:
+            how = {"model": "tiny", "prompt": "a", "max_tokens": 80, "seed": 0}
+            wanted = client.completions.create(**how, extra_body={"ignore_eos": True})
+            pieces = client.completions.create(**how, extra_body={"ignore_eos": True}, stream=True)
+            text = next(pieces).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            text += "".join(piece.choices[0].text for piece in pieces)
+        assert text == wanted.choices[0].text
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        output, _ = process.communicate()
+    assert "Traceback" not in output
+
+
+def test_a_wrong_command_is_one_line(directory, capsys):
+    assert serve.main(["--model", str(directory), "slot=4"]) == 2
+    assert "unknown key 'slot'; did you mean 'slots'?" in capsys.readouterr().err
+    assert serve.main([]) == 2
+    assert "model is missing" in capsys.readouterr().err
+    assert serve.main(["--model", "/no/such", "port=0"]) == 2
+    assert "error: model: " in capsys.readouterr().err
+    assert serve.main(["--model", "123", "--api-key", "456", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "model: '123'" in printed
+    assert "api_key: '456'" in printed
+
+
+def test_help_lists_every_key(capsys):
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"\n  {key}  (" in printed for key, _, _ in describe(ServeConfig))
+
+
+def test_the_page_names_every_key_field_metric_and_status():
+    page = (ROOT / "docs/serving.md").read_text()
+    sources = [(ROOT / f"jaxrl_llm/serving/{name}.py").read_text() for name in ("ask", "app")]
+    fields = re.findall(r'(?:fields|streaming)\.(?:take|between|any_of)\(\s*"(\w+)"', sources[0])
+    assert len(set(fields)) > 20
+    statuses = re.findall(r"status=(\d+)", "".join(sources))
+    keys = [key for key, _, _ in describe(ServeConfig) if not key.startswith("mesh.rollout.")]
+    assert [name for name in [*fields, *keys] if f"`{name}`" not in page] == []
+    assert [status for status in statuses if f"| {status} |" not in page] == []
+    assert [name for name in [*GAUGES, *COUNTERS] if name not in page] == []
+
+
+def test_an_address_that_is_taken_is_said_before_the_model_is_read():
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"host=127.0.0.1, port=\d+: Address already in use"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 65536},
+        {"slots": 0},
+        {"dtype": "int8"},
+        {"cache_gb": 0},
+        {"api_key": ""},
+        {"limits": {"timeout_s": 0}},
+        {"limits": {"max_waiting": -1}},
+        {"mesh": {"rollout": {"tensor": 0}}},
+    ],
+)
+def test_keys_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match="wanted"):
+        build(ServeConfig, {"model": "m"} | wrong)

@@ -1,0 +1,113 @@
+"""Streamed text: whole characters, no stop text, nothing lost."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from jaxrl_llm.serving.text import AnswerText, Vocabulary
+
+ALPHABET = "ab é世🙂\ufffd"
+
+
+@pytest.fixture(scope="module")
+def byte_fallback():
+    """A tokenizer as SentencePiece writes them: words with ▁, and bytes for all else."""
+    vocab = {"<unk>": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
+    vocab |= {"a": 257, "b": 258, "▁a": 259, "▁": 260}
+    made = Tokenizer(models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return made
+
+
+def cut(tokens, ends):
+    """Cut tokens into pieces."""
+    ends = sorted({min(end, len(tokens)) for end in ends} | {0, len(tokens)})
+    return [tokens[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def streamed(decode, tokens, ends, stops=()):
+    words = AnswerText(decode, stops)
+    pieces = [words.push(piece) for piece in cut(tokens, ends)]
+    return [*pieces, words.push([], last=True)], words.stopped
+
+
+@given(
+    st.text(ALPHABET, max_size=12),
+    st.lists(st.integers(0, 30)),
+    st.lists(st.text("ab 世🙂", min_size=1, max_size=3), max_size=2),
+)
+def test_pieces_make_up_the_text_before_the_first_stop_text(text, ends, stops):
+    pieces, stopped = streamed(
+        lambda tokens: bytes(tokens).decode(errors="replace"), list(text.encode()), ends, stops
+    )
+    starts = [text.find(stop) for stop in stops if stop in text]
+    assert stopped == bool(starts)
+    if len(ends) == 0:  # an engine ends a piece with the token that completes a stop text
+        assert "".join(pieces) == (text[: min(starts)] if starts else text)
+    else:
+        whole = "".join(pieces)
+        assert text.startswith(whole)
+        assert not any(stop in whole for stop in stops)
+        assert starts or whole == text
+
+
+def test_nothing_incomplete_is_shown_and_all_else_is_at_once(tokenizer):
+    text = "é世🙂!"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) == len(text.encode())  # each token is a byte
+    pieces, _ = streamed(tokenizer.decode, tokens, range(len(tokens)))
+    assert pieces == ["", "é", "", "", "世", "", "", "", "🙂", "!", ""]
+    cuts, _ = streamed(tokenizer.decode, tokens[:4], [3])
+    assert cuts == ["é", "", "\ufffd"]  # the model broke off inside a character
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_pieces_of_any_tokens_make_up_what_they_decode_to(kind, seed, tokenizer, byte_fallback):
+    """The oracle is the tokenizer on the whole answer, also where that is no valid text."""
+    rng = np.random.default_rng(seed)
+    if kind == "bytes":
+        parts = [tokenizer(c, add_special_tokens=False)["input_ids"] for c in "ab é世🙂"]
+        parts += [[int(t)] for t in rng.integers(0, 260, 4)]
+        decode = tokenizer.decode
+    else:
+        parts = [[b + 1 for b in c.encode()] for c in "xé世🙂"] + [[257], [258], [259], [260]]
+        decode = byte_fallback.decode
+    tokens = [t for i in rng.integers(0, len(parts), 40) for t in parts[i]]
+    pieces, _ = streamed(decode, tokens, rng.integers(0, len(tokens), 20).tolist())
+    assert "".join(pieces) == decode(tokens)
+    assert len([piece for piece in pieces if piece]) > 5
+
+
+def test_what_may_become_a_stop_text_is_held_back():
+    words = AnswerText(lambda tokens: "".join(map(chr, tokens)), ["STOP", "OPERA"])
+    assert [words.push([ord(c)]) for c in "xSTOOPENd"] == [
+        "x",
+        "",
+        "",
+        "",
+        "STO",
+        "",
+        "",
+        "OPEN",
+        "d",
+    ]
+    assert words.push([ord(c) for c in "STO"], last=True) == "STO"
+
+
+def test_a_token_alone_shows_its_bytes(tokenizer):
+    vocabulary = Vocabulary(tokenizer)
+    tokens = tokenizer("a世", add_special_tokens=False)["input_ids"]
+    assert [vocabulary.text_of(t) for t in tokens] == [
+        "a",
+        "bytes:\\xe4",
+        "bytes:\\xb8",
+        "bytes:\\x96",
+    ]
+    assert b"".join(map(vocabulary.bytes_of, tokens)) == "a世".encode()
+    assert [vocabulary.text_of(t) for t in (257, 263)] == ["<|end|>", ""]
