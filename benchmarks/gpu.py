@@ -147,7 +147,13 @@ def profile_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
 
 def decode_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
     """Yield each number of requests, for both systems."""
-    common = {"shape": sizes.shape, "answer": sizes.answer, "runs": 2}
+    common = _of(
+        shape=sizes.shape,
+        answer=sizes.answer,
+        runs=2,
+        read_bytes=sizes.read_bytes,
+        bandwidth=sizes.bandwidth,
+    )
     for requests in sizes.decode:
         for system in ("ours", "theirs"):
             yield Job(system, "decode", [common | {"requests": requests}])
@@ -332,20 +338,37 @@ def profile_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
 
 
 def decode_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
-    """Return generation, and the share of the memory's bandwidth that it needs at least."""
+    """Return generation, and how near its steps are to the time that reading memory takes."""
+    rate = max((row["bandwidth"] for row in rows if "bandwidth" in row), default=None)
     lines = []
     for row in rows:
         (prompt, new), requests = row["case"]["answer"], row["case"]["requests"]
         what = [str(requests), f"{prompt} + {new}", row["system"]]
         if "error" in row:
-            lines.append([*what, row["error"], "", "", ""])
+            lines.append([*what, row["error"], *[""] * 6])
             continue
         read = shapes.decoding_bytes(shapes.SHAPES[row["case"]["shape"]], requests, prompt, new)
-        share = _share(read / row["seconds"], peak and peak.bandwidth)
-        speed = f"{requests * new / row['seconds']:.0f}"
-        lines.append([*what, f"{row['seconds']:.2f}", speed, share, _gb(row)])
-    head = ["requests", "prompt + answer", "system", "s", "tokens/s", "of bandwidth", "peak GB"]
-    return table(head, lines)
+        steps = row["seconds"] - row["half_seconds"]
+        lines.append(
+            [
+                *what,
+                f"{row['seconds']:.2f}",
+                f"{requests * new / row['seconds']:.0f}",
+                f"{requests * (new - new // 2) / steps:.0f}",
+                f"{1e3 * steps / (new - new // 2):.2f}",
+                _share(read / steps, rate),
+                str(row.get("compilations", "-")),
+                _gb(row),
+            ]
+        )
+    head = "requests, prompt + answer, system, s, tokens/s, second half, ms a step"
+    head += ", of the floor, compiled, peak GB"
+    how = "given" if any(row["case"].get("bandwidth") for row in rows) else "measured"
+    shown = f"{rate / 1e12:.2f} TB/s ({how})" if rate else "a rate that was not measured"
+    note = "Tokens/s with prefill, and in the second half of the answers, as the columns after it. "
+    note += f"The floor of a step: weights and the keys and values so far, read once at {shown}."
+    nominal = f" The memory is said to give {peak.bandwidth / 1e12:.2f} TB/s." if peak else ""
+    return f"{note}{nominal}\n\n{table(head.split(', '), lines)}"
 
 
 class Part(NamedTuple):
@@ -361,7 +384,7 @@ PARTS = {
     "attention": Part("Causal attention over packed rows", attention_jobs, attention_table),
     "logprobs": Part("Gradient of log-probs, by chunk", logprob_jobs, logprobs_table),
     "profile": Part("Where an update's time goes", profile_jobs, profile_table),
-    "decode": Part("Generation, prefill included", decode_jobs, decode_table),
+    "decode": Part("Generation", decode_jobs, decode_table),
 }
 
 
@@ -423,6 +446,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--parts", default=",".join(PARTS), help="of these, by commas")
     parser.add_argument("--small", action="store_true", help="a tiny model, on any device")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="TB/s", help="of the memory; measured by default"
+    )
     parser.add_argument("--out", default="runs/gpu_benchmarks", type=Path, help="folder of results")
     options = parser.parse_args(words)
     options.parts = options.parts.split(",")
@@ -453,6 +479,8 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     sizes, has_flash = shapes.SMALL if options.small else shapes.FULL, len(peers["missing"]) == 0
+    if options.bandwidth:
+        sizes = sizes._replace(bandwidth=1e12 * options.bandwidth)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for name in options.parts:

@@ -26,9 +26,10 @@ def module(path):
 
 
 grpo_step, meter = module("grpo_step.py"), module("peers/meter.py")
+generate = module("generate.py")
 
 
-@pytest.mark.parametrize("script", [grpo_step, meter])
+@pytest.mark.parametrize("script", [grpo_step, meter, generate])
 def test_examples(script):
     assert doctest.testmod(script).failed == 0
 

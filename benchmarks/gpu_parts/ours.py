@@ -44,6 +44,7 @@ from jaxrl_llm.step import make_learner
 from jaxrl_llm.types import Batch, Request, Sampling
 
 LEARNING_RATE = 1e-6
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -235,7 +236,10 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """Time the native engine on as many requests as it has slots, all of one length."""
+    """Time the native engine on as many requests as it has slots, all of one length.
+
+    What answers of half the length take has prefill in it, too: the difference is steps alone.
+    """
     spec, layout = spec_of(job["shape"]), Layout(make_mesh({}, jax.devices()[:1]))
     (prompt, new), requests = job["answer"], job["requests"]
     engine = NativeEngine(
@@ -243,24 +247,49 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
         layout=layout,
         slots=requests,
         max_tokens=prompt + new,
-        max_prompt_tokens=prompt,
-        prompts_per_fill=min(requests, 32),
         dtype="bfloat16",
     )
     draw = jax.jit(functools.partial(initialize, spec), out_shardings=layout.of(declare(spec)))
     engine.load(draw(key=jax.random.key(0)), version=0)
     rng = np.random.default_rng(0)
-    how = Sampling(max_new_tokens=new, temperature=1.0, stop_ids=())
     prompts = rng.integers(1, spec.vocab_size, (requests, prompt)).tolist()
-    asked = [Request(tuple(p), how, seed) for seed, p in enumerate(prompts)]
-    times = []
-    for _ in range(job["runs"] + 1):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if event == COMPILED else None
+    )
+
+    def generate(tokens: int) -> float:
+        how = Sampling(max_new_tokens=tokens)
+        asked = [Request(tuple(p), how, seed) for seed, p in enumerate(prompts)]
         begun = time.perf_counter()
         answers = engine.sample(asked)
-        times.append(time.perf_counter() - begun)
-        assert all(len(answer.tokens) == new for answer in answers), "no stop token was given"
+        taken = time.perf_counter() - begun
+        assert all(len(answer.tokens) == tokens for answer in answers), "no stop token was given"
+        return taken
+
+    generate(new)
+    compiled.clear()
+    whole = statistics.median(generate(new) for _ in range(job["runs"]))
+    half = statistics.median(generate(new // 2) for _ in range(job["runs"]))
     engine.close()
-    return {"seconds": statistics.median(times[1:]), "peak_bytes": peak_bytes()}
+    return {
+        "seconds": whole,
+        "half_seconds": half,
+        "compilations": len(compiled),
+        "peak_bytes": peak_bytes(),
+        "bandwidth": job["bandwidth"] or read_rate(job["read_bytes"]),
+    }
+
+
+def read_rate(size: int) -> float:
+    """Return the bytes of its memory that the device reads in a second, at best.
+
+    Args:
+        size: bytes of the array that is summed up.
+    """
+    array = jax.jit(lambda: jnp.ones(size // 4, jnp.float32))()
+    total = jax.jit(jnp.sum)
+    return size / min(seconds(total, array, runs=5) for _ in range(5))
 
 
 JOBS = {f.__name__: f for f in (update, profile, attention, logprobs, decode)}

@@ -88,14 +88,17 @@ def update_flops(shape: Shape, lengths: Sequence[int]) -> int:
 
 
 def decoding_bytes(shape: Shape, requests: int, prompt: int, new: int) -> int:
-    """Count the bytes that generating has to read in bfloat16: weights, and keys and values so far.
+    """Count the bytes that the steps of an answer's second half have to read in bfloat16.
 
-    >>> decoding_bytes(Shape(5, 2, 1, 1, 1, 2, 3), 3, 4, 2) == 2 * (2 * 44 + 3 * 4 * (4 + 5))
+    Each reads the weights once, and the keys and values of all tokens up to the one it is given.
+
+    >>> decoding_bytes(Shape(5, 2, 1, 1, 1, 2, 3), 3, 4, 4) == 2 * (2 * 44 + 3 * 4 * (6 + 7))
     True
     """
+    steps = range(new // 2, new)
     per_token = 2 * shape.layers * shape.kv_heads * shape.head_width
-    cached = requests * per_token * sum(prompt + i for i in range(new))
-    return 2 * (new * parameters(shape) + cached)
+    cached = requests * per_token * sum(prompt + i for i in steps)
+    return 2 * (len(steps) * parameters(shape) + cached)
 
 
 def spread_lengths(tokens: int, mean: int, most: int, sigma: float = 1.0) -> list[int]:
@@ -138,8 +141,10 @@ class Sizes(NamedTuple):
         chunks: Tokens scored at once.
         decode: Numbers of requests.
         answer: Tokens of a prompt and of an answer.
+        read_bytes: Of an array that is read to measure the memory's rate.
         runs: How often what is timed is repeated.
         updates: How many of the updates are timed.
+        bandwidth: Bytes that the memory gives in a second; None measures it.
     """
 
     shape: str
@@ -153,8 +158,10 @@ class Sizes(NamedTuple):
     chunks: tuple[int, ...]
     decode: tuple[int, ...]
     answer: tuple[int, int]
+    read_bytes: int
     runs: int
     updates: int | None = None
+    bandwidth: float | None = None
 
 
 FULL = Sizes(
@@ -169,6 +176,7 @@ FULL = Sizes(
     chunks=(256, 512, 1024, 2048, 4096, 8192),
     decode=(1, 32, 256),
     answer=(128, 256),
+    read_bytes=2**33,
     runs=5,
 )
 SMALL = Sizes(
@@ -182,7 +190,8 @@ SMALL = Sizes(
     scored=(256, 64, 512),
     chunks=(64, 256),
     decode=(1, 4),
-    answer=(8, 16),
+    answer=(8, 128),
+    read_bytes=2**26,
     runs=2,
     updates=12,
 )

@@ -182,21 +182,24 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     drawn = torch.Generator().manual_seed(0)
     vocabulary = SHAPES[job["shape"]].vocabulary
     ids = torch.randint(1, vocabulary, (requests, prompt), generator=drawn).to(DEVICE)
-    times = []
-    for _ in range(2):
+
+    def generate(tokens: int) -> float:
         begun = time.perf_counter()
         answers = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            min_new_tokens=new,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
             do_sample=True,
             top_k=0,
         )
         wait()
-        times.append(time.perf_counter() - begun)
-        assert answers.shape == (requests, prompt + new), answers.shape
-    return {"seconds": times[-1], "peak_bytes": peak_bytes()}
+        assert answers.shape == (requests, prompt + tokens), answers.shape
+        return time.perf_counter() - begun
+
+    generate(2)
+    half, whole = generate(new // 2), generate(new)
+    return {"seconds": whole, "half_seconds": half, "peak_bytes": peak_bytes()}
 
 
 JOBS = {f.__name__: f for f in (update, attention, decode)}

@@ -1,0 +1,76 @@
+"""Generation by Tunix's sampler for `benchmarks/generate.py`: `generate_tunix.py JOB RESULT`.
+
+It is called as Tunix's own ("vanilla") rollout calls it, a batch at a time, until the longest
+answer of the workload is done, as its shapes are compiled for one number of steps. The tokens of
+padding and of the end of sequence, which its masks would drop, are forbidden.
+"""
+
+from meter import Meter, read_job  # isort: skip  (first: it starts the clock)
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Generate, pass after pass, and write what it took."""
+    import jax
+    from transformers import AutoTokenizer
+    from tunix.generate.sampler import CacheConfig, Sampler
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.models.qwen3 import params as qwen3_params
+
+    job = read_job()
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    hf = json.loads((Path(job["model"]) / "config.json").read_text())
+    settings = qwen3.ModelConfig(
+        num_layers=hf["num_hidden_layers"],
+        vocab_size=hf["vocab_size"],
+        embed_dim=hf["hidden_size"],
+        hidden_dim=hf["intermediate_size"],
+        num_heads=hf["num_attention_heads"],
+        head_dim=hf["head_dim"],
+        num_kv_heads=hf["num_key_value_heads"],
+        norm_eps=hf["rms_norm_eps"],
+        rope_theta=int(job["rope_theta"]),
+        use_tied_embedding=True,
+    )
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = qwen3_params.create_model_from_safe_tensors(job["model"], settings, mesh)
+    longest = max(map(max, job["lengths"]))
+    cache = CacheConfig(
+        cache_size=job["longest_prompt"] + longest,
+        num_layers=settings.num_layers,
+        num_kv_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+    )
+    sampler = Sampler(model, tokenizer, cache)
+    forbidden = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    meter = Meter()
+    for number in range(job["passes"]):
+        for texts, lengths in zip(job["texts"], job["lengths"], strict=True):
+            found = sampler(
+                texts,
+                longest,
+                max_prompt_length=job["longest_prompt"],
+                temperature=1.0,
+                top_p=1.0,
+                seed=number,
+                eos_tokens=[-1],
+                forbidden_tokens=forbidden,
+            )
+            kept = [row[:length] for row, length in zip(found.tokens, lengths, strict=True)]
+            meter.add(generated=sum(map(len, kept)))
+        meter.end_step()
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    names = {"Tunix": "google-tunix", "jax": "jax", "flax": "flax"}
+    meter.write(
+        **({"peak_gb": peak / 1e9} if peak else {}),
+        versions={"Python": sys.version.split()[0]}
+        | {name: importlib.metadata.version(package) for name, package in names.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
