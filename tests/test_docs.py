@@ -29,10 +29,10 @@ from jaxrl_llm.config import describe, load
 from jaxrl_llm.dataflow import asks_for
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.job import run_job
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.keys import EvaluateConfig, TrainConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import initialize
+from jaxrl_llm.models.spec import declare
 from jaxrl_llm.objective import PolicyObjective, as_token_loss
 from jaxrl_llm.setup import own_rules
 from jaxrl_llm.sharding.mesh import AXES
@@ -189,6 +189,15 @@ def find_functions(*overrides):
         if not lacking:
             raise
         return Functions(load(TrainConfig, GSM8K, [*words, PRODUCERS[lacking[1]]]))
+
+
+def test_the_keys_of_an_evaluation_are_those_of_its_page():
+    page = read("docs/evaluate.md").partition("\n## Keys\n")[2]
+    shown = re.findall(r"^\| `(.*?)` \| (?:`(.*?)`)? ?\| (.*) \|$", page, re.MULTILINE)
+    assert shown == [
+        (key, "" if default == "(required)" else default, meaning)
+        for key, default, meaning in describe(EvaluateConfig)
+    ]
 
 
 def test_the_table_of_keys_is_read():
@@ -438,13 +447,22 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(ROOT / "configs/quickstart", folder / "tokenizer")
     path = folder / "tokenizer/config.json"
-    small = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    small = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "head_dim": 8,
+    }
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     small |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     path.write_text(json.dumps(json.loads(path.read_text()) | small))
     spec = read_spec(folder / "tokenizer")
-    weights = initialize(spec, key=jax.random.key(0))
+    rng = np.random.default_rng(0)  # to compile `initialize` takes longer
+    weights = jax.tree.map(
+        lambda decl: jnp.asarray(0.05 * rng.normal(size=decl.shape), jnp.float32), declare(spec)
+    )
     save_params(folder / "model", weights, spec, source=folder / "tokenizer", dtype=jnp.float32)
     (folder / "asking.py").write_text(ASKING)
     overrides = f"""

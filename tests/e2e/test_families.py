@@ -81,7 +81,7 @@ def trained(run, model):
     words = {
         "Qwen3Moe": ("model.router_loss_coef=0.01",),
         "DeepseekV3": ("algorithm.advantage=gae_whitened", f"model.router_bias_rate={RATE}"),
-        "Gemma2": (),
+        "Gemma2": ("algorithm.entropy_coef=0.01",),  # answers that score alike give no gradient
     }[family]
     where = (f"model.path={directory}", "checkpoint.every=2", "validation.before=false")
     return run(*where, *words).ok()
