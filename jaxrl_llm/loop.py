@@ -304,18 +304,20 @@ def push(job: Job, states: States, step: int) -> dict[str, float]:
 
 
 def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, float]:
-    """Compare the engine's log-probs with the trainer's `logprobs`; at step 1 they must agree.
+    """Compare the engine's log-probs with the trainer's `logprobs`: they must agree at every step.
+
+    Both are of the weights that were pushed last, so that a push that did not work is seen here.
 
     Raises:
-        TrainingError: at step 1, a mean absolute difference above `tolerance`.
+        TrainingError: a mean absolute difference above `tolerance`.
     """
     mask = batch["mask"]
     difference = float(np.abs(batch["logprobs"] - batch["rollout_logprobs"])[mask].mean())
-    if step == 1 and not difference <= tolerance:
+    if not difference <= tolerance:
         raise TrainingError(
             f"the engine's log-probs differ from the trainer's by {difference:.4f} nats on average "
-            f"at step 1, above rollout.logprob_tolerance={tolerance}: the sampler does not run the "
-            "model that is trained (dtype, weights, temperature, chat template?)"
+            f"at step {step}, above rollout.logprob_tolerance={tolerance}: the sampler does not "
+            "run the model that is trained (dtype, weights, temperature?)"
         )
     found = _mismatch(batch["logprobs"], batch["rollout_logprobs"], mask)
     entropy = {"actor/entropy": float(batch["entropy"][mask].mean())}

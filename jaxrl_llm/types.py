@@ -87,7 +87,8 @@ class Receipt(NamedTuple):
 
     Attributes:
         version: of the weights.
-        checksum: of the weights as it holds them.
+        checksum: of the weights as it holds them; of an engine that holds arrays of other shapes,
+            and has compared these with what it was sent, of the weights they were made from.
         moved_bytes: what had to travel to devices that did not hold it.
     """
 

@@ -4,6 +4,7 @@ Names, shapes and merged dimensions all come from `models.spec.declare`, so one 
 every array in both directions.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.hf_files import (
@@ -198,7 +199,7 @@ def save_params(
     leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
     leaves.sort(key=lambda pair: not pair[0].hf_name.endswith(ALWAYS_FLOAT32))
     shapes = {name: decl.hf_shape for decl, _ in leaves for name, _ in decl.hf_indices()}
-    arrays = _host_arrays(leaves)
+    arrays = (array for _, array in host_arrays((*leaf, None) for leaf in leaves))
     if not is_first():
         for _ in arrays:  # this process's part in gathering them
             pass
@@ -217,6 +218,39 @@ def save_params(
             if source is not None and (source / name).exists():
                 shutil.copyfile(source / name, place / name)
     gather("saved")
+
+
+def host_arrays(
+    leaves: Iterable[tuple[ArrayDecl, Any, DTypeLike | None]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a model's Hugging Face arrays by name; one layer of one of ours is on the host at once.
+
+    Args:
+        leaves: Our arrays with their declarations, and the dtype to give them; None leaves it.
+    """
+    for declaration, leaf, dtype in leaves:
+        if not declaration.stacked:
+            [(name, _)] = declaration.hf_indices()
+            kept = leaf if dtype is None else leaf.astype(dtype)
+            yield name, to_hf(declaration, np.asarray(whole(kept)))
+            continue
+        for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
+            values = np.asarray(whole(_layer(leaf, layer, dtype)))
+            for name, index in names:
+                yield name, to_hf(declaration, values[index[1:]])
+
+
+def _layer(leaf: Any, layer: int, dtype: DTypeLike | None) -> Any:
+    """Return one layer of a stack, by a program that serves all of them."""
+    kind = leaf.dtype if dtype is None else np.dtype(dtype)
+    if isinstance(leaf, jax.Array):
+        return _take(leaf, layer, kind)
+    return leaf[layer].astype(kind, copy=False)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take(leaf: jax.Array, layer: ArrayLike, kind: np.dtype) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False).astype(kind)
 
 
 Part = tuple[slice, ...]
@@ -298,15 +332,3 @@ def _check_params(params: Params, declarations: Declarations) -> None:
     ]
     if problems:
         raise ValueError("params do not fit the spec:\n  " + "\n  ".join(problems))
-
-
-def _host_arrays(leaves: Iterable[tuple[ArrayDecl, Any]]) -> Iterator[np.ndarray]:
-    """Yield the Hugging Face arrays of a model; one layer of one of ours is on the host at once."""
-    for declaration, leaf in leaves:
-        if not declaration.stacked:
-            yield to_hf(declaration, np.asarray(whole(leaf)))
-            continue
-        for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
-            values = np.asarray(whole(leaf[layer]))
-            for _, index in names:
-                yield to_hf(declaration, values[index[1:]])

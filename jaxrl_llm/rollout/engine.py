@@ -1,7 +1,12 @@
 """What every engine that samples from the policy can do."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from jaxrl_llm.functions import RunError
 from jaxrl_llm.types import Completion, Receipt, Request
@@ -58,3 +63,73 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop; requests that wait fail."""
         ...
+
+
+def check_request(
+    request: Request, *, max_tokens: int, vocab_size: int, most: Mapping[str, int]
+) -> None:
+    """Refuse a request that no engine, or not this one, can serve.
+
+    Args:
+        request: to look at.
+        max_tokens: the longest sequence, prompt and answer.
+        vocab_size: of the model.
+        most: of `top_logprobs`, and where the engine has limits of `stop_ids` and `logit_bias`.
+
+    Raises:
+        EngineError: something is out of range.
+    """
+    prompt, how = request.prompt, request.sampling
+    if not prompt or how.max_new_tokens < 1 or len(prompt) + how.max_new_tokens > max_tokens:
+        raise EngineError(
+            f"a prompt of {len(prompt)} tokens with max_new_tokens={how.max_new_tokens} does "
+            f"not fit: the engine holds sequences of 2 to {max_tokens} tokens"
+        )
+    vocabulary = range(vocab_size)
+    for what, ids in (("prompt", prompt), ("logit_bias", [i for i, _ in how.logit_bias])):
+        if ids and not (min(ids) in vocabulary and max(ids) in vocabulary):
+            raise EngineError(
+                f"{what} holds token id {min(ids) if min(ids) < 0 else max(ids)}, "
+                f"wanted 0 to {vocab_size - 1}"
+            )
+    for name, value, least, greatest in (
+        ("seed", request.seed, 0, 2**32 - 1),
+        ("temperature", how.temperature, 0, np.inf),
+        ("top_p", how.top_p, 0, 1),
+        ("top_k", how.top_k, 0, 2**31 - 1),
+        ("min_p", how.min_p, 0, 1),
+        ("repetition_penalty", how.repetition_penalty, np.finfo(np.float32).tiny, np.inf),
+        ("top_logprobs", how.top_logprobs, 0, min(most["top_logprobs"], vocab_size)),
+        ("number of stop_ids", len(how.stop_ids), 0, most.get("stop_ids", np.inf)),
+        ("number of logit_bias", len(how.logit_bias), 0, most.get("logit_bias", np.inf)),
+    ):
+        if not least <= value <= greatest:
+            raise EngineError(f"got {name} {value}, wanted {least} to {greatest}")
+
+
+async def streamed(
+    submit: Callable[[Callable[[Completion], None]], Future[Completion]],
+) -> AsyncIterator[Completion]:
+    """Yield the pieces of an answer as another thread finds them.
+
+    Args:
+        submit: takes what is to be called with each piece, and returns the future answer.
+
+    Raises:
+        EngineError: as the future does.
+    """
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[Completion | None] = asyncio.Queue()
+
+    def tell(piece: Completion | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    future = submit(tell)
+    future.add_done_callback(lambda _: tell(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        future.result()  # raises what went wrong
+    finally:
+        future.cancel()

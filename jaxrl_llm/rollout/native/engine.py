@@ -15,11 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
 from jaxrl_llm.rollout.native.batches import Batches
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, sizes
@@ -123,21 +121,8 @@ class NativeEngine:
 
         A text that stops the answer may begin in one piece and end in another.
         """
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[Completion | None] = asyncio.Queue()
-
-        def tell(piece: Completion | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        future = self._submit([request], tell)[0]
-        future.add_done_callback(lambda _: tell(None))
-        try:
-            while (piece := await pieces.get()) is not None:
-                yield piece
-            future.result()  # raises what went wrong
-        finally:
-            future.cancel()
+        async for piece in streamed(lambda tell: self._submit([request], tell)[0]):
+            yield piece
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one answer for each request, in order; equal prompts are read once."""
@@ -236,37 +221,17 @@ class NativeEngine:
         return [sequence.future for sequence in sequences]
 
     def _check(self, request: Request) -> None:
-        prompt, how = request.prompt, request.sampling
-        if (
-            not prompt
-            or how.max_new_tokens < 1
-            or len(prompt) + how.max_new_tokens > self.max_tokens
-        ):
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens with max_new_tokens={how.max_new_tokens} does "
-                f"not fit: the engine holds sequences of 2 to {self.max_tokens} tokens"
-            )
-        vocabulary = range(self.spec.vocab_size)
-        for what, ids in (("prompt", prompt), ("logit_bias", [i for i, _ in how.logit_bias])):
-            if ids and not (min(ids) in vocabulary and max(ids) in vocabulary):
-                raise EngineError(
-                    f"{what} holds token id {min(ids) if min(ids) < 0 else max(ids)}, "
-                    f"wanted 0 to {self.spec.vocab_size - 1}"
-                )
-        for name, value, least, most in (
-            ("seed", request.seed, 0, 2**32 - 1),
-            ("temperature", how.temperature, 0, np.inf),
-            ("top_p", how.top_p, 0, 1),
-            ("top_k", how.top_k, 0, 2**31 - 1),
-            ("min_p", how.min_p, 0, 1),
-            ("repetition_penalty", how.repetition_penalty, np.finfo(np.float32).tiny, np.inf),
-            ("top_logprobs", how.top_logprobs, 0, min(MOST_TOP_LOGPROBS, len(vocabulary))),
-            ("number of stop_ids", len(how.stop_ids), 0, STOP_IDS),
-            ("number of logit_bias", len(how.logit_bias), 0, BIASES),
-        ):
-            if not least <= value <= most:
-                raise EngineError(f"got {name} {value}, wanted {least} to {most}")
-        if how.stop and not self._reads_text:
+        check_request(
+            request,
+            max_tokens=self.max_tokens,
+            vocab_size=self.spec.vocab_size,
+            most={
+                "top_logprobs": MOST_TOP_LOGPROBS,
+                "stop_ids": STOP_IDS,
+                "logit_bias": BIASES,
+            },
+        )
+        if request.sampling.stop and not self._reads_text:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
 
     @contextlib.contextmanager
