@@ -13,5 +13,7 @@ if not os.environ.get("JAX_PLATFORMS", "").startswith("cuda"):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 
+collect_ignore = ["jaxrl_llm/rollout/vllm/sidecar"]  # it runs where vLLM is, and we are not
+
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("fixed")

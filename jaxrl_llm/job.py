@@ -120,7 +120,7 @@ def build(
     train, validation = read_prompts(config, tokenizer)
     shape_on = functools.partial(microbatch_shape, config, model.spec)
     roles, trainees = make_roles(config, functions, model, layouts, shape_on)
-    engine = make_engine(config, model.spec, layouts.rollout)
+    engine = make_engine(config, model.spec, layouts.rollout, folder)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     judge = (
@@ -232,8 +232,33 @@ def imbalance_of(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
     return found | {"perf/padding": padding(sizes, batches, shape)}
 
 
-def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
-    """Build the engine for the longest prompt and answer of a run."""
+def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
+    """Build the engine that the config names; vLLM's begins to start, and writes to the folder."""
+    if config.rollout.engine == "native":
+        return native_engine(config, spec, layout)
+    if processes.count() > 1:
+        raise ConfigError(
+            f"rollout.engine is vllm, but the run has {processes.count()} processes: only a run "
+            "of one process can have vLLM sidecars so far"
+        )
+    from jaxrl_llm.rollout.vllm.engine import VllmEngine
+
+    rollout = config.rollout
+    with blamed_on("rollout"):
+        return VllmEngine(
+            without_adapter(spec),
+            source=config.model.path,
+            config=rollout.vllm,
+            slots=rollout.slots,
+            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            cache_gb=rollout.cache_gb,
+            dtype=config.model.dtype,
+            folder=folder / "vllm",
+        )
+
+
+def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
+    """Build the native engine for the longest prompt and answer of a run."""
     rollout = config.rollout
     with blamed_on("rollout"):
         return NativeEngine(

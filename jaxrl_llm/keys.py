@@ -107,9 +107,34 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """The vLLM sidecars, where rollout.engine is vllm."""
+
+    python: str | None = key(
+        None, "interpreter that has vLLM; null takes the one of jaxrl_llm.rollout.vllm.setup"
+    )
+    sidecars: int = key(1, "processes, each with a copy of the model")
+    tensor_parallel: int = key(1, "GPUs that share a copy")
+    first_device: int | None = key(
+        None, "the first GPU of the first sidecar, the others follow; null: all see all"
+    )
+    sleep: bool = key(False, "free the GPUs' memory between rollouts, where training shares them")
+    start_timeout_s: float = key(600.0, "seconds for a sidecar to be ready")
+    timeout_s: float = key(120.0, "seconds without an answer or a token until one counts as hung")
+    restarts: int = key(3, "times that a sidecar is started again before the run stops")
+    launch: tuple[str, ...] = key(
+        (), "what stands before the command of each sidecar, or of all, as in [ssh node2]"
+    )
+    host: str = key("127.0.0.1", "address at which sidecars find the trainer")
+    env: dict[str, Any] = key({}, "environment variables for the sidecars")
+    options: dict[str, Any] = key({}, "more keywords of vLLM's AsyncEngineArgs")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How the policy is sampled."""
 
+    engine: str = key("native", "native, in this process, or vllm, in sidecars")
     samples_per_prompt: int = key(8, "G: answers drawn for each prompt")
     max_new_tokens: int = key(512, "the longest answer")
     temperature: float = key(1.0, "softmax temperature, in the sampler and in the trainer's passes")
@@ -118,9 +143,10 @@ class RolloutConfig:
     slots: int = key(256, "sequences that the engine decodes at once")
     cache_gb: float | None = key(None, CACHE_GB)
     logprob_tolerance: float = key(
-        0.05, "step 1 stops when the engine's and the trainer's log-probs differ more on average"
+        0.05, "the run stops when the engine's and the trainer's log-probs differ more on average"
     )
     dump_every: int = key(0, "write the rollouts of every n-th step to parquet; 0 never")
+    vllm: VllmConfig = section(VllmConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +195,10 @@ class AlgorithmConfig:
         FunctionSpec("fixed"), "how kl_coef moves from step to step: algorithms.kl"
     )
     entropy_coef: float = key(0.0, "weight of the entropy bonus")
-    correction: tuple[FunctionSpec, ...] = key(
-        (), "functions in algorithms.correction; their weights multiply those of the loss"
+    correction: tuple[FunctionSpec, ...] | None = key(
+        None,
+        "functions in algorithms.correction; their weights multiply those of the loss; null takes "
+        "truncated_token where vLLM samples, and none else",
     )
     bypass: bool = key(False, "take the engine's log-probs as the old ones, without a second pass")
     high_covariance: FunctionSpec | None = key(
@@ -409,6 +437,7 @@ class TrainConfig:
             "algorithm.keep draws as many prompts as it needs, so epochs say no number of steps: "
             "set steps",
         )
+        check_engine(rollout)
         for name in ("critic", "reward_model"):
             _check_clip(f"{name}.optim.grad_clip", getattr(self, name).optim.grad_clip)
         check_shared(self)
@@ -664,6 +693,36 @@ def check_dtype(name: str, dtype: str) -> None:
     """Refuse a compute dtype that is none."""
     fits = dtype in ("float32", "bfloat16")
     _require(fits, f"{name}={dtype!r}, wanted float32 or bfloat16")
+
+
+def check_engine(rollout: RolloutConfig) -> None:
+    """Refuse an engine that there is not, and contradictions in its keys."""
+    _require(
+        rollout.engine in ("native", "vllm"),
+        f"rollout.engine={rollout.engine!r}, wanted native or vllm",
+    )
+    how = rollout.vllm
+    _require(
+        rollout.engine == "vllm" or how == VllmConfig(),
+        "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove rollout.vllm",
+    )
+    for name in ("sidecars", "tensor_parallel", "restarts", "first_device"):
+        value, least = getattr(how, name), int(name in ("sidecars", "tensor_parallel"))
+        fits = value is None or value >= least
+        _require(fits, f"rollout.vllm.{name}={value}, wanted {least} or more")
+    for name in ("start_timeout_s", "timeout_s"):
+        value = getattr(how, name)
+        _require(value > 0, f"rollout.vllm.{name}={value}, wanted a number above 0")
+    _require(
+        rollout.slots % how.sidecars == 0,
+        f"rollout.slots={rollout.slots} can't be shared evenly by the {how.sidecars} sidecars of "
+        "rollout.vllm.sidecars",
+    )
+    _require(
+        len(how.launch) in (0, 1, how.sidecars),
+        f"rollout.vllm.launch has {len(how.launch)} commands, wanted one for all sidecars, or one "
+        f"for each of the {how.sidecars}",
+    )
 
 
 def check_scoring(reward: ScoringConfig) -> None:

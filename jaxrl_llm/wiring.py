@@ -91,7 +91,7 @@ class Functions:
         )
         self.corrections = [
             find(spec, keys.CORRECTIONS, "algorithm.correction", UPDATING)
-            for spec in wanted.correction
+            for spec in corrections(config)
         ]
         self.mark = wanted.high_covariance and find_mark(wanted.high_covariance)
         policy = PolicyObjective(
@@ -252,6 +252,15 @@ def with_key(select: Function, key: Any) -> Function:
     """Return a selector with its random key bound, if it takes one."""
     takes_key = "key" in inspect.signature(select).parameters
     return functools.partial(select, key=key) if takes_key else select
+
+
+def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
+    """Return the off-policy corrections of a run; vLLM computes otherwise than the trainer."""
+    algorithm = config.algorithm
+    if algorithm.correction is not None:
+        return algorithm.correction
+    other = config.rollout.engine == "vllm" and not algorithm.bypass
+    return (FunctionSpec("truncated_token"),) if other else ()
 
 
 def beta_of(function: Function) -> float | None:

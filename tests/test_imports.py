@@ -21,6 +21,7 @@ FEW |= {"jaxlib", "ml_dtypes"}  # installed with jax
 FEWER = {"jax", "numpy", "chex", "jaxtyping"}
 CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
 CORE += ("jaxrl_llm/objective.py", "jaxrl_llm/step.py", "jaxrl_llm/types.py")
+SIDECAR = "jaxrl_llm/rollout/vllm/sidecar/"  # runs in vLLM's environment, without us
 HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
 HEAVY |= {"wandb", "tensorboardX", "math_verify"}
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
@@ -57,7 +58,10 @@ def complaints(path, source):
     home, found = path.partition("/")[0], []
     for name, lazy in read_imports(path, source):
         top, *below = name.split(".")
-        if top in LINKED:
+        if path.startswith(SIDECAR):
+            if top not in {*sys.stdlib_module_names, "torch", "vllm"}:
+                found.append(f"{path} imports {name}: it has torch and vllm")
+        elif top in LINKED:
             found.append(f"{path} imports {name} bare")
         elif top == "jaxrl_llm":
             folder = below[0] if below and below[0] in LINKED else "jaxrl_llm"
@@ -121,6 +125,8 @@ def test_imports_point_one_way_and_the_core_needs_few_packages():
         ("jaxrl_llm/loop.py", "try:\n    import torch.nn\nexcept Exception: ...", "outside a"),
         ("jaxrl_llm/loop.py", "def f():\n    import torch", ""),
         ("models/hf.py", "import json, safetensors.numpy, ml_dtypes", ""),
+        (f"{SIDECAR}a.py", "import json, torch, vllm.inputs", ""),
+        (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch and vllm"),
     ],
 )
 def test_a_wrong_import_is_found(path, source, wrong):

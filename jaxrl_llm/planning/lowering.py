@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.job import make_engine, microbatch_shape
+from jaxrl_llm.job import microbatch_shape, native_engine
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
@@ -206,7 +206,7 @@ def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
 ) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
     """Return the engine's weights and cache as shapes, and what lowers its largest programs."""
-    engine = make_engine(config, spec, layout)
+    engine = native_engine(config, spec, layout)
     engine.close()
     return *engine.shapes(), engine.lower
 

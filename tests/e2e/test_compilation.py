@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.ahead import compile_steps
 from jaxrl_llm.config import load
 from jaxrl_llm.data import packing
-from jaxrl_llm.job import make_engine
+from jaxrl_llm.job import native_engine
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.planning.memory import lay_out
 
@@ -71,7 +71,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
         patch.setattr("jax.devices", lambda: one)
         compile_steps(config, Event())
         shapes = lay_out(config)
-        engine = make_engine(config, shapes.spec, shapes.layouts.rollout)
+        engine = native_engine(config, shapes.spec, shapes.layouts.rollout)
         engine.close()
     buckets = len(shapes.roles["actor"].shape.buckets)
     assert buckets > 1

@@ -1,0 +1,440 @@
+"""vLLM as the engine: it samples in processes of its own, the sidecars."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.keys import VllmConfig
+from jaxrl_llm.models.hf_config import config_to_save
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes
+from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
+from jaxrl_llm.rollout.vllm.answers import Asked
+from jaxrl_llm.rollout.vllm.environment import (
+    engine_arguments,
+    environment,
+    find_python,
+    is_cpu_build,
+    prefixes,
+)
+from jaxrl_llm.rollout.vllm.parcel import Parcel
+from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
+from jaxrl_llm.rollout.vllm.push import Group, push
+from jaxrl_llm.rollout.vllm.routing import Router
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.reshard import cast_tree
+from jaxrl_llm.types import Completion, Receipt, Request
+
+MOST_TOP_LOGPROBS = 20
+MOST_BIAS = 100.0  # vLLM cuts what is larger
+
+log = logging.getLogger(__name__)
+
+
+class VllmStats(NamedTuple):
+    """What the engine does now, and has done since it was made.
+
+    Attributes:
+        outstanding: requests without an answer.
+        restarts: how often a sidecar was started again.
+    """
+
+    outstanding: int
+    restarts: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+    """Where one sidecar runs, and after it the next.
+
+    Attributes:
+        process: the one that runs or begins to.
+        sidecar: the same, once it is ready.
+        held: version of its weights.
+        asked: requests that are to be answered here.
+        sent: those of them that it was told of, by number.
+    """
+
+    number: int
+    process: Sidecar | None = None
+    sidecar: Sidecar | None = None
+    held: int | None = None
+    asked: dict[Asked, None] = dataclasses.field(default_factory=dict)
+    sent: dict[int, Asked] = dataclasses.field(default_factory=dict)
+
+
+class VllmEngine:
+    """An `Engine` of one or more vLLM sidecars, each with the whole model.
+
+    A sidecar that dies or hangs is started again, gets the weights that the engine had last, and
+    then the requests that it had not answered.
+
+    Args:
+        spec: the model, without an adapter.
+        source: Hugging Face directory that the model came from; None for a model without ancestor.
+        config: of the sidecars.
+        slots: sequences that they decode at once, in all.
+        max_tokens: the longest sequence, prompt and answer.
+        cache_gb: GB for keys and values of each sidecar's devices; None is enough for the longest
+            sequence in every slot.
+        dtype: of weights, cache and computation.
+        folder: for logs and the model's config.
+
+    Raises:
+        EngineError: there is no environment with vLLM, or not enough memory for the weights.
+        ValueError: slots that the sidecars can't share evenly.
+    """
+
+    _config: VllmConfig
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        source: str | None,
+        config: VllmConfig,
+        slots: int,
+        max_tokens: int,
+        cache_gb: float | None = None,
+        dtype: str = "float32",
+        folder: Path,
+    ) -> None:
+        """Begin to start the sidecars; the first `load` waits for them."""
+        if slots % config.sidecars:
+            raise ValueError(
+                f"rollout.slots={slots} can't be shared evenly by {config.sidecars} sidecars"
+            )
+        self.spec, self.max_tokens = spec, max_tokens
+        self._config, self._folder = config, folder
+        python = find_python(config.python)
+        self._on_cpu = is_cpu_build(python)
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        described = config_to_save(spec, source, np.dtype(dtype))
+        (model / "config.json").write_text(json.dumps(described))
+        self._parcel = Parcel(spec, dtype)
+        self._commands = [[*prefix, python] for prefix in prefixes(config)]
+        self._arguments = engine_arguments(
+            spec,
+            config,
+            model=str(model.resolve()),
+            slots=slots // config.sidecars,
+            max_tokens=max_tokens,
+            cache_gb=cache_gb,
+            dtype=dtype,
+            cpu=self._on_cpu,
+        )
+        dtypes = compute_dtypes(spec, dtype)
+        self._checksum = jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
+        self._router = Router(config.sidecars)
+        self._places = [_Place(number) for number in range(config.sidecars)]
+        self._state = threading.Condition()  # of what is below, and of the places
+        self._loading = threading.RLock()  # weights are on their way, or sidecars pause or go on
+        self._failure: EngineError | None = None
+        self._paused = self._asleep = self._closed = False
+        self._has_weights = False  # or will have, when the push under way has ended
+        self._restarts = 0
+        self._keepers = [
+            threading.Thread(target=self._keep, args=(place,), daemon=True, name="vllm-keeper")
+            for place in self._places
+        ]
+        for keeper in self._keepers:
+            keeper.start()
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one answer; cancelling the coroutine gives the request up."""
+        return await asyncio.wrap_future(self._submit(request))
+
+    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """Sample one answer and yield its pieces; the last has a `finish`."""
+        async for piece in streamed(lambda tell: self._submit(request, tell)):
+            yield piece
+
+    def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one answer for each request, in order."""
+        for request in requests:
+            self._check(request)
+        return [future.result() for future in [self._submit(request) for request in requests]]
+
+    def load(self, params: Any, version: int) -> Receipt:
+        """Push weights to all sidecars, with checksums; what runs is paused meanwhile.
+
+        What is in flight is read again, by the new weights, and goes on with them.
+
+        Args:
+            params: the weights, nested as `declare(spec)`.
+            version: of the weights.
+
+        Raises:
+            EngineError: vLLM does not take them, or holds others than were sent. The engine has no
+                weights then; a push that works repairs it.
+        """
+        self._await(lambda: all(place.sidecar for place in self._places))
+        with self._loading:
+            with self._state:
+                self._has_weights = True
+                group = Group({p.number: p.sidecar for p in self._places if p.sidecar})
+                for place in self._places:
+                    place.held = None
+            try:
+                if self._asleep:
+                    group.ask("wake", tags=["weights"])
+                self._push(group, self._parcel.write(params, version), version)
+            except BaseException:
+                self._parcel.version, self._has_weights = None, False
+                raise
+        self._await(lambda: all(place.held == version for place in self._places))
+        moved_bytes = self._parcel.size * len(self._places)
+        return Receipt(version, int(self._checksum(params)), moved_bytes)
+
+    def pause(self) -> None:
+        """Freeze what runs until `resume`; it keeps its cache."""
+        with self._loading:
+            self._paused = True
+            self._tell_all("pause")
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._loading:
+            self._paused = False
+            self._tell_all("resume")
+
+    def sleep(self) -> None:
+        """Pause; with `sleep` in the config, free the devices' memory, too."""
+        with self._loading:
+            self.pause()
+            if self._config.sleep and not self._asleep:
+                self._asleep = True
+                self._tell_all("sleep")
+
+    def wake(self) -> None:
+        """Take the memory again, and resume."""
+        with self._loading:
+            if self._asleep:
+                self._asleep = False
+                self._tell_all("wake", tags=None)
+            self.resume()
+
+    def close(self) -> None:
+        """End the sidecars; requests without an answer fail with EngineError."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for place in self._places:
+            if place.process:
+                place.process.close()
+        for keeper in self._keepers:
+            keeper.join()
+        self._fail(EngineError("the engine was closed"))
+        with self._loading:
+            self._parcel.close()
+
+    def stats(self) -> VllmStats:
+        """Return what the engine does and has done."""
+        with self._state:
+            outstanding = sum(len(place.asked) for place in self._places)
+            return VllmStats(outstanding, self._restarts)
+
+    def _check(self, request: Request) -> None:
+        check_request(
+            request,
+            max_tokens=self.max_tokens,
+            vocab_size=self.spec.vocab_size,
+            most={"top_logprobs": MOST_TOP_LOGPROBS},
+        )
+        if request.sampling.stop:
+            raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
+        for token, bias in request.sampling.logit_bias:
+            if abs(bias) > MOST_BIAS:
+                raise EngineError(
+                    f"got logit_bias {bias} for token {token}, wanted at most {MOST_BIAS:g}"
+                )
+
+    def _submit(
+        self, request: Request, listener: Callable[[Completion], None] | None = None
+    ) -> Future[Completion]:
+        self._check(request)
+        asked = Asked(request, listener)
+        with self._state:
+            if self._failure or self._closed:
+                raise self._failure or EngineError("the engine is closed")
+            if not self._has_weights:
+                raise EngineError("the engine has no weights: call load first")
+            place = self._places[self._router.choose(request.prompt, asked.most)]
+            place.asked[asked] = None
+            self._send(place, asked)
+        asked.future.add_done_callback(lambda _: self._give_up(place, asked))
+        return asked.future
+
+    def _send(self, place: _Place, asked: Asked) -> None:
+        """Tell a place's sidecar of a request, if it can answer now; the state is locked."""
+        if place.sidecar is None or place.held is None:
+            return  # it is sent when there is one
+        with contextlib.suppress(SidecarLost):  # it is sent again to the next
+            number = place.sidecar.send(
+                "generate",
+                **asked.message(),
+            )
+            place.sent[number], asked.number = asked, number
+
+    def _receive(self, place: _Place, number: int, message: dict[str, Any]) -> None:
+        """Take a piece of an answer."""
+        failure, piece = None, None
+        with self._state:
+            asked = place.sent.get(number)
+            if asked is None:
+                return  # given up
+            if "error" in message or message["finish"] not in ("", "stop", "length"):
+                why = message.get("error") or f"it ended with {message['finish']!r}"
+                failure = EngineError(f"vLLM could not answer: {why}")
+            else:
+                piece = asked.take(message)
+            if piece is None or piece.finish:
+                self._forget(place, asked)
+        if piece is not None and asked.listener is not None:
+            asked.listener(piece)
+        over = piece is None or piece.finish
+        if over and asked.future.set_running_or_notify_cancel():
+            if failure is None:
+                asked.future.set_result(asked.whole())
+            else:
+                asked.future.set_exception(failure)
+
+    def _forget(self, place: _Place, asked: Asked) -> bool:
+        """Forget a request, and return whether the sidecar is at it; the state is locked."""
+        if asked in place.asked:
+            del place.asked[asked]
+            self._router.done(place.number, asked.most, asked.known)
+        return asked.number is not None and place.sent.pop(asked.number, None) is not None
+
+    def _give_up(self, place: _Place, asked: Asked) -> None:
+        """Let the sidecar stop a request that its caller has cancelled, or that has failed."""
+        with self._state:
+            number, sidecar = asked.number, place.sidecar
+            at_it = self._forget(place, asked)
+        if at_it and sidecar is not None and number is not None:
+            sidecar.cancel(number)
+
+    def _keep(self, place: _Place) -> None:
+        """Keep a sidecar running at a place, until the engine is closed or it fails too often."""
+        starts, has_run = 0, False
+        while not self._closed:
+            sidecar, starts = None, starts + 1
+            try:
+                sidecar = place.process = self._start(place)
+                if self._closed:  # before `close` could see it
+                    break
+                sidecar.wait_ready(self._config.start_timeout_s)
+                has_run = True
+                self._begin(place, sidecar)
+                sidecar.watch(
+                    lambda: bool(place.sent) and place.held is not None and not self._paused
+                )
+            except EngineError as error:
+                with self._state:
+                    place.sidecar = place.held = None
+                    for asked in place.sent.values():
+                        asked.number = None
+                    place.sent = {}
+                    self._state.notify_all()
+                if self._closed:
+                    break
+                # one that never ran would not run the next time
+                if not has_run or starts > self._config.restarts:
+                    self._fail(EngineError(f"{error}\nIt was started {starts} times."))
+                    break
+                log.warning("%s\nIt is started again.", error)
+                with self._state:
+                    self._restarts += 1
+            except Exception as error:  # else whoever waits would wait for ever
+                self._fail(EngineError(f"the keeper of a vLLM sidecar failed: {error!r}"))
+                raise
+            finally:
+                if sidecar is not None:
+                    sidecar.close()
+
+    def _start(self, place: _Place) -> Sidecar:
+        settings = {
+            "number": place.number,
+            "env": environment(self._config, place.number, cpu=self._on_cpu),
+            "engine": self._arguments,
+            "map": self._parcel.path,
+            "map_bytes": self._parcel.size,
+        }
+        return Sidecar(
+            self._commands[place.number],
+            settings,
+            self._folder / f"sidecar_{place.number}.log",
+            host=self._config.host,
+            timeout_s=self._config.timeout_s,
+            receive=lambda number, message: self._receive(place, number, message),
+        )
+
+    def _begin(self, place: _Place, sidecar: Sidecar) -> None:
+        """Give a new sidecar the weights and the requests that another left."""
+        with self._loading:
+            with self._state:
+                place.sidecar, place.held = sidecar, None
+                self._state.notify_all()
+            version = self._parcel.version
+            if version is not None:
+                group = Group({place.number: sidecar})
+                self._push(group, self._parcel.buckets, version)
+                if self._asleep:
+                    group.ask("sleep")
+                if not group.members:
+                    raise SidecarLost("the vLLM sidecar was lost while it got its weights")
+
+    def _push(self, group: Group, buckets: Any, version: int) -> None:
+        """Push to sidecars, and let them go on; one that is lost is left to its keeper."""
+        group.ask("pause")
+        push(group, self._parcel, buckets, version)
+        if not self._paused:
+            group.ask("resume")
+        with self._state:
+            for number, sidecar in group.members.items():
+                place = self._places[number]
+                if place.sidecar is not sidecar:  # lost meanwhile
+                    continue
+                place.held = version
+                for asked in place.asked:
+                    if asked.number is None:
+                        self._send(place, asked)
+            self._state.notify_all()
+
+    def _tell_all(self, op: str, **fields: Any) -> None:
+        """Let all sidecars do something; one that is lost will do it when it is there again."""
+        for place in self._places:
+            if place.sidecar is not None:
+                with contextlib.suppress(SidecarLost):
+                    place.sidecar.ask(op, **fields)()
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        """Wait until something holds, or the engine has failed."""
+        with self._state:
+            self._state.wait_for(lambda: ready() or self._failure or self._closed)
+            if self._failure:
+                raise self._failure
+            if self._closed:
+                raise EngineError("the engine is closed")
+
+    def _fail(self, error: EngineError) -> None:
+        """Give up: all requests fail, and all that come."""
+        with self._state:
+            self._failure = self._failure or error
+            left = [asked for place in self._places for asked in place.asked]
+            for place in self._places:  # nobody else answers them now
+                place.asked, place.sent = {}, {}
+            self._state.notify_all()
+        for asked in left:
+            if asked.future.set_running_or_notify_cancel():
+                asked.future.set_exception(error)

