@@ -3,6 +3,7 @@
     python benchmarks/generate.py --trl-python peers/trl/bin/python \\
         --tunix-python peers/tunix/bin/python           the tables, as Markdown
     python benchmarks/generate.py --baseline ../v0      also the engine of another checkout
+    python benchmarks/generate.py --vllm                also this library's vLLM sidecar
 
 `grpo_step.py --setup` makes the peers' environments. Every system gets the same random Qwen3 model
 and the same prompts in float32: batches of 16 prompts x 8 answers, 128 at a time, sampled at
@@ -97,6 +98,8 @@ def systems(options: argparse.Namespace) -> Iterator[tuple[str, str, str, dict[s
     for folder in options.baseline:
         path = str(Path(folder).resolve())
         yield Path(path).name, sys.executable, "generate_ours.py", {"PYTHONPATH": path}
+    if options.vllm:
+        yield "vllm", sys.executable, "generate_vllm.py", {"PYTHONPATH": str(ROOT)}
     for name, python in (("transformers", options.trl_python), ("tunix", options.tunix_python)):
         if python:
             yield name, str(Path(python).absolute()), f"generate_{name}.py", {"PYTHONPATH": ""}
@@ -177,6 +180,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tunix-python", metavar="PATH", help="interpreter that has Tunix")
     parser.add_argument(
         "--baseline", action="append", default=[], metavar="DIR", help="checkout of another commit"
+    )
+    parser.add_argument(
+        "--vllm", action="store_true", help="as jaxrl_llm.rollout.vllm.setup has it"
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--batches", type=int, default=4, help=f"of {CONCURRENT} requests")
