@@ -5,9 +5,7 @@ import the main program again (and jax with it), share no lock that a crash coul
 any way of dying shows as a closed pipe.
 """
 
-import inspect
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -22,47 +20,58 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxrl_llm.functions import ConfigError, FunctionSpec, RunError
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, evaluate, failed, load_scorer, shorten
-
-log = logging.getLogger(__name__)
+from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.rewards.runner import (
+    Outcomes,
+    RewardError,
+    RewardRunner,
+    Score,  # noqa: F401
+    check_open,
+    chunk_size,
+)
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, evaluate, failed
 
 START_SECONDS = 120.0  # for a worker to come up: importing the user's module may be slow
 GIVE_UP_SECONDS = 10.0  # after its time-out, a worker that nobody killed ends itself
-LARGEST_CHUNK = 16
+LONGEST_WAIT = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
 SCORER = "scorer"  # a scorer's own score among what it reports, where a reward model scores
 ROOT = str(Path(__file__).parents[2])  # where this package was imported from
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
-    " from jaxrl_llm.rewards.worker import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+    " from jaxrl_llm.rewards.worker import serve;"
+    " serve(int(sys.argv[1]), int(sys.argv[2]), tied=sys.argv[4] == 'tied')"
 )
 
 
-class RewardError(RunError):
-    """A reward function failed, and the config says to stop; the message names the row."""
+class Launch(NamedTuple):
+    """How workers start: where, with what on `sys.path`, and whether tied to who starts them.
+
+    A tied worker is killed as soon as the thread that started it ends, on Linux; another one ends
+    after its item, or `GIVE_UP_SECONDS` after that item's time-out.
+    """
+
+    folder: str | None = None
+    search: Sequence[str] = ()
+    tied: bool = False
 
 
-class Score(NamedTuple):
-    """The reward of one reply, what else its scorer reported, and what went wrong, if anything."""
-
-    score: float
-    extra: dict[str, Any]
-    error: str | None
+HERE = Launch()
 
 
 class _Worker:
     """One subprocess, the items it was given, and when the first of them is overdue."""
 
-    def __init__(self, spec: FunctionSpec, timeout_s: float) -> None:
+    def __init__(self, spec: FunctionSpec, timeout_s: float, launch: Launch) -> None:
         self.connection, theirs = multiprocessing.Pipe()
-        search = json.dumps([*sys.path, ROOT])
-        arguments = [str(theirs.fileno()), str(os.getpid()), search]
+        search = json.dumps([*launch.search, *sys.path, ROOT])
+        tied = "tied" if launch.tied else "free"
+        arguments = [str(theirs.fileno()), str(os.getpid()), search, tied]
         # Its own session: Ctrl-C is ours to handle, and what a scorer starts dies with it.
         self.process = subprocess.Popen(
             [sys.executable, "-c", BOOT, *arguments],
+            cwd=launch.folder,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -105,7 +114,114 @@ def _stop_all(crew: list[_Worker]) -> None:
         crew.pop().stop()
 
 
-class RewardPool:
+class Crew:
+    """Worker processes of one scorer, started when there is work and replaced when they die.
+
+    Args:
+        spec: the scorer.
+        size: the number of processes.
+        timeout_s: seconds that one call may take.
+        closed: set by another thread to end `outcomes`, before it calls `kill`.
+        launch: how workers start.
+    """
+
+    def __init__(
+        self,
+        spec: FunctionSpec,
+        size: int,
+        timeout_s: float,
+        *,
+        closed: threading.Event,
+        launch: Launch = HERE,
+    ) -> None:
+        self._spec, self._size, self._timeout_s = spec, size, timeout_s
+        self._closed, self._launch = closed, launch
+        self.workers: list[_Worker] = []
+        self.stop = weakref.finalize(self, _stop_all, self.workers)  # at exit, too
+
+    def kill(self) -> None:
+        """Kill the workers, which wakes `outcomes`; only that takes a worker out of the crew."""
+        for worker in list(self.workers):
+            worker.kill()
+
+    def outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
+        """Yield the number and the outcome of every item, as they come in.
+
+        Raises:
+            RewardError: a worker can't start; `closed` is set.
+        """
+        waiting = deque(range(len(items)))
+        left = len(items)
+        try:
+            for worker in [w for w in self.workers if w.process.poll() is not None]:
+                self._dismiss(worker)
+            while left:
+                while len(self.workers) < min(self._size, left):
+                    self.workers.append(_Worker(self._spec, self._timeout_s, self._launch))
+                for worker in self.workers:
+                    if worker.ready and not worker.pending and waiting:
+                        size = min(chunk_size(len(waiting), self._size), len(waiting))
+                        worker.give([waiting.popleft() for _ in range(size)], items)
+                for found in self._events(waiting):
+                    left -= 1
+                    yield found
+        finally:  # after an error some are still busy with items that nobody waits for
+            for worker in [w for w in self.workers if w.pending]:
+                self._dismiss(worker)
+
+    def _events(self, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+        """Wait until something happens; return the outcomes that are in."""
+        watched = {w.connection: w for w in self.workers if w.pending or not w.ready}
+        rest = min(w.deadline for w in watched.values()) - time.monotonic()
+        rest = min(max(rest, 0.0), LONGEST_WAIT)
+        check_open(self._closed)
+        readable = {watched[c] for c in wait(list(watched), timeout=rest)}  # pyright: ignore
+        check_open(self._closed)
+        outcomes = []
+        for worker in watched.values():
+            if worker in readable:
+                outcomes += self._receive(worker, waiting)
+            elif time.monotonic() > worker.deadline:
+                if not worker.ready:
+                    raise RewardError(f"reward: no worker came up within {START_SECONDS:g} s")
+                message = f"no answer within {self._timeout_s:g} s"
+                outcomes.append(self._lose(worker, waiting, failed("timeout", message)))
+        return outcomes
+
+    def _receive(self, worker: _Worker, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            code = worker.exit_code()
+            if not worker.ready:
+                raise RewardError(
+                    f"reward: a worker ended with exit code {code} while it started; see its"
+                    " messages on stderr"
+                ) from None
+            outcome = failed("died", f"its process ended with exit code {code}")
+            return [self._lose(worker, waiting, outcome)]
+        if not worker.ready:
+            if message is not None:
+                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {message}")
+            worker.ready = True
+            return []
+        worker.pending.popleft()
+        worker.touch()
+        return [message]
+
+    def _lose(self, worker: _Worker, waiting: deque[int], outcome: Outcome) -> tuple[int, Outcome]:
+        """Give up on a worker: its first item is to blame, the others go back into the queue."""
+        blamed = worker.pending.popleft()
+        waiting.extendleft(reversed(worker.pending))
+        self._dismiss(worker)
+        return blamed, outcome
+
+    def _dismiss(self, worker: _Worker) -> None:
+        self.workers.remove(worker)
+        worker.stop()
+
+
+class RewardPool(RewardRunner):
     """Score replies in worker processes, with a time limit that really ends a hung call.
 
     The scorer is any function with verl's parameters `(data_source, solution_str, ground_truth,
@@ -146,151 +262,18 @@ class RewardPool:
                 f"reward: got workers={workers}, timeout_s={timeout_s}; wanted workers >= 0 and a"
                 " positive time limit"
             )
-        if on_error is not None and not math.isfinite(on_error):
-            raise ValueError(f"reward: got on_error={on_error}, wanted a finite number or nothing")
-        self._scorer = load_scorer(spec)
-        try:
-            inspect.signature(self._scorer).bind(**dict.fromkeys(RewardItem._fields))
-        except TypeError as error:
-            raise ConfigError(
-                f"reward: {spec.fn!r} can't be called with {', '.join(RewardItem._fields)}: {error}"
-            ) from error
-        self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
-        self._spec, self._workers = spec, workers
-        self._timeout_s, self._on_error = float(timeout_s), on_error
-        self._crew: list[_Worker] = []
-        self._first = 0
-        self._lock = threading.Lock()
-        self._closed = False
-        self._closer = weakref.finalize(self, _stop_all, self._crew)  # at exit, too
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        super().__init__(spec, on_error=on_error)
+        self._crew = Crew(spec, workers, float(timeout_s), closed=self._closed)
+        self._in_process = workers == 0
 
     def close(self) -> None:
         """End the workers; `score` can't be called any more, and ends if another thread runs it."""
-        self._closed = True
-        for worker in list(self._crew):
-            worker.kill()  # which wakes `score`, and only that takes a worker out of the crew
+        self._closed.set()
+        self._crew.kill()
         with self._lock:
-            self._closer()
+            self._crew.stop()
 
-    def score(self, items: Sequence[RewardItem], *, first: int = 0) -> list[Score]:
-        """Return the score of every item, in order.
-
-        Args:
-            items: the replies; the strings, and whatever else they hold, must be picklable.
-            first: the first one's row, for messages.
-
-        Raises:
-            RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
-                closed.
-        """
-        with self._lock:
-            self._first = first
-            self._check_open()
-            if self._workers == 0:
-                return [
-                    self._settle(number, item, evaluate(self._scorer, item))
-                    for number, item in enumerate(items)
-                ]
-            try:
-                return self._run(items)
-            finally:  # after an error some are still busy with items that nobody waits for
-                for worker in [w for w in self._crew if w.pending]:
-                    self._dismiss(worker)
-
-    def _run(self, items: Sequence[RewardItem]) -> list[Score]:
-        scores: dict[int, Score] = {}
-        waiting = deque(range(len(items)))
-        for worker in [w for w in self._crew if w.process.poll() is not None]:
-            self._dismiss(worker)
-        while len(scores) < len(items):
-            unfinished = len(items) - len(scores)
-            while len(self._crew) < min(self._workers, unfinished):
-                self._crew.append(_Worker(self._spec, self._timeout_s))
-            for worker in self._crew:
-                if worker.ready and not worker.pending and waiting:
-                    size = min(LARGEST_CHUNK, 1 + len(waiting) // (4 * self._workers))
-                    chunk = [waiting.popleft() for _ in range(min(size, len(waiting)))]
-                    worker.give(chunk, items)
-            for number, outcome in self._events(waiting):
-                scores[number] = self._settle(number, items[number], outcome)
-        return [scores[number] for number in range(len(items))]
-
-    def _events(self, waiting: deque[int]) -> list[tuple[int, Outcome]]:
-        """Wait until something happens; return the outcomes that are in."""
-        watched = {w.connection: w for w in self._crew if w.pending or not w.ready}
-        rest = min(w.deadline for w in watched.values()) - time.monotonic()
-        self._check_open()
-        readable = {watched[c] for c in wait(list(watched), timeout=max(rest, 0.0))}  # pyright: ignore
-        self._check_open()
-        outcomes = []
-        for worker in watched.values():
-            if worker in readable:
-                outcomes += self._receive(worker, waiting)
-            elif time.monotonic() > worker.deadline:
-                if not worker.ready:
-                    raise RewardError(f"reward: no worker came up within {START_SECONDS:g} s")
-                message = f"no answer within {self._timeout_s:g} s"
-                outcomes.append(self._lose(worker, waiting, failed("timeout", message)))
-        return outcomes
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RewardError("reward: the pool is closed")
-
-    def _receive(self, worker: _Worker, waiting: deque[int]) -> list[tuple[int, Outcome]]:
-        try:
-            message = worker.connection.recv()
-        except (EOFError, OSError):
-            code = worker.exit_code()
-            if not worker.ready:
-                raise RewardError(
-                    f"reward: a worker ended with exit code {code} while it started; see its"
-                    " messages on stderr"
-                ) from None
-            outcome = failed("died", f"its process ended with exit code {code}")
-            return [self._lose(worker, waiting, outcome)]
-        if not worker.ready:
-            if message is not None:
-                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {message}")
-            worker.ready = True
-            return []
-        worker.pending.popleft()
-        worker.touch()
-        return [message]
-
-    def _lose(self, worker: _Worker, waiting: deque[int], outcome: Outcome) -> tuple[int, Outcome]:
-        """Give up on a worker: its first item is to blame, the others go back into the queue."""
-        blamed = worker.pending.popleft()
-        waiting.extendleft(reversed(worker.pending))
-        self._dismiss(worker)
-        return blamed, outcome
-
-    def _dismiss(self, worker: _Worker) -> None:
-        self._crew.remove(worker)
-        worker.stop()
-
-    def _settle(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
-        if outcome.failure is None:
-            return Score(outcome.score, outcome.extra, None)
-        self.counts[outcome.failure] += 1
-        error = f"{outcome.failure}: {outcome.message}"
-        reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
-        row = (
-            f"row {self._first + number} (data_source {item.data_source!r}, reply {reply},"
-            f" ground truth {truth})"
-        )
-        if self._on_error is None:
-            raise RewardError(f"reward {self._spec.fn!r} failed on {row}: {error}")
-        log.warning("reward %r failed on %s: %s", self._spec.fn, row, error)
-        return Score(float(self._on_error), {}, error)
+    def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
+        if not self._in_process:
+            return self._crew.outcomes(items)
+        return ((number, evaluate(self._scorer, item)) for number, item in enumerate(items))

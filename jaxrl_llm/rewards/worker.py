@@ -4,11 +4,14 @@ A worker is a fresh interpreter that runs `serve`. It imports neither jax nor th
 started it, so it is up in a fraction of a second and never touches an accelerator.
 """
 
+import ctypes
 import faulthandler
 import json
 import math
 import numbers
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.functions import FunctionSpec, load_function
 
 HOME = "jaxrl_llm.rewards.scorers"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 class RewardItem(NamedTuple):
@@ -112,7 +116,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def serve(fd: int, parent: int) -> None:
+def serve(fd: int, parent: int, *, tied: bool) -> None:
     """Answer chunks of `(number, RewardItem)` on a connection until the parent goes away.
 
     The first message is the scorer's spec and the seconds after which a stuck call may be given
@@ -122,7 +126,10 @@ def serve(fd: int, parent: int) -> None:
     Args:
         fd: the file descriptor of our end of the connection.
         parent: the process id of the pool's owner.
+        tied: have the kernel kill this process when the thread that started it ends (Linux).
     """
+    if tied and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with Connection(fd) as connection:
         try:
             spec, give_up_s = connection.recv()

@@ -350,7 +350,7 @@ def test_closing_ends_a_call_in_another_thread(scorers, tmp_path, when):
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, items("hang", "child, hang", file=str(file)))
         if when == "starting":
-            wait_until(lambda: pool._crew)
+            wait_until(lambda: pool._crew.workers)
         if when == "scoring":
             wait_until(lambda: file.exists() and file.read_text())
         start = time.monotonic()

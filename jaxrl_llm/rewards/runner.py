@@ -1,0 +1,128 @@
+"""What all ways to run a scorer share: its checks, its scores in order, and what a failure does."""
+
+import inspect
+import logging
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from jaxrl_llm.functions import ConfigError, FunctionSpec, RunError
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_scorer, shorten
+
+log = logging.getLogger(__name__)
+
+LARGEST_CHUNK = 16
+Outcomes = Generator[tuple[int, Outcome], None, None]
+
+
+class RewardError(RunError):
+    """A reward function failed, and the config says to stop; the message names the row."""
+
+
+class Score(NamedTuple):
+    """The reward of one reply, what else its scorer reported, and what went wrong, if anything."""
+
+    score: float
+    extra: dict[str, Any]
+    error: str | None
+
+
+class RewardRunner(ABC):
+    """Score replies; a subclass says where the scorer's calls run, by `_outcomes`.
+
+    Args:
+        spec: the scorer: a name in `jaxrl_llm.rewards.scorers`, or `my_file.py:name`.
+        on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
+
+    Raises:
+        ValueError: `on_error` is no finite number; `ConfigError` (a ValueError) when the scorer
+            can't be found, or can't be called with the four parameters and its keywords.
+    """
+
+    def __init__(self, spec: FunctionSpec, *, on_error: int | float | None) -> None:
+        if on_error is not None and not math.isfinite(on_error):
+            raise ValueError(f"reward: got on_error={on_error}, wanted a finite number or nothing")
+        self._scorer = load_scorer(spec)
+        try:
+            inspect.signature(self._scorer).bind(**dict.fromkeys(RewardItem._fields))
+        except TypeError as error:
+            raise ConfigError(
+                f"reward: {spec.fn!r} can't be called with {', '.join(RewardItem._fields)}: {error}"
+            ) from error
+        self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
+        self._spec, self._on_error = spec, on_error
+        self._first = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> "RewardRunner":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs; `score` can't be called any more, and ends if another thread runs it."""
+
+    @abstractmethod
+    def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
+        """Yield each item's number and outcome, as they come in; if closed, end what still runs."""
+
+    def score(self, items: Sequence[RewardItem], *, first: int = 0) -> list[Score]:
+        """Return the score of every item, in order.
+
+        Args:
+            items: the replies; the strings, and whatever else they hold, must be picklable.
+            first: the first one's row, for messages.
+
+        Raises:
+            RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
+                closed.
+        """
+        with self._lock, closing(self._outcomes(items)) as outcomes:
+            self._first = first
+            check_open(self._closed)
+            found = {number: self._settle(number, items[number], o) for number, o in outcomes}
+        return [found[number] for number in range(len(items))]
+
+    def _settle(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
+        if outcome.failure is None:
+            return Score(outcome.score, outcome.extra, None)
+        self.counts[outcome.failure] += 1
+        error = f"{outcome.failure}: {outcome.message}"
+        reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
+        row = (
+            f"row {self._first + number} (data_source {item.data_source!r}, reply {reply},"
+            f" ground truth {truth})"
+        )
+        if self._on_error is None:
+            raise RewardError(f"reward {self._spec.fn!r} failed on {row}: {error}")
+        log.warning("reward %r failed on %s: %s", self._spec.fn, row, error)
+        return Score(float(self._on_error), {}, error)
+
+
+def check_open(closed: threading.Event) -> None:
+    """Raise `RewardError` once the pool is closed."""
+    if closed.is_set():
+        raise RewardError("reward: the pool is closed")
+
+
+def chunk_size(waiting: int, workers: int) -> int:
+    """Return how many of the waiting items a free worker is given at once.
+
+    Chunks save messages; they get smaller towards the end, so that no worker waits long.
+
+    >>> [chunk_size(waiting, workers=4) for waiting in (1000, 100, 10)]
+    [16, 7, 1]
+    """
+    return min(LARGEST_CHUNK, 1 + waiting // (4 * workers))

@@ -1,0 +1,321 @@
+"""Scorers as Ray tasks: order, time limits, retries, and what is left running afterwards."""
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.tasks import RewardTasks
+from jaxrl_llm.rewards.worker import RewardItem
+
+ray = pytest.importorskip("ray")
+
+SCORERS = """
+import os, re, signal, subprocess, sys, time
+
+def mark(file, *words):
+    with open(file, "a") as marks:
+        print(*words, file=marks)
+    return open(file).read().splitlines()
+
+def act(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
+    file = extra_info.get("file")
+    if solution_str == "raise": raise KeyError("no such key")
+    if solution_str == "nan": return float("nan")
+    if solution_str == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        file and mark(file, os.getpid(), os.getppid())
+        time.sleep(600)
+    if solution_str == "spin":  # never lets go of the GIL
+        file and mark(file, os.getpid(), os.getppid())
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if solution_str == "child, hang":
+        mark(file, subprocess.Popen(["sleep", "600"]).pid)
+        time.sleep(600)
+    if solution_str == "hang once":
+        if len(mark(file, os.getpid(), os.getppid())) == 1: time.sleep(600)
+        return 7.0
+    if solution_str == "die": mark(file, "died"); os._exit(3)
+    if solution_str == "kill Ray's": mark(file, "died"); os.kill(os.getppid(), 9); time.sleep(600)
+    if solution_str == "nap":
+        mark(file, "start"); time.sleep(0.05); mark(file, "stop"); return 1.0
+    if solution_str == "long nap":
+        mark(file, "start"); time.sleep(2.0); return 1.0
+    if solution_str == "meet":
+        mark(file, "here")
+        while len(mark(file)) < 2: time.sleep(0.01)
+        return 1.0
+    if solution_str == "who":
+        return {"score": 0.0, "pid": os.getpid(), "jax": "jax" in sys.modules}
+    return bonus + float(solution_str)
+
+def three(data_source, solution_str, ground_truth):
+    return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scorers") / "mine.py"
+    path.write_text(SCORERS)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(ray_nodes):
+    with ray_nodes(count=1, cpus=2) as address:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def make(scorers):
+    made = []
+
+    def build(tasks=2, timeout_s=20.0, retries=1, on_error=-1.0, name="act", **keywords):
+        spec = FunctionSpec(f"{scorers}:{name}", keywords)
+        limits = {"tasks": tasks, "timeout_s": timeout_s, "retries": retries}
+        made.append(RewardTasks(spec, **limits, on_error=on_error))
+        return made[-1]
+
+    yield build
+    for tasks in made:
+        tasks.close()
+
+
+def items(*replies, **extra_info):
+    extra_info = {key: str(value) for key, value in extra_info.items()}
+    return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
+
+
+def values(scores):
+    return [score.score for score in scores]
+
+
+def lines(file):
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def none_failed(**others):
+    return dict.fromkeys(("exception", "timeout", "died", "invalid", "retried"), 0) | others
+
+
+# ------------------------------------------------------------------------------------ what it gives
+
+
+def test_scores_come_in_order(make):
+    with make(tasks=3, bonus=0.5) as tasks:
+        scores = tasks.score(items(*map(str, range(200))))
+        assert scores == [Score(number + 0.5, {}, None) for number in range(200)]
+        assert tasks.score([]) == []
+    assert tasks.counts == none_failed()
+    with pytest.raises(RewardError, match="closed"):
+        tasks.score(items("1"))
+
+
+def test_processes_are_kept_and_have_no_jax(make):
+    assert "jax" in sys.modules
+    tasks = make()
+    seen = [score.extra for _ in range(3) for score in tasks.score(items(*["who"] * 50))]
+    assert len({extra["pid"] for extra in seen}) <= 2
+    assert not any(extra["jax"] for extra in seen)
+
+
+def test_users_file_sees_our_folder_and_modules(tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "ours_alone.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, ours_alone\n"
+        "def act(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': ours_alone.SCORE, 'folder': str(pathlib.Path.cwd())}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    with RewardTasks(FunctionSpec("mine.py:act"), tasks=1) as tasks:
+        assert tasks.score(items("1")) == [Score(0.25, {"folder": str(tmp_path)}, None)]
+
+
+def test_tasks_run_at_once(make, tmp_path):
+    assert values(make(tasks=2).score(items("meet", "meet", file=tmp_path / "marks"))) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("tasks", "most"), [(1, 1), (8, 2)])
+def test_no_more_run_at_once_than_allowed_and_than_cpus(make, tmp_path, tasks, most):
+    make(tasks=2).score(items("1", "2"))  # both of Ray's workers are up
+    file = tmp_path / "marks"
+    assert values(make(tasks=tasks).score(items(*["nap"] * 12, file=file))) == [1.0] * 12
+    marks = lines(file)
+    running = [marks[:n].count("start") - marks[:n].count("stop") for n in range(len(marks) + 1)]
+    assert len(marks) == 24 and max(running) <= most and running[-1] == 0
+
+
+# ----------------------------------------------------------------------------------- what can fail
+
+
+def test_failure_is_its_items_alone(make, caplog):
+    tasks = make(tasks=1)
+    with caplog.at_level(logging.WARNING):
+        scores = tasks.score(items("1", "raise", "2", "nan", "3"), first=40)
+    assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
+    assert scores[1].error == "exception: KeyError: 'no such key' (mine.py:11)"
+    assert scores[3].error == "invalid: got score nan, wanted a finite number"
+    assert tasks.counts == none_failed(exception=1, invalid=1)
+    assert "row 41 (data_source 'test', reply 'raise', ground truth 'truth'): exc" in caplog.text
+
+
+@pytest.mark.parametrize("reply", ["hang", "spin"])
+def test_hung_call_ends_and_others_keep_their_scores(make, tmp_path, reply):
+    replies = [str(number) for number in range(40)]
+    replies[3] = reply
+    tasks = make(tasks=1, timeout_s=1.0)  # the first task holds 11 items
+    scores = tasks.score(items(*replies, file=tmp_path / "pids"))
+    assert values(scores) == [*range(3), -1.0, *range(4, 40)]
+    assert scores[3].error == "timeout: no answer within 1 s"
+    assert tasks.counts == none_failed(timeout=1)
+    (pids,) = lines(tmp_path / "pids")
+    assert ended(int(pids.split()[0]))
+
+
+def test_time_spent_waiting_for_a_cpu_is_not_the_calls(make, tmp_path):
+    file = tmp_path / "marks"
+    with ThreadPoolExecutor(1) as thread:
+        others = thread.submit(make().score, items("long nap", "long nap", file=file))
+        wait_until(lambda: len(lines(file)) == 2)
+        start = time.monotonic()
+        scores = make(timeout_s=1.0, on_error=None).score(items("1", "2"))
+        assert time.monotonic() - start > 1.0
+    assert values(scores) == [1.0, 2.0] and values(others.result()) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize(
+    ("reply", "held", "message"),
+    [
+        ("die", 0, "died: its process ended with exit code 3"),
+        ("kill Ray's", 11, "died: its Ray worker was lost (WorkerCrashedError)"),
+    ],
+)
+def test_item_that_kills_its_process_is_tried_again(make, tmp_path, retries, reply, held, message):
+    replies = [str(number) for number in range(40)]
+    replies[3] = reply
+    tasks = make(tasks=1, retries=retries)  # the first task holds 11 items
+    scores = tasks.score(items(*replies, file=tmp_path / "tries"))
+    assert values(scores) == [*range(3), -1.0, *range(4, 40)] and scores[3].error == message
+    assert tasks.counts == none_failed(died=1, retried=held + retries)
+    tries = retries + (2 if held else 1)  # among others it can't be blamed
+    assert lines(tmp_path / "tries") == ["died"] * tries
+
+
+@pytest.mark.parametrize(("killed", "retried"), [("scorer's", 1), ("Ray's", 11)])
+def test_process_killed_from_outside_costs_no_score(make, tmp_path, killed, retried):
+    file = tmp_path / "pids"
+    replies = [str(number) for number in range(40)]
+    replies[3] = "hang once"
+    tasks = make(tasks=1, timeout_s=60.0, on_error=None)
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(tasks.score, items(*replies, file=file))
+        wait_until(lambda: lines(file))
+        scorers, rays = map(int, lines(file)[0].split())
+        os.kill(scorers if killed == "scorer's" else rays, signal.SIGKILL)
+        scores = scoring.result(timeout=30.0)
+    assert values(scores) == [*range(3), 7.0, *range(4, 40)]
+    assert tasks.counts == none_failed(retried=retried)
+    wait_until(lambda: ended(scorers), seconds=5.0)
+
+
+def test_failure_stops_when_asked_to(make, tmp_path):
+    file = tmp_path / "pids"
+    tasks = make(timeout_s=60.0, on_error=None)
+    message = r"failed on row 101 \(data_source 'test', reply 'raise', .*\): exception: KeyError"
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=message):
+        tasks.score(items("spin", "raise", "2", file=file), first=100)
+    assert time.monotonic() - start < 30.0
+    wait_until(lambda: all(ended(int(line.split()[0])) for line in lines(file)), seconds=5.0)
+    assert values(tasks.score(items("5", "6"))) == [5.0, 6.0]
+    assert tasks.counts == none_failed(exception=1)
+
+
+def test_closing_ends_a_call_in_another_thread(make, tmp_path):
+    file = tmp_path / "pids"
+    tasks = make(timeout_s=60.0)
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(tasks.score, items("child, hang", "spin", file=file))
+        wait_until(lambda: len(lines(file)) == 2)
+        wait_until(lambda: not ray.available_resources().get("CPU", 0))
+        tasks.close()
+        wait_until(lambda: all(ended(int(line.split()[0])) for line in lines(file)), seconds=5.0)
+        with pytest.raises(RewardError, match="closed"):
+            scoring.result(timeout=10.0)
+    assert tasks.counts == none_failed()
+
+
+# ----------------------------------------------------------------------------------------- starting
+
+
+def test_scorer_that_only_loads_here(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
+        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
+    )
+    tasks = RewardTasks(FunctionSpec(f"{path}:act"), tasks=1, on_error=0.0)
+    with tasks, pytest.raises(RewardError, match=r"a worker can't load '.*act': OSError: not here"):
+        tasks.score(items("1"))
+
+
+def test_folder_that_ray_has_not(tmp_path, monkeypatch, make):
+    monkeypatch.chdir(tmp_path)
+    tasks = make()
+    monkeypatch.undo()
+    tmp_path.rmdir()
+    with pytest.raises(RewardError, match=r"a Ray task failed: FileNotFoundError.*test_folder"):
+        tasks.score(items("1"))
+
+
+def test_settings_are_checked(make):
+    with pytest.raises(ValueError, match=r"got tasks=0, retries=1, timeout_s=20.0; wanted tasks"):
+        make(tasks=0)
+    with pytest.raises(ValueError, match=r"got tasks=2, retries=-1,"):
+        make(retries=-1)
+    for limit in (0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="and a positive time limit"):
+            make(timeout_s=limit)
+    with pytest.raises(ValueError, match=r"got on_error=nan, wanted a finite number or nothing"):
+        make(on_error=math.nan)
+    with pytest.raises(ConfigError, match=r"no function 'akt' .*did you mean 'act'"):
+        make(name="akt")
+    with pytest.raises(ConfigError, match=r"can't be called with data_source, .*'extra_info'"):
+        make(name="three")
+
+
+def test_without_a_cluster(make, monkeypatch):
+    tasks = make()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(RewardError, match=r"got no Ray cluster, wanted ray.init\(\)"):
+        make()
+    with pytest.raises(RewardError, match="got no Ray cluster"):
+        tasks.score(items("1"))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RewardError, match="got no Ray; pip install"):
+        make()
