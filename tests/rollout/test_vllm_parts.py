@@ -18,11 +18,11 @@ from jaxrl_llm.keys import TrainConfig, VllmConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.routing import Router
 from jaxrl_llm.rollout.vllm import environment, parcel, process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.parcel import Parcel
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.routing import Router
 from jaxrl_llm.wiring import corrections
 
 SPEC = ModelSpec(

@@ -128,7 +128,9 @@ class NativeEngine:
         """Sample one answer for each request, in order; equal prompts are read once."""
         return [future.result() for future in self._submit(requests)]
 
-    def load(self, params: Any, version: int, *, recompute: bool = False) -> Receipt:
+    def load(
+        self, params: Any, version: int, *, recompute: bool = False, donate: bool = False
+    ) -> Receipt:
         """Copy weights into the engine's layout and dtype, between two chunks.
 
         Sequences in flight go on with them; their answers say which token is of which version.
@@ -138,11 +140,12 @@ class NativeEngine:
             version: of the weights.
             recompute: read what is in flight again; else it keeps the keys and values that it has
                 of the weights before.
+            donate: delete each array of `params` once it is copied.
         """
         with self._claimed():
             first = self._params is None and self._version < 0
             self._params = None  # free the old copy before the new one is made
-            self._params = self.programs.load(params)
+            self._params = self.programs.load(params, donate=donate)
             self._version = version
             receipt = self.programs.receipt(params, self._params, version)
             if recompute:
@@ -151,6 +154,16 @@ class NativeEngine:
             if first:
                 self.programs.warm_up()
         return receipt
+
+    def unload(self) -> None:
+        """Free the weights; nothing may be asked for until the next `load`."""
+        with self._claimed():
+            self._params = None
+
+    @property
+    def weights_layout(self) -> Any:
+        """The sharding of each array of the weights, nested as `declare(spec)`."""
+        return self.programs.stacked_layout
 
     def pause(self) -> None:
         """Decode nothing until `resume`; what is in flight keeps its place and its cache."""

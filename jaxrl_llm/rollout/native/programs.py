@@ -141,11 +141,11 @@ class Programs:
         self.spec, self.layout, self.sizes, self.dtype = spec, layout, shapes, jnp.dtype(dtype)
         self._run_as = spec.for_decoding
         self._dtypes = compute_dtypes(spec, self.dtype)
-        self._stacked_layout = layout.of(declare(spec))
-        self._layers_layout = self._stacked_layout | {
+        self.stacked_layout = layout.of(declare(spec))
+        self._layers_layout = self.stacked_layout | {
             stack: {
                 name: (layout.sharding(*home.spec[1:]),) * len(numbers)
-                for name, home in self._stacked_layout[stack].items()
+                for name, home in self.stacked_layout[stack].items()
             }
             for stack, numbers in spec.stacks.items()
         }
@@ -163,9 +163,9 @@ class Programs:
         }
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def load(self, params: Any) -> Any:
+    def load(self, params: Any, *, donate: bool = False) -> Any:
         """Copy weights into the engine's layout and dtype, each layer's arrays apart."""
-        whole = reshard(params, self._stacked_layout, dtype=self._dtypes)
+        whole = reshard(params, self.stacked_layout, dtype=self._dtypes, donate=donate)
         apart = {n: dict(p) if n in self.spec.stacks else p for n, p in whole.items()}
         del whole
         for stack, split in self._unstack.items():
@@ -175,7 +175,7 @@ class Programs:
 
     def receipt(self, params: Any, held: Any, version: int) -> Receipt:
         """Say what was loaded."""
-        moved = moved_bytes(params, self._stacked_layout, dtype=self._dtypes)
+        moved = moved_bytes(params, self.stacked_layout, dtype=self._dtypes)
         return Receipt(version, int(jax.jit(checksum)(held)), moved)
 
     def make_pool(self) -> Cache:

@@ -18,6 +18,7 @@ from jaxrl_llm.keys import VllmConfig
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes
 from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
+from jaxrl_llm.rollout.routing import Router
 from jaxrl_llm.rollout.vllm.answers import Asked
 from jaxrl_llm.rollout.vllm.environment import (
     engine_arguments,
@@ -29,7 +30,6 @@ from jaxrl_llm.rollout.vllm.environment import (
 from jaxrl_llm.rollout.vllm.parcel import Parcel
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.push import Group, push
-from jaxrl_llm.rollout.vllm.routing import Router
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.types import Completion, Receipt, Request

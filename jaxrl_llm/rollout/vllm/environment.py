@@ -77,8 +77,15 @@ def environment(config: VllmConfig, number: int, *, cpu: bool) -> dict[str, str]
         }
     if config.first_device is not None:
         first = config.first_device + number * config.tensor_parallel
-        devices = range(first, first + config.tensor_parallel)
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        devices = [str(i) for i in range(first, first + config.tensor_parallel)]
+        if given := os.environ.get("CUDA_VISIBLE_DEVICES"):  # the first is then the first of these
+            devices = given.split(",")[first : first + config.tensor_parallel]
+        if len(devices) < config.tensor_parallel:
+            raise EngineError(
+                f"rollout.vllm.first_device={config.first_device}: sidecar {number} takes GPUs "
+                f"{first} to {first + config.tensor_parallel - 1} of CUDA_VISIBLE_DEVICES={given}"
+            )
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return found | {name: str(value) for name, value in config.env.items()}
 
 
