@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.ahead import compiling_ahead
+from jaxrl_llm.cluster import member
 from jaxrl_llm.config import load, to_yaml
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
@@ -35,7 +36,7 @@ from jaxrl_llm.experience import (
     with_scores,
 )
 from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import SftConfig, TrainConfig
+from jaxrl_llm.keys import RolloutSizes, SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, minibatch_size, run
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
@@ -53,6 +54,7 @@ from jaxrl_llm.setup import (
     digest,
     forward_settings,
     made_once,
+    open_layout,
     open_layouts,
     open_model,
     packed_shape,
@@ -80,7 +82,7 @@ def run_job(config: TrainConfig) -> Progress:
     functions = Functions(config)  # wrong names fail before anything is loaded
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    with contextlib.ExitStack() as stack, processes.together():
+    with contextlib.ExitStack() as stack, processes.together(), member.reporting():
         folder = stack.enter_context(run_folder(config.run_dir, config))
         with compiling_ahead(config, folder) as wait:
             job, start, prompt_batches = build(config, functions, folder, stack)
@@ -111,7 +113,10 @@ def build(
     config: TrainConfig, functions: Functions, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[Job, Progress, Any]:
     """Build everything that the loop calls, and find out where it starts."""
-    layouts = open_layouts(config.mesh)
+    mesh = config.mesh
+    if config.rollout.nodes:  # mesh.rollout is of the engines' devices, not of these
+        mesh = dataclasses.replace(mesh, rollout=RolloutSizes())
+    layouts = open_layouts(mesh)
     model = open_model(config.model, layouts.train, seed=config.seed)
     with blamed_on("model.path"):
         tokenizer = load_tokenizer(config.model.path)
@@ -120,7 +125,7 @@ def build(
     train, validation = read_prompts(config, tokenizer)
     shape_on = functools.partial(microbatch_shape, config, model.spec)
     roles, trainees = make_roles(config, functions, model, layouts, shape_on)
-    engine = make_engine(config, model.spec, layouts.rollout, folder)
+    engine = make_engine(config, model.spec, folder)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     judge = (
@@ -232,14 +237,33 @@ def imbalance_of(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
     return found | {"perf/padding": padding(sizes, batches, shape)}
 
 
-def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
-    """Build the engine that the config names; vLLM's begins to start, and writes to the folder."""
+def make_engine(config: TrainConfig, spec: ModelSpec, folder: Path) -> Engine:
+    """Build the engine that the config names, here or on nodes of its own."""
+    place = member.current()
+    if place is not None and place.hosts:
+        from jaxrl_llm.cluster.engine import RemoteEngine
+
+        return RemoteEngine(
+            place,
+            without_adapter(spec),
+            dtype=config.model.dtype,
+            max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        )
+    return local_engine(config, spec, folder)
+
+
+def local_engine(config: TrainConfig, spec: ModelSpec, folder: Path) -> Engine:
+    """Build the engine on this process's devices; vLLM's begins to start, and writes to the folder.
+
+    Raises:
+        ConfigError: there can be no such engine here.
+    """
     if config.rollout.engine == "native":
-        return native_engine(config, spec, layout)
+        return native_engine(config, spec, open_layout(config.mesh, "rollout", config.mesh.rollout))
     if processes.count() > 1:
         raise ConfigError(
-            f"rollout.engine is vllm, but the run has {processes.count()} processes: only a run "
-            "of one process can have vLLM sidecars so far"
+            f"rollout.engine is vllm, but the run has {processes.count()} training processes: "
+            "give vLLM nodes of its own (rollout.nodes), or train by one process"
         )
     from jaxrl_llm.rollout.vllm.engine import VllmEngine
 

@@ -146,6 +146,10 @@ class RolloutConfig:
         0.05, "the run stops when the engine's and the trainer's log-probs differ more on average"
     )
     dump_every: int = key(0, "write the rollouts of every n-th step to parquet; 0 never")
+    nodes: int = key(
+        0, "nodes of the cluster that only sample, each with an engine; 0 samples where it trains"
+    )
+    devices: int | None = key(None, "devices of each of these engines; null: the node's GPUs")
     vllm: VllmConfig = section(VllmConfig)
 
 
@@ -355,6 +359,31 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The nodes of a Ray cluster, and what happens when one is lost."""
+
+    address: str | None = key(
+        None, "host:port, ray://host:port or auto; null: RAY_ADDRESS, else this machine alone"
+    )
+    nodes: int = key(1, "nodes that train")
+    processes_per_node: int = key(1, "training processes on each of them")
+    devices: int | None = key(
+        None, "devices of each training process; null: its part of the node's GPUs"
+    )
+    cpus: int = key(1, "CPUs that Ray sets aside for each process and engine")
+    reward_tasks: int = key(
+        0, "answers scored at once, in tasks on all nodes; 0: reward.workers of each process do it"
+    )
+    env: dict[str, Any] = key({}, "environment variables for all processes")
+    start_timeout_s: float = key(300.0, "seconds for Ray and all nodes to be there")
+    stall_timeout_s: float = key(
+        3600.0, "seconds without a step until the job counts as hung and is started again"
+    )
+    restarts: int = key(3, "times that the job, or an engine, is started again when one is lost")
+    backoff_s: float = key(10.0, "seconds before the first new start; each further one waits twice")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run of `jaxrl_llm.train`."""
 
@@ -377,6 +406,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     compilation_cache: bool = key(True, COMPILATION_CACHE)
     log: LogConfig = section(LogConfig)
+    cluster: ClusterConfig | None = key(None, "run on a Ray cluster; null: on this machine")
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
@@ -438,6 +468,7 @@ class TrainConfig:
             "set steps",
         )
         check_engine(rollout)
+        check_cluster(self)
         for name in ("critic", "reward_model"):
             _check_clip(f"{name}.optim.grad_clip", getattr(self, name).optim.grad_clip)
         check_shared(self)
@@ -722,6 +753,44 @@ def check_engine(rollout: RolloutConfig) -> None:
         len(how.launch) in (0, 1, how.sidecars),
         f"rollout.vllm.launch has {len(how.launch)} commands, wanted one for all sidecars, or one "
         f"for each of the {how.sidecars}",
+    )
+
+
+def check_cluster(config: TrainConfig) -> None:
+    """Refuse a cluster that can't be, and keys that need one."""
+    cluster, rollout = config.cluster, config.rollout
+    _at_least(config, 0, "rollout.nodes")
+    _at_least(config, 1, "rollout.devices")
+    _require(
+        rollout.nodes == 0 or cluster is not None,
+        f"rollout.nodes={rollout.nodes} needs a cluster: set cluster.nodes to the nodes that train",
+    )
+    _require(
+        rollout.devices is None or rollout.nodes > 0,
+        f"rollout.devices={rollout.devices} is of engines on nodes of their own: set rollout.nodes",
+    )
+    if cluster is None:
+        return
+    _at_least(config, 1, "cluster.nodes cluster.processes_per_node cluster.devices cluster.cpus")
+    _at_least(config, 0, "cluster.restarts cluster.reward_tasks cluster.backoff_s")
+    for name in ("start_timeout_s", "stall_timeout_s"):
+        value = getattr(cluster, name)
+        _require(value > 0, f"cluster.{name}={value}, wanted a number above 0")
+    processes = cluster.nodes * cluster.processes_per_node
+    _require(
+        cluster.reward_tasks % processes == 0,
+        f"cluster.reward_tasks={cluster.reward_tasks}, wanted a multiple of the {processes} "
+        "training processes",
+    )
+    sidecars = rollout.vllm.sidecars * rollout.vllm.tensor_parallel
+    _require(
+        rollout.engine == "native" or rollout.nodes > 0 or processes == 1,
+        f"rollout.engine is vllm, but there are {processes} training processes: give vLLM nodes of "
+        "its own (rollout.nodes), or train by one process",
+    )
+    _require(
+        rollout.devices is None or sidecars <= rollout.devices,
+        f"rollout.devices={rollout.devices}, but the sidecars of rollout.vllm take {sidecars}",
     )
 
 

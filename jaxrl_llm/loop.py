@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.cluster import member
 from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import asks_for, call, describe
@@ -450,9 +451,16 @@ def system_metrics(clock: Clock, compiled: CompileCounter, batch: Batch) -> dict
         **timing,
         **memory_metrics(),
         **compiled.metrics(),
+        **member.metrics(),
         "perf/total_num_tokens": total,
-        "perf/throughput": total / timing["timing_s/step"] / jax.device_count(),
+        "perf/throughput": total / timing["timing_s/step"] / device_count(),
     }
+
+
+def device_count() -> int:
+    """Return the devices of all training processes, and of engines on nodes of their own."""
+    place = member.current()
+    return jax.device_count() + (place.engine_devices if place else 0)
 
 
 def record(job: Job, step: int, metrics: dict[str, float]) -> None:

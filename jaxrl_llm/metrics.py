@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jaxrl_llm.cluster import member
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.sharding.processes import is_first
 
@@ -233,6 +234,36 @@ class Display:
         """Remove the bar."""
         if self._progress:
             self._progress.stop()
+
+
+class LauncherDisplay(Display):
+    """The same at the launcher of a job on a cluster."""
+
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
+        """Show the bar there."""
+        member.show("open", title, total, done)
+
+    def line(self, text: str) -> None:
+        """Print one line above the bar."""
+        member.show("line", text)
+
+    def advance(self, text: str) -> None:
+        """Print a step's line and move the bar."""
+        member.show("advance", text)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Print a table."""
+        member.show("table", title, columns, rows)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        member.show("close")
+
+
+def open_display(title: str, total: int, done: int) -> Display:
+    """Show a run's progress: here, or where a job on a cluster was launched."""
+    kind = Display if member.current() is None else LauncherDisplay
+    return kind(title, total, done)
 
 
 def due(step: int, every: int, last: int) -> bool:

@@ -23,7 +23,7 @@ from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import SftConfig, TrainConfig
-from jaxrl_llm.metrics import Display, MetricsLog
+from jaxrl_llm.metrics import Display, MetricsLog, open_display
 from jaxrl_llm.setup import Model, blamed_on, write_text
 from jaxrl_llm.sharding import processes
 from jaxrl_llm.sharding.checksum import checksum
@@ -39,6 +39,7 @@ CHANGEABLE = (
     "epochs",
     "log",
     "checkpoint",
+    "cluster",
     "compilation_cache",
     "validation",
     "mesh",
@@ -58,6 +59,8 @@ CHANGEABLE = (
     "reward.timeout_s",
     "reward_model.optim.max_skipped",
     "rollout.cache_gb",
+    "rollout.devices",
+    "rollout.nodes",
     "rollout.dump_every",
     "rollout.slots",
 )
@@ -316,6 +319,6 @@ def open_run(
     )
     stack.callback(log.close)
     total = config.steps or len(items) * config.epochs // size
-    display = Display("training" if is_rl else "supervised training", total, step)
+    display = open_display("training" if is_rl else "supervised training", total, step)
     stack.callback(display.close)
     return OpenRun(step, total, states, extra, stream, began, checkpoints, log, display)

@@ -9,6 +9,16 @@ from jaxrl_llm.keys import TrainConfig
 
 def train(config: TrainConfig) -> None:
     """Run a whole training from its config; continue where a run in its folder left off."""
+    if config.cluster is not None:
+        from jaxrl_llm.cluster.launch import launch  # nothing outside of clusters imports ray
+
+        launch(config)
+    else:
+        run_here(config)
+
+
+def run_here(config: TrainConfig) -> None:
+    """Run it by this process, and the others that the environment tells of."""
     from jaxrl_llm.sharding import processes  # jax is slow to import, a wrong key should not wait
 
     processes.start()

@@ -3,13 +3,17 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
+from jaxrl_llm.cluster import member
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.experience import Rollouts
 from jaxrl_llm.functions import ConfigError, FunctionSpec
 from jaxrl_llm.keys import RewardConfig, ScoringConfig
 from jaxrl_llm.rewards.model import RewardModel, judge
-from jaxrl_llm.rewards.pool import RewardItem, RewardPool, Score
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.runner import RewardRunner, Score
 from jaxrl_llm.rewards.scorers import SOURCES
+from jaxrl_llm.rewards.tasks import RewardTasks
+from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.sharding import processes
 
 Scoring = Callable[[Rollouts], list[Score]]
@@ -41,23 +45,33 @@ def make_scorer(
 
     Each process of a run scores its share of the answers, and gets the scores of all.
     """
-    pool = stack.enter_context(
-        RewardPool(
-            scorer,
-            workers=reward.workers,
-            timeout_s=reward.timeout_s,
-            on_error=reward.on_error,
-        )
-    )
+    pool = stack.enter_context(open_pool(reward, scorer))
 
     def score(rollouts: Rollouts) -> list[Score]:
         pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
         items = [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
-        mine = processes.share(len(items))
+        mine, before = processes.share(len(items)), pool.counts.get("retried", 0)
         parts = processes.gather(pool.score(items[mine], first=mine.start))
+        member.count("reward_retries", pool.counts.get("retried", 0) - before)
         return [found for part in parts for found in part]
 
     return score
+
+
+def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
+    """Start what calls the scorer: processes here, or tasks on a cluster that is to score."""
+    job = member.current()
+    if job is not None and job.reward_tasks:
+        return RewardTasks(
+            scorer,
+            tasks=job.reward_tasks,
+            timeout_s=reward.timeout_s,
+            retries=job.retries,
+            on_error=reward.on_error,
+        )
+    return RewardPool(
+        scorer, workers=reward.workers, timeout_s=reward.timeout_s, on_error=reward.on_error
+    )
 
 
 def check_sources(scorer: FunctionSpec | None, prompts: Sequence[Prompt]) -> None:

@@ -209,6 +209,13 @@ class Workshop:
         }
 
 
+@pytest.fixture(scope="module")
+def cluster(ray_nodes):
+    """The address of a Ray cluster of three nodes."""
+    with ray_nodes(count=3, cpus=3) as address:
+        yield address
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory):
     """The folder, with the data prepared and the base model trained."""

@@ -1,4 +1,4 @@
-"""The quickstart with vLLM as its engine, from the documented commands."""
+"""The quickstart with vLLM as its engine, from the documented commands, and on a cluster."""
 
 import json
 import subprocess
@@ -34,3 +34,20 @@ def test_the_quickstart_learns_from_vllms_answers(tmp_path):
     steps = lines[1:]
     assert all(line["rollout_corr/weight/max"] <= 2 for line in steps)
     assert max(line["training/rollout_probs_diff_max"] for line in steps) < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_vllm_samples_on_a_node_of_its_own(cluster, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/quickstart.yaml"]
+    command += [f"cluster.address={cluster}", "cluster.devices=2", "rollout.nodes=1", "steps=3"]
+    command += ["rollout.engine=vllm", "model.path=configs/quickstart", "model.random_init=true"]
+    command += ["model.warm_start=null", "validation.before=false"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with Path(tmp_path, "runs/quickstart/metrics.jsonl").open() as file:
+        lines = [json.loads(line) for line in file]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert max(line["training/rollout_probs_diff_max"] for line in lines) < 1e-4
+    assert all(line["perf/moved_gb"] > 0 for line in lines)

@@ -1,0 +1,83 @@
+"""Where the processes of a job on a cluster leave what others look for."""
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+
+class Board:
+    """An asynchronous Ray actor: what the first process shows, counts, and where weights lie.
+
+    Weights themselves stay in the object stores of the nodes; the board has references to them.
+
+    Args:
+        processes: that train, each of which publishes its parts of the weights.
+    """
+
+    def __init__(self, processes: int) -> None:
+        """Know nothing."""
+        self._processes = processes
+        self._shown: list[tuple[str, tuple[Any, ...]]] = []
+        self._failure: tuple[str, str] | None = None
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._push = -1
+        self._parts: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by bucket and process
+        self._changed = asyncio.Condition()
+
+    async def show(self, method: str, *arguments: Any) -> None:
+        """Keep a call of a display's method until the launcher takes it."""
+        self._shown.append((method, arguments))
+
+    async def take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """Return what was shown since the last time."""
+        found, self._shown = self._shown, []
+        return found
+
+    async def fail(self, error: tuple[str, str]) -> None:
+        """Note the error for which a process ends: its class and its text. The first one counts."""
+        self._failure = self._failure or error
+
+    async def failure(self) -> tuple[str, str] | None:
+        """Return that error."""
+        return self._failure
+
+    async def count(self, name: str, more: int = 1) -> None:
+        """Add to a count."""
+        self._counts[name] += more
+
+    async def counts(self) -> dict[str, int]:
+        """Return all counts."""
+        return dict(self._counts)
+
+    async def publish(self, push: int, bucket: int, process: int, reference: list[Any]) -> None:
+        """Note where a process's parts of a bucket lie; those of the push before are forgotten.
+
+        Args:
+            push: which one, from 0 on.
+            bucket: which part of the arrays.
+            process: which one this is.
+            reference: of the object store, in a list, else Ray would send the object itself.
+        """
+        async with self._changed:
+            if push > self._push:
+                self._push, self._parts = push, defaultdict(dict)
+            self._parts[bucket][process] = reference[0]
+            self._changed.notify_all()
+
+    async def parts(self, push: int, bucket: int) -> list[Any]:
+        """Return the references to a bucket's parts, as soon as all processes have published.
+
+        Raises:
+            LookupError: a later push has begun.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: (
+                    self._push > push
+                    or (self._push == push and len(self._parts[bucket]) == self._processes)
+                )
+            )
+            if self._push > push:
+                raise LookupError(f"push {push} is over, as push {self._push} has begun")
+            found = self._parts[bucket]
+            return [found[process] for process in sorted(found)]

@@ -1,0 +1,109 @@
+"""Why a job ended: an error that would come again, or a loss after which it can go on."""
+
+import jax
+import pytest
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayTaskError,
+)
+
+from jaxrl_llm.cluster import launch
+from jaxrl_llm.cluster.launch import Job, check_end
+from jaxrl_llm.cluster.placement import LostError
+from jaxrl_llm.functions import ConfigError, RunError
+
+
+class Board:
+    """A board on which a process may have left an error."""
+
+    def __init__(self, failure=None):
+        self.failure = self
+        self.found = failure
+
+    def remote(self):
+        return ("board", self.found)
+
+
+def raised(cause):
+    return RayTaskError("run", "its traceback", cause)
+
+
+LOST_OBJECT = ObjectLostError("0" * 40, None, "")
+CONNECTION = jax.errors.JaxRuntimeError("UNAVAILABLE: the connection was reset")
+MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Lets processes end as given, and returns what the launcher makes of it."""
+
+    def get(task, timeout=None):
+        if isinstance(task, tuple):
+            return task[1]
+        if isinstance(task, Exception):
+            raise task
+        if task == "running":
+            raise GetTimeoutError
+        return None
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(launch, "GRACE_S", 0.0)
+
+    def run(*tasks, failure=None):
+        check_end(Job(Board(failure), [], list(tasks)), tasks[0], list(tasks))
+
+    return run
+
+
+def test_one_that_has_done_its_work_is_no_reason(ended):
+    ended("done", ActorDiedError())
+
+
+@pytest.mark.parametrize("error", [ConfigError("a key"), RunError("a reward"), OSError("a disk")])
+def test_an_error_of_the_run_is_raised_as_it_was(ended, error):
+    with pytest.raises(type(error), match=str(error)):
+        ended(raised(error), "running")
+    with pytest.raises(type(error), match=str(error)):  # the others may end first
+        ended(raised(CONNECTION), raised(error))
+    with pytest.raises(type(error), match=str(error)):
+        ended(ActorDiedError(), raised(error))
+
+
+def test_a_bug_keeps_the_traceback_of_its_process(ended):
+    with pytest.raises(RayTaskError, match="its traceback"):
+        ended(raised(ZeroDivisionError("a bug")), "running")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ActorDiedError(),
+        OutOfMemoryError("the node has no memory"),
+        raised(CONNECTION),
+        raised(LOST_OBJECT),
+        raised(ActorDiedError()),
+    ],
+    ids=lambda error: type(getattr(error, "cause", error)).__name__,
+)
+def test_a_process_that_is_gone_is_a_loss(ended, error):
+    with pytest.raises(LostError, match="a training process was lost"):
+        ended(error, "running")
+
+
+def test_the_reason_of_one_that_could_not_end_is_on_the_board(ended):
+    with pytest.raises(ConfigError, match="a key"):
+        ended(ActorDiedError(), "running", failure=("ConfigError", "a key"))
+    with pytest.raises(RunError, match="a reward") as caught:
+        ended(ActorDiedError(), "running", failure=("RunError", "a reward"))
+    assert not isinstance(caught.value, LostError)
+
+
+@pytest.mark.parametrize("tasks", [(raised(MEMORY), "running"), (raised(CONNECTION),)])
+def test_an_error_of_the_devices_would_come_again(ended, tasks):
+    """Where there is no memory, or nobody else to lose."""
+    with pytest.raises(RayTaskError):
+        ended(*tasks)

@@ -1,0 +1,103 @@
+"""What a job asks a cluster for, and what it refuses."""
+
+import pytest
+
+from jaxrl_llm.cluster.hosts import Machine
+from jaxrl_llm.cluster.launch import check_answers, connected
+from jaxrl_llm.cluster.placement import check_alike, requirements
+from jaxrl_llm.config import build
+from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.sharding.processes import find_membership
+
+GPU_NODES = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}] * 4
+CPU_NODES = [{"Alive": True, "Resources": {"CPU": 4.0}}] * 4
+
+
+def config(cluster, **rollout):
+    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    tree |= {"reward": {"scorer": "arithmetic"}, "cluster": cluster, "rollout": rollout}
+    return build(TrainConfig, tree)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout", "nodes", "wanted", "devices"),
+    [
+        ({"nodes": 2}, {}, GPU_NODES, [{"CPU": 1, "GPU": 8}] * 2, (8, 8)),
+        ({"nodes": 1, "devices": 4}, {}, GPU_NODES, [{"CPU": 1, "GPU": 4}], (4, 8)),
+        (
+            {"nodes": 1, "processes_per_node": 8, "cpus": 4},
+            {"nodes": 2, "devices": 2},
+            GPU_NODES,
+            [{"CPU": 32, "GPU": 8}] + [{"CPU": 4, "GPU": 2}] * 2,
+            (1, 2),
+        ),
+        ({"nodes": 2, "devices": 4}, {"nodes": 1}, CPU_NODES, [{"CPU": 1}] * 3, (4, 1)),
+    ],
+)
+def test_needs(cluster, rollout, nodes, wanted, devices):
+    run = config(cluster, **rollout)
+    found = requirements(run, run.cluster, nodes)
+    assert found.nodes == wanted
+    assert found.devices == devices
+
+
+def test_processes_take_over_what_the_libraries_read(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SECRET", "x")
+    run = config({"nodes": 1, "devices": 4, "env": {"A": 1}}, nodes=1, devices=2)
+    on_cpus = requirements(run, run.cluster, CPU_NODES)
+    found = on_cpus.settings(run.cluster).environment
+    assert {"NCCL_DEBUG": "INFO", "A": "1", "JAX_NUM_CPU_DEVICES": "4"}.items() <= found.items()
+    assert "SECRET" not in found
+    engines = on_cpus.settings(run.cluster, run).environment
+    assert engines["JAX_NUM_CPU_DEVICES"] == "2"
+    assert find_membership({"SLURM_STEP_NUM_TASKS": "4", **engines}).total == 1
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    on_gpus = requirements(run, run.cluster, GPU_NODES)
+    assert "JAX_PLATFORMS" not in on_gpus.settings(run.cluster, run).environment
+    vllm = config({"nodes": 1}, nodes=1, engine="vllm")  # the sidecars have the GPUs
+    assert on_gpus.settings(vllm.cluster, vllm).environment["JAX_PLATFORMS"] == "cpu"
+
+
+def test_nodes_with_other_versions_are_refused():
+    one = Machine("a" * 56, "10.0.0.1", 1, 1, {"python": "3.11.7", "jax": "0.10.2"})
+    other = one._replace(node="b" * 56, address="10.0.0.2", versions=one.versions | {"jax": "0.11"})
+    check_alike([one, one])
+    with pytest.raises(ConfigError, match=r"jax is 0.10.2 on 10.0.0.1 .* but 0.11 on 10.0.0.2"):
+        check_alike([one, one, other])
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "host:port"])
+def test_a_wrong_address_is_refused(address):
+    with pytest.raises(ConfigError, match=f"cluster.address='{address}'"):
+        check_answers(address)
+
+
+def test_several_nodes_need_a_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = config({"nodes": 2})
+    with pytest.raises(ConfigError, match="this machine is one node"), connected(run.cluster, 2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout", "said"),
+    [
+        (None, {"nodes": 1}, "rollout.nodes=1 needs a cluster"),
+        ({}, {"devices": 1}, "rollout.devices=1 is of engines"),
+        ({"nodes": 0}, {}, "cluster.nodes=0, wanted 1 or more"),
+        ({"restarts": -1}, {}, "cluster.restarts=-1, wanted 0 or more"),
+        ({"stall_timeout_s": 0}, {}, "cluster.stall_timeout_s=0.0, wanted a number above 0"),
+        ({"nodes": 4, "reward_tasks": 2}, {}, "reward_tasks=2, wanted a multiple of the 4"),
+        ({"nodes": 2}, {"engine": "vllm"}, "there are 2 training processes"),
+        (
+            {"nodes": 1},
+            {"engine": "vllm", "nodes": 1, "devices": 2, "vllm": {"sidecars": 3}, "slots": 6},
+            "the sidecars of rollout.vllm take 3",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(cluster, rollout, said):
+    with pytest.raises(ConfigError, match=said):
+        config(cluster, **rollout)

@@ -1,0 +1,149 @@
+"""Weights from one layout to another, through pieces that processes publish."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+import ray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.cluster import weights
+from jaxrl_llm.cluster.board import Board
+from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, plan
+from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare, initialize
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.sharding.mesh import make_mesh
+
+SPEC = ModelSpec(
+    vocab_size=96,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_width=32,
+    ff_width=96,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=512,
+)
+PARTS = [(), ("data",), ("fsdp",), ("data", "fsdp"), (("data", "fsdp"),), (None, "tensor")]
+
+
+@pytest.mark.parametrize("source", PARTS, ids=str)
+@pytest.mark.parametrize("target", PARTS, ids=str)
+def test_pieces_of_any_layout_make_boxes_of_any_other(source, target):
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    whole = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
+    sent = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*source)))
+    pieces = own_pieces(sent, np.dtype(np.float32))
+    assert sum(piece.values.size for piece in pieces) == whole.size  # each number once
+    wanted = NamedSharding(mesh, PartitionSpec(*target)).addressable_devices_indices_map((8, 12))
+    for index in wanted.values():
+        bounds = weights.bounds_of(index, whole.shape)
+        found = assemble(pieces, bounds, np.dtype(np.float32), "w")
+        np.testing.assert_array_equal(found, whole[index])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [Piece(((0, 2),), np.ones(2, np.float32))],
+        [Piece(((0, 4),), np.ones(4, np.float16))],
+    ],
+)
+def test_what_does_not_come_is_an_error(pieces):
+    with pytest.raises(EngineError, match=r"of the weights w, \[\(0, 4\)\], [02] numbers"):
+        assemble(pieces, ((0, 4),), np.dtype(np.float32), "w")
+
+
+def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(monkeypatch):
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
+    found = plan(SPEC, "bfloat16")
+    assert [i for bucket in found.buckets for i in bucket] == list(range(len(found.shapes)))
+    assert found.dtypes == jax.tree.leaves(compute_dtypes(SPEC, "bfloat16"))
+    assert found.shapes == [a.shape for a in jax.tree.leaves(declare(SPEC))]
+    sizes = [np.prod(s) * d.itemsize for s, d in zip(found.shapes, found.dtypes, strict=True)]
+    assert len(found.buckets) > 2
+    assert all(sum(sizes[i] for i in bucket[:-1]) < 10_000 for bucket in found.buckets)
+
+
+class Reference:
+    """What `ray.put` and remote calls return."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def future(self):
+        return self
+
+    def result(self):
+        return self.value
+
+
+class Remote:
+    """A board in this process behind a handle's interface."""
+
+    def __init__(self, board):
+        self.board = board
+
+    def __getattr__(self, name):
+        method = getattr(self.board, name)
+
+        class Method:
+            @staticmethod
+            def remote(*arguments):
+                return Reference(asyncio.run(method(*arguments)))
+
+        return Method
+
+
+def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(ray, "put", Reference)
+    monkeypatch.setattr(ray, "get", lambda reference: reference.value)
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
+    board, of = Remote(Board(1)), plan(SPEC, "bfloat16")
+    mesh = make_mesh({"data": 2, "fsdp": 4})
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    params = jax.tree.map(
+        lambda a: jax.device_put(a, split if a.ndim and a.shape[0] % 4 == 0 else None),
+        initialize(SPEC, key=jax.random.key(0)),
+    )
+    held = weights.publish(board, params, of, push=0, process=0)
+    assert len(held) == len(of.buckets)
+    like = declare(SPEC)
+    home = NamedSharding(mesh, PartitionSpec())
+    for shardings in (None, jax.tree.map(lambda _: home, like)):
+        found, total = weights.collect(board, of, shardings, push=0, like=like)
+        kinds = compute_dtypes(SPEC, "bfloat16")
+        jax.tree.map(
+            lambda a, b, kind: np.testing.assert_array_equal(np.asarray(a), b.astype(kind)),
+            found,
+            params,
+            kinds,
+        )
+        assert total == sum(np.asarray(a).nbytes for a in jax.tree.leaves(found))
+
+
+def test_a_board_waits_for_all_processes_and_forgets_old_pushes():
+    async def run():
+        board = Board(2)
+        await board.publish(0, 0, 1, ["b"])
+        waiting = asyncio.create_task(board.parts(0, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await board.publish(0, 0, 0, ["a"])
+        assert await waiting == ["a", "b"]
+        late = asyncio.create_task(board.parts(0, 1))
+        await board.publish(1, 0, 0, ["c"])
+        with pytest.raises(LookupError, match="push 0 is over"):
+            await late
+        await board.count("engines")
+        await board.show("line", "x")
+        assert await board.counts() == {"engines": 1}
+        assert await board.take() == [("line", ("x",))]
+        assert await board.take() == []
+
+    asyncio.run(run())
