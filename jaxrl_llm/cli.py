@@ -117,7 +117,7 @@ def _report(error: Exception, status: int) -> int:
 
 def _help_lines(cls: type) -> list[str]:
     lines = []
-    for key, default, meaning in describe(cls):
+    for key, default, meaning in describe(cls, optional=True):
         shown = default if default == "(required)" else f"(default {default})"
         lines.append(f"  {key}  {shown}\n      {meaning}")
     return lines

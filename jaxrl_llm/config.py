@@ -238,17 +238,22 @@ def changes(before: Any, after: Any, prefix: str = "") -> list[str]:
     return [] if before == after else [f"{prefix}: {before} -> {after}"]
 
 
-def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
+def describe(cls: type, prefix: str = "", *, optional: bool = False) -> list[tuple[str, str, str]]:
     """Return (key, default, meaning) for every key of a config, in order.
 
     A default is YAML on one line; a key without one has "(required)" in its place.
+
+    Args:
+        cls: of the config.
+        prefix: of the keys.
+        optional: also the keys of groups that are null by default.
     """
     rows = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
-            rows += describe(typing.cast(type, hint), f"{prefix}{field.name}.")
+            rows += describe(typing.cast(type, hint), f"{prefix}{field.name}.", optional=optional)
             continue
         if field.default is not dataclasses.MISSING:
             default = _one_line(field.default)
@@ -257,6 +262,9 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
         else:
             default = "(required)"
         rows.append((prefix + field.name, default, field.metadata["help"]))
+        for group in typing.get_args(hint) if optional else ():
+            if dataclasses.is_dataclass(group) and group is not FunctionSpec:
+                rows += describe(typing.cast(type, group), f"{prefix}{field.name}.", optional=True)
     return rows
 
 
