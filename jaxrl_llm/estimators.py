@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import stdtrit
 
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 
 LEVEL = 0.95
 """Of the intervals."""

@@ -20,7 +20,7 @@ from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import EvaluateConfig, SftMeshConfig
 from jaxrl_llm.policy import Policy, open_engine, read_policy
 from jaxrl_llm.report import answer_rows, write_rows
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_scorer
 from jaxrl_llm.setup import blamed_on, open_layout, quiet_libraries, write_text
 from jaxrl_llm.sharding import processes

@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_s
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.dataflow import call, describe
 from jaxrl_llm.functions import RunError
-from jaxrl_llm.rewards.pool import SCORER, Score
+from jaxrl_llm.rewards.runner import SCORER, Score
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.types import Batch, Completion, Request, Sampling
 

@@ -54,7 +54,6 @@ from jaxrl_llm.setup import (
     digest,
     forward_settings,
     made_once,
-    open_layout,
     open_layouts,
     open_model,
     packed_shape,
@@ -125,7 +124,7 @@ def build(
     train, validation = read_prompts(config, tokenizer)
     shape_on = functools.partial(microbatch_shape, config, model.spec)
     roles, trainees = make_roles(config, functions, model, layouts, shape_on)
-    engine = make_engine(config, model.spec, folder)
+    engine = make_engine(config, model.spec, layouts.rollout, folder)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     judge = (
@@ -237,7 +236,7 @@ def imbalance_of(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
     return found | {"perf/padding": padding(sizes, batches, shape)}
 
 
-def make_engine(config: TrainConfig, spec: ModelSpec, folder: Path) -> Engine:
+def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
     """Build the engine that the config names, here or on nodes of its own."""
     place = member.current()
     if place is not None and place.hosts:
@@ -249,17 +248,17 @@ def make_engine(config: TrainConfig, spec: ModelSpec, folder: Path) -> Engine:
             dtype=config.model.dtype,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         )
-    return local_engine(config, spec, folder)
+    return local_engine(config, spec, layout, folder)
 
 
-def local_engine(config: TrainConfig, spec: ModelSpec, folder: Path) -> Engine:
+def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
     """Build the engine on this process's devices; vLLM's begins to start, and writes to the folder.
 
     Raises:
         ConfigError: there can be no such engine here.
     """
     if config.rollout.engine == "native":
-        return native_engine(config, spec, open_layout(config.mesh, "rollout", config.mesh.rollout))
+        return native_engine(config, spec, layout)
     if processes.count() > 1:
         raise ConfigError(
             f"rollout.engine is vllm, but the run has {processes.count()} training processes: "

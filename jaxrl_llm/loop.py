@@ -29,7 +29,7 @@ from jaxrl_llm.metrics import (
 )
 from jaxrl_llm.objective import LossError, per_token
 from jaxrl_llm.profiling import Profiler
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.roles import Role
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.sharding import processes

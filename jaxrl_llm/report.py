@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.experience import Rollouts
 from jaxrl_llm.metrics import Display
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 
 
 def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.estimators import best_at, majority_at, read_scores
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 
 
 def by_source(

@@ -140,6 +140,27 @@ def _missing_bytes(move: Move) -> int:
     return missing * move.new.itemsize
 
 
+def cut(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Group items in their order, each group ending as soon as it has `most` bytes.
+
+    Args:
+        sizes: bytes of each item.
+        most: bytes; one item more at most.
+
+    >>> list(cut([3, 1, 4, 1], most=4))
+    [[0, 1], [2], [3]]
+    """
+    bucket, held = [], 0
+    for number, size in enumerate(sizes):
+        bucket.append(number)
+        held += size
+        if held >= most:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
 def _buckets(moves: Sequence[Move], bucket_bytes: int) -> Iterator[list[int]]:
     """Group the moves; equal ones are neighbours, so that the groups' programs repeat."""
     first: dict[Move, tuple[Any, ...]] = {}

@@ -18,7 +18,7 @@ from jaxrl_llm.experience import (
     sample,
     with_scores,
 )
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.types import Completion, Request, Sampling
 

@@ -10,7 +10,7 @@ from jaxrl_llm.functions import ConfigError, FunctionSpec
 from jaxrl_llm.job import Functions, check_sources, make_sampler, warm_start
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.loop import extra_metrics
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.types import Completion, Receipt, Sampling
 
 

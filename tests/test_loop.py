@@ -12,7 +12,7 @@ from jaxrl_llm.experience import Rollouts, lay_out, with_scores
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.loop import Job, assess, gather
 from jaxrl_llm.metrics import Clock
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.types import Completion
 
 LIMIT = 10.0  # seconds

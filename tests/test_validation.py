@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rewards.pool import Score
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.validation import headline, validation_metrics
 
 

@@ -210,7 +210,7 @@ class EngineHost(_Process):
         from jaxrl_llm.models.hf_config import read_spec
         from jaxrl_llm.models.lora import without_adapter
         from jaxrl_llm.runs import compiled_into
-        from jaxrl_llm.setup import quiet_libraries
+        from jaxrl_llm.setup import open_layout, quiet_libraries
         from jaxrl_llm.sharding import processes
 
         quiet_libraries()
@@ -221,4 +221,5 @@ class EngineHost(_Process):
         if config.compilation_cache:
             self._opened.enter_context(compiled_into(folder.resolve() / "compilation"))
         spec = without_adapter(read_spec(config.model.path))
-        return local_engine(config, spec, folder)
+        layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
+        return local_engine(config, spec, layout, folder)

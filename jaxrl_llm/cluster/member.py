@@ -74,8 +74,8 @@ def reporting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        member = current()
-        if member is not None and not type(error).__module__.startswith(("jax", "ray.")):
+        member, origin = current(), type(error).__module__.partition(".")[0]
+        if member is not None and origin not in ("jax", "jaxlib", "ray"):
             import ray
 
             kind = "ConfigError" if isinstance(error, ConfigError) else "RunError"

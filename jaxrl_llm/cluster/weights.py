@@ -7,7 +7,7 @@ part of the model and a bucket of arrays, never all of it, unless a device holds
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Sharding
 
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.sharding.reshard import cut
 
 BUCKET_BYTES = 2**28
 
@@ -55,19 +56,7 @@ def plan(spec: ModelSpec, dtype: str) -> Plan:
     shapes = [tuple(array.shape) for array in jax.tree.leaves(declare(spec))]
     kinds = [np.dtype(kind) for kind in jax.tree.leaves(compute_dtypes(spec, dtype))]
     sizes = [math.prod(s) * k.itemsize for s, k in zip(shapes, kinds, strict=True)]
-    return Plan(shapes, kinds, list(_cut(sizes)))
-
-
-def _cut(sizes: Sequence[int]) -> Iterator[list[int]]:
-    bucket, held = [], 0
-    for number, size in enumerate(sizes):
-        bucket.append(number)
-        held += size
-        if held >= BUCKET_BYTES:
-            yield bucket
-            bucket, held = [], 0
-    if bucket:
-        yield bucket
+    return Plan(shapes, kinds, list(cut(sizes, BUCKET_BYTES)))
 
 
 def own_pieces(array: jax.Array, dtype: np.dtype) -> list[Piece]:

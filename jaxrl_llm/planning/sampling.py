@@ -183,7 +183,7 @@ class Generation(NamedTuple):
 def generate(
     lengths: np.ndarray, *, prompt: int, most: int, group: int, engines: int, slots: int, pace: Pace
 ) -> Generation:
-    """Simulate engines that share the answers to a batch of prompts as `rollout.vllm` does.
+    """Simulate engines that share the answers to a batch of prompts as `rollout.routing` says.
 
     Args:
         lengths: tokens of each answer, those to one prompt beside each other.

@@ -18,7 +18,7 @@ from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes, declare
 from jaxrl_llm.objective import Forward, hidden_states
-from jaxrl_llm.rewards.pool import SCORER, RewardError, Score
+from jaxrl_llm.rewards.runner import SCORER, RewardError, Score
 from jaxrl_llm.rewards.worker import shorten
 from jaxrl_llm.setup import blamed_on, read_model
 from jaxrl_llm.sharding import processes

@@ -27,7 +27,6 @@ from jaxrl_llm.rewards.runner import (
     Outcomes,
     RewardError,
     RewardRunner,
-    Score,  # noqa: F401
     check_open,
     chunk_size,
 )
@@ -36,7 +35,6 @@ from jaxrl_llm.rewards.worker import Outcome, RewardItem, evaluate, failed
 START_SECONDS = 120.0  # for a worker to come up: importing the user's module may be slow
 GIVE_UP_SECONDS = 10.0  # after its time-out, a worker that nobody killed ends itself
 LONGEST_WAIT = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
-SCORER = "scorer"  # a scorer's own score among what it reports, where a reward model scores
 ROOT = str(Path(__file__).parents[2])  # where this package was imported from
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"

@@ -16,6 +16,7 @@ from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_scorer, shorten
 log = logging.getLogger(__name__)
 
 LARGEST_CHUNK = 16
+SCORER = "scorer"  # a scorer's own score among what it reports, where a reward model scores
 Outcomes = Generator[tuple[int, Outcome], None, None]
 
 

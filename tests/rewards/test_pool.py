@@ -17,7 +17,9 @@ import pytest
 
 from jaxrl_llm.functions import ConfigError, FunctionSpec
 from jaxrl_llm.rewards import pool as pool_module
-from jaxrl_llm.rewards.pool import RewardError, RewardItem, RewardPool, Score
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.worker import RewardItem
 
 SCORERS = """
 import ctypes, os, re, subprocess, sys, time

@@ -3,7 +3,7 @@
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.models.hf import host_arrays
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.sharding.reshard import cut
 
 ALIGNMENT = 64
 BUCKET_BYTES = 2**28
@@ -54,7 +55,8 @@ class Parcel:
         kinds = jax.tree.leaves(compute_dtypes(spec, dtype))
         self._leaves = list(zip(jax.tree.leaves(declarations), kinds, strict=True))
         self.entries = list(_place(self._leaves))
-        self.buckets = list(_cut(self.entries))
+        groups = cut([entry.bytes for entry in self.entries], BUCKET_BYTES)
+        self.buckets = [[self.entries[i] for i in group] for group in groups]
         self.size = self.entries[-1].offset + self.entries[-1].bytes
         self.checksums: dict[str, int] = {}
         self.version: int | None = None
@@ -136,14 +138,3 @@ def _place(leaves: list[tuple[Any, Any]]) -> Iterator[Entry]:
             start = -(-end // ALIGNMENT) * ALIGNMENT
             yield Entry(name, kind.name, shape, start, size)
             end = start + size
-
-
-def _cut(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    bucket: list[Entry] = []
-    for entry in entries:
-        bucket.append(entry)
-        if entry.offset + entry.bytes - bucket[0].offset >= BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
