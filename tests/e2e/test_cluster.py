@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
 TOGETHER = ("cluster.nodes=2", "cluster.devices=4", "mesh.train={data: 2, fsdp: 4}")
 APART = ("cluster.nodes=1", "cluster.devices=4", "rollout.nodes=1", "rollout.devices=4")
+TWO_ENGINES = ("cluster.nodes=1", "cluster.devices=2", "rollout.nodes=2", "rollout.devices=2")
 QUICKLY = ("cluster.backoff_s=0.1", "cluster.start_timeout_s=180")
 EPOCH = ("steps=null", "rollout.dump_every=1")  # 64 prompts, 8 a step
 ACTORS = ("ray::TrainProcess", "ray::EngineHost", "ray::_score")
@@ -180,8 +181,7 @@ def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch
 
 def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undisturbed):
     """Killed while it samples: its requests are answered by the next, each once."""
-    words = ("cluster.nodes=1", "cluster.devices=2", "rollout.nodes=2", "rollout.devices=2")
-    words = (*EXACTLY, *words, *EPOCH)
+    words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
     wanted = undisturbed(*words)
     found = launch(*words)
     found.until(lambda: found.steps() >= 3)
@@ -243,16 +243,29 @@ def test_a_training_process_killed_in_a_save_lets_the_job_go_on(launch, undistur
 
 
 def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed):
-    words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
+    """An engine that stands still ends nothing, so that the training process waits for it."""
+    words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
     wanted = undisturbed(*words)
-    found = launch(*words, "cluster.stall_timeout_s=90")
+    found = launch(*words, "checkpoint.every=2", "cluster.stall_timeout_s=90")
     found.until(lambda: found.steps() >= 3)
-    os.kill(max(titles("ray::TrainProcess")), signal.SIGSTOP)
+    os.kill(max(titles("ray::EngineHost")), signal.SIGSTOP)
     check_same(found.ok(), wanted)
     assert counted(found.run_dir, "restarts")[-1] == 1
     said = found.text("err") + found.text("out")
     assert "there was no step for 90 s" in said
     assert re.search(r"Thread 0x\w+ .*most recent call first", said)
+
+
+def test_a_training_process_that_stands_still_is_lost_to_the_others(launch, undisturbed):
+    """Jax's processes miss its heartbeats within 100 s."""
+    words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
+    wanted = undisturbed(*words)
+    found = launch(*words)
+    found.until(lambda: found.steps() >= 3)
+    os.kill(max(titles("ray::TrainProcess")), signal.SIGSTOP)
+    check_same(found.ok(), wanted)
+    assert counted(found.run_dir, "restarts")[-1] == 1
+    assert "a training process was lost" in found.text("err")
 
 
 def test_a_job_that_is_lost_too_often_ends_with_the_reason(launch):
