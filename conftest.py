@@ -26,8 +26,9 @@ hypothesis.settings.load_profile("fixed")
 NODES = """
 import sys
 from ray.cluster_utils import Cluster
-count, cpus = map(int, sys.argv[1:])
-made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+count, cpus, port = map(int, sys.argv[1:])
+head = {"num_cpus": cpus, "include_dashboard": False, "ray_client_server_port": port or None}
+made = Cluster(initialize_head=True, head_node_args=head)
 for _ in range(count - 1):
     made.add_node(num_cpus=cpus)
 print("address", made.address, flush=True)
@@ -37,8 +38,8 @@ made.shutdown()
 
 
 @contextlib.contextmanager
-def _ray_nodes(count, cpus):
-    words = [sys.executable, "-c", NODES, str(count), str(cpus)]
+def _ray_nodes(count, cpus, client_port=0):
+    words = [sys.executable, "-c", NODES, str(count), str(cpus), str(client_port)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
         assert nodes.stdout is not None
         lines = iter(nodes.stdout.readline, "")
@@ -47,5 +48,8 @@ def _ray_nodes(count, cpus):
 
 @pytest.fixture(scope="session")
 def ray_nodes():
-    """Starts a Ray cluster of so many nodes, from a process that has no threads of jax to fork."""
+    """Starts a Ray cluster of so many nodes, from a process that has no threads of jax to fork.
+
+    It listens at `client_port`, if given, for `ray://`.
+    """
     return _ray_nodes

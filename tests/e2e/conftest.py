@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -209,10 +210,18 @@ class Workshop:
         }
 
 
+@pytest.fixture(scope="session")
+def client_port():
+    """Where Ray clusters listen for launchers that are not on a node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
-def cluster(ray_nodes):
+def cluster(ray_nodes, client_port):
     """The address of a Ray cluster of three nodes."""
-    with ray_nodes(count=3, cpus=3) as address:
+    with ray_nodes(count=3, cpus=3, client_port=client_port) as address:
         yield address
 
 

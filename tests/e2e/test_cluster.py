@@ -93,6 +93,12 @@ def launch(workshop, cluster):
         time.sleep(0.2)
 
 
+@pytest.fixture
+def launchers(client_port):
+    """Overrides for a launcher on a node of the cluster, and for one that is elsewhere."""
+    return {"a node": (), "a client": (f"cluster.address=ray://127.0.0.1:{client_port}",)}
+
+
 def titles(*wanted):
     """Return the processes whose titles begin so, by number."""
     rows = subprocess.run(
@@ -218,11 +224,17 @@ def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(workshop, launch, 
     assert counted(found.run_dir, "reward_retries")[-1] >= 1
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["the first", "the second"])
-def test_a_training_process_killed_in_a_step_lets_the_job_go_on(launch, undisturbed, number):
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [(0, "a node"), (1, "a node"), (1, "a client")],
+    ids=["the first", "the second", "the second, of a client's job"],
+)
+def test_a_training_process_killed_in_a_step_lets_the_job_go_on(
+    launch, undisturbed, launchers, number, launcher
+):
     words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
     wanted = undisturbed(*words)
-    found = launch(*words)
+    found = launch(*words, *launchers[launcher])
     found.until(lambda: found.steps() >= 4)
     os.kill(sorted(titles("ray::TrainProcess"))[number], signal.SIGKILL)
     check_same(found.ok(), wanted)
@@ -303,8 +315,9 @@ def test_an_error_of_the_run_is_the_launchers(workshop, launch):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_the_end_of_the_launcher_is_the_end_of_everything(launch, how):
-    found = launch(*TOGETHER, "steps=1000")
+@pytest.mark.parametrize("launcher", ["a node", "a client"])
+def test_the_end_of_the_launcher_is_the_end_of_everything(launch, launchers, launcher, how):
+    found = launch(*TOGETHER, "steps=1000", *launchers[launcher])
     found.until(lambda: found.steps() >= 2)
     found.process.send_signal(how)
     status = found.end(60)
