@@ -114,7 +114,7 @@ class VllmConfig:
         None, "interpreter that has vLLM; null takes the one of jaxrl_llm.rollout.vllm.setup"
     )
     sidecars: int = key(1, "processes, each with a copy of the model")
-    tensor_parallel: int = key(1, "GPUs that share a copy")
+    tensor_parallel: int = key(1, "GPUs that share a copy; on CPUs, processes")
     first_device: int | None = key(
         None, "the first GPU of the first sidecar, the others follow; null: all see all"
     )

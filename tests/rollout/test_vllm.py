@@ -122,6 +122,15 @@ def pid_of(engine, place=0):
     return engine._places[place].sidecar._process.pid
 
 
+def at_work(engine, requests):
+    """Sample in a thread; return it and where answers will be, when there are some, but not all."""
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
+    thread.start()
+    until(lambda: 0 < engine.stats().outstanding < len(requests))
+    return thread, found
+
+
 def alive_in(group):
     """Return the processes of a group that are not zombies."""
     found = subprocess.run(
@@ -293,11 +302,7 @@ def test_no_prefix_of_old_weights_is_used(engine):
     [answer] = engine.sample([ask(prompt=long)])
     wanted = logprobs_of(SECOND, long, answer.tokens)
     np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
-    found = []
-    requests = [ask(prompt=long, tokens=100, seed=seed) for seed in range(40)]
-    thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
-    thread.start()
-    time.sleep(0.5)
+    thread, found = at_work(engine, [ask(prompt=long, tokens=100, seed=i) for i in range(40)])
     engine.load(FIRST, version=2)
     thread.join(100)
     late = [answer for answer in found if set(answer.versions) == {2}]
@@ -397,13 +402,10 @@ def test_strangers_are_not_let_in(engine):
 
 @pytest.mark.parametrize("whom", ["the sidecar", "the model's process"])
 def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom):
-    requests = [ask(tokens=150, seed=i) for i in range(24)]
+    requests = [ask(tokens=150, seed=i) for i in range(40)]
     wanted = engine.sample(requests)
     killed, restarts = pid_of(engine), engine.stats().restarts
-    found = []
-    worker = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
-    worker.start()
-    time.sleep(0.5)
+    worker, found = at_work(engine, requests)
     names = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in alive_in(killed)}
     child = next(pid for name, pid in names.items() if "EngineCore" in name)
     os.kill(killed if whom == "the sidecar" else child, signal.SIGKILL)
@@ -412,6 +414,27 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     assert engine.stats().restarts == restarts + 1
     assert engine.stats().outstanding == 0
     until(lambda: not alive_in(killed))
+
+
+def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_path):
+    """Each takes its part of every push; the embeddings are tied."""
+    requests = [ask(tokens=100, seed=i) for i in range(40)]
+    with opened(tmp_path, tensor_parallel=2) as engine:
+        for version, params in enumerate((FIRST, SECOND)):
+            assert engine.load(params, version=version).version == version
+            wanted = engine.sample(requests)
+            for answer in wanted:
+                theirs = logprobs_of(params, PROMPT, answer.tokens)
+                np.testing.assert_allclose(answer.logprobs, theirs, atol=5e-5)
+        killed = pid_of(engine)
+        worker, found = at_work(engine, requests)
+        ranks = [p for p in alive_in(killed) if "Worker" in Path(f"/proc/{p}/cmdline").read_text()]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        worker.join(240)
+        assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
+        assert engine.stats().restarts == 1
+        until(lambda: not alive_in(killed))
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, monkeypatch):
@@ -433,17 +456,14 @@ def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, m
 @pytest.mark.parametrize("whom", ["all", "the model's process"])
 def test_a_sidecar_that_hangs_is_replaced(engine, whom):
     hung = pid_of(engine)
-    found = []
-    worker = threading.Thread(target=lambda: found.extend(engine.sample([ask(tokens=200, seed=8)])))
-    worker.start()
-    time.sleep(0.3)
+    worker, found = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
     for pid in alive_in(hung):
         if whom == "all" or pid != hung:
             os.kill(pid, signal.SIGSTOP)
     if whom != "all":  # another caller finds out first
         assert engine.load(FIRST, version=1).version == 1
     worker.join(240)
-    assert len(found[0].tokens) == 200
+    assert [len(answer.tokens) for answer in found] == [200] * 40
     assert pid_of(engine) != hung
     until(lambda: not alive_in(hung))
 

@@ -68,10 +68,10 @@ def environment(config: VllmConfig, number: int, *, cpu: bool) -> dict[str, str]
     if config.tensor_parallel == 1:
         found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if cpu:
-        cores = os.cpu_count() or 1
+        share = (os.cpu_count() or 1) // (config.sidecars * config.tensor_parallel)
         found |= {
             # more threads than idle cores make it ten times as slow
-            "OMP_NUM_THREADS": str(max(1, cores // 2 // config.sidecars)),
+            "OMP_NUM_THREADS": str(max(1, share // 2)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",
         }
