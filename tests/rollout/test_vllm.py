@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.vllm import process, push
+from jaxrl_llm.rollout.vllm import parcel, process, push
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import HOME
 from jaxrl_llm.sharding.checksum import checksum
@@ -61,7 +62,7 @@ def draw(seed):
     return jax.tree.map(lambda leaf: 8 * leaf if leaf.ndim > 1 and leaf.size > 500 else leaf, drawn)
 
 
-FIRST, SECOND = draw(0), draw(1)
+FIRST, SECOND, THIRD = draw(0), draw(1), draw(2)
 
 
 @jax.jit
@@ -392,6 +393,85 @@ def test_a_push_that_fails_is_an_error_and_the_next_one_repairs(engine, monkeypa
     engine.load(SECOND, version=2)
     [found] = engine.sample([ask()])
     np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+
+
+def cut_short(write, count, error):
+    """Return a parcel's `write` that ends with an error after some buckets."""
+
+    def short(params, version):
+        yield from itertools.islice(write(params, version), count)
+        raise error
+
+    return short
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
+    """Wherever it ended: in the trainer, or with an array that one or all ranks do not know."""
+    monkeypatch.setattr(parcel, "BUCKET_BYTES", 2**13)  # less than any matrix
+    with opened(tmp_path, tensor_parallel=ranks) as engine:
+        engine.load(FIRST, version=0)
+        sent, write, tell = engine._parcel, engine._parcel.write, push._told
+        assert len(sent.buckets) > 12
+
+        def repairs(version):
+            params = (FIRST, SECOND)[version % 2]
+            engine.load(params, version=version)
+            for answer in engine.sample([ask(seed=i) for i in range(2)]):
+                wanted = logprobs_of(params, PROMPT, answer.tokens)
+                np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+                assert set(answer.versions) == {version}
+
+        for count in range(1, len(sent.buckets)):
+            short = cut_short(write, count, OSError("the host's memory is full"))
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="memory is full"):
+                patch.setattr(sent, "write", short)
+                engine.load(THIRD, version=100)
+            repairs(count)
+        for version, part in enumerate(("0.self_attn.k_proj", "1.mlp.up_proj", "norm"), 200):
+            renamed = f"{part}.weight"
+
+            def other(entries, renamed=renamed):
+                return tell(e._replace(name=e.name.replace(renamed, "x.weight")) for e in entries)
+
+            with monkeypatch.context() as patch, pytest.raises(EngineError, match="no module or"):
+                patch.setattr(push, "_told", other)
+                engine.load(THIRD, version=100)
+            repairs(version)
+        assert engine.stats().restarts == 0
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, sleep):
+    """Neither by `resume` nor by `wake`, until a push works."""
+    monkeypatch.setattr(parcel, "BUCKET_BYTES", 2**13)
+    with opened(tmp_path, sleep=sleep) as engine:
+        engine.load(FIRST, version=0)
+        worker, found = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
+        if sleep:
+            engine.sleep()
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+            patch.setattr(
+                engine._parcel, "write", cut_short(engine._parcel.write, 5, OSError("full"))
+            )
+            engine.load(SECOND, version=1)
+        (engine.wake if sleep else engine.resume)()
+        sidecar, before = engine._places[0].sidecar, engine.stats().outstanding
+        time.sleep(1.5)
+        generated = sidecar._progress["generated"]
+        time.sleep(1.5)
+        assert sidecar._progress["generated"] == generated
+        assert engine.stats().outstanding == before > 0
+        engine.load(SECOND, version=2)
+        worker.join(100)
+        assert len(found) == 40
+        for answer in found:
+            assert set(answer.versions) <= {0, 2}
+            first = int(np.sum(answer.versions == 0))
+            for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
+                wanted = logprobs_of(params, PROMPT, answer.tokens)[part]
+                np.testing.assert_allclose(answer.logprobs[part], wanted, atol=5e-5)
+        assert engine.stats().restarts == 0
 
 
 def test_strangers_are_not_let_in(engine):

@@ -182,12 +182,10 @@ class VllmEngine:
         with self._loading:
             with self._state:
                 self._has_weights = True
-                group = Group({p.number: p.sidecar for p in self._places if p.sidecar})
+                group = self._group()
                 for place in self._places:
                     place.held = None
             try:
-                if self._asleep:
-                    group.ask("wake", tags=["weights"])
                 self._push(group, self._parcel.write(params, version), version)
             except BaseException:
                 self._parcel.version, self._has_weights = None, False
@@ -200,13 +198,13 @@ class VllmEngine:
         """Freeze what runs until `resume`; it keeps its cache."""
         with self._loading:
             self._paused = True
-            self._tell_all("pause")
+            self._group().ask("pause")
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Go on after `pause` or `sleep`; after a push that failed, when the next one works."""
         with self._loading:
-            self._paused = False
-            self._tell_all("resume")
+            self._paused = self._asleep = False
+            self._group(lambda place: place.held is not None).ask("resume")
 
     def sleep(self) -> None:
         """Pause; with `sleep` in the config, free the devices' memory, too."""
@@ -214,15 +212,11 @@ class VllmEngine:
             self.pause()
             if self._config.sleep and not self._asleep:
                 self._asleep = True
-                self._tell_all("sleep")
+                self._group().ask("sleep")
 
     def wake(self) -> None:
         """Take the memory again, and resume."""
-        with self._loading:
-            if self._asleep:
-                self._asleep = False
-                self._tell_all("wake", tags=None)
-            self.resume()
+        self.resume()
 
     def close(self) -> None:
         """End the sidecars; requests without an answer fail with EngineError."""
@@ -385,14 +379,13 @@ class VllmEngine:
             with self._state:
                 place.sidecar, place.held = sidecar, None
                 self._state.notify_all()
-            version = self._parcel.version
+            group, version = Group({place.number: sidecar}), self._parcel.version
             if version is not None:
-                group = Group({place.number: sidecar})
                 self._push(group, self._parcel.buckets, version)
-                if self._asleep:
-                    group.ask("sleep")
-                if not group.members:
-                    raise SidecarLost("the vLLM sidecar was lost while it got its weights")
+            if self._asleep:
+                group.ask("sleep")
+            if not group.members:
+                raise SidecarLost("the vLLM sidecar was lost while it got its weights")
 
     def _push(self, group: Group, buckets: Any, version: int) -> None:
         """Push to sidecars, and let them go on; one that is lost is left to its keeper."""
@@ -411,12 +404,10 @@ class VllmEngine:
                         self._send(place, asked)
             self._state.notify_all()
 
-    def _tell_all(self, op: str, **fields: Any) -> None:
-        """Let all sidecars do something; one that is lost will do it when it is there again."""
-        for place in self._places:
-            if place.sidecar is not None:
-                with contextlib.suppress(SidecarLost):
-                    place.sidecar.ask(op, **fields)()
+    def _group(self, chosen: Callable[[_Place], bool] = lambda _: True) -> Group:
+        """Return the sidecars that run, of chosen places; who takes over is told by its keeper."""
+        found = {p.number: sidecar for p in self._places if (sidecar := p.sidecar) and chosen(p)}
+        return Group(found)
 
     def _await(self, ready: Callable[[], bool]) -> None:
         """Wait until something holds, or the engine has failed."""

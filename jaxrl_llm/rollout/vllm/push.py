@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.rollout.vllm.parcel import Entry, Parcel
-from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
+from jaxrl_llm.rollout.vllm.process import RefusedError, Sidecar, SidecarLost
 
 
 class Group:
@@ -38,12 +38,16 @@ class Group:
                 del self.members[number]
 
         def finish() -> list[Any]:
-            found = []
+            found, refusals = [], []
             for number, wait in waits.items():
                 try:
                     found.append(wait())
                 except SidecarLost:
                     self.members.pop(number, None)
+                except RefusedError as error:  # raised when all have answered
+                    refusals.append(error)
+            if refusals:
+                raise refusals[0]
             return found
 
         return finish
@@ -69,7 +73,7 @@ def push(
     through = "memory"
     if not all(sidecar.shared for sidecar in group.members.values()):
         through = "connection"
-    group.ask("start", through=through)
+    _check(parcel, group.ask("start", through=through))
     before: Callable[[], list[Any]] = list
     for bucket in buckets:  # each is written while the one before is taken
         _check(parcel, before())
@@ -87,7 +91,9 @@ def _told(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     return [entry._asdict() for entry in entries]
 
 
-def _check(parcel: Parcel, echoes: Iterable[list[dict[str, int]]]) -> None:
-    for ranks in echoes:
+def _check(parcel: Parcel, answers: Iterable[list[dict[str, Any]]]) -> None:
+    for ranks in answers:
         for rank in ranks:
-            parcel.check(rank)
+            if "error" in rank:
+                raise RefusedError(f"vLLM: {rank['error']}")
+            parcel.check(rank["found"])

@@ -40,6 +40,7 @@ class Sidecar:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.received: int | None = None  # memory for weights that come through the connection
         self.path = ""  # of the memory that has the weights
+        self.freed: list[str] = []  # of vLLM's memory, on the devices
         self._sending = threading.Lock()
 
     def tell(self, **message: Any) -> None:
@@ -160,32 +161,36 @@ class Sidecar:
         return True
 
     async def on_resume(self, message: dict[str, Any]) -> bool:
-        """Go on."""
+        """Go on, with all memory."""
+        await self._take_again(list(self.freed))
         await self.engine.resume_generation()
         return True
 
     async def on_sleep(self, message: dict[str, Any]) -> bool:
         """Free the devices' memory; the weights wait in the host's."""
         await self.engine.sleep(level=1, mode="keep")
+        self.freed = ["weights", "kv_cache"]
         return True
 
-    async def on_wake(self, message: dict[str, Any]) -> bool:
-        """Take the devices' memory again, for some of what was there."""
-        await self.engine.wake_up(message["tags"])
-        return True
+    async def _take_again(self, freed: list[str]) -> None:
+        """Take memory again; vLLM goes on when it has all of it."""
+        if freed:
+            await self.engine.wake_up(freed)
+            self.freed = [tag for tag in self.freed if tag not in freed]
 
-    async def on_start(self, message: dict[str, Any]) -> bool:
-        """Get ready for weights; nothing may run meanwhile."""
+    async def on_start(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Get ready for weights; nothing may run meanwhile. Return each rank's answer."""
+        if "weights" in self.freed:
+            await self._take_again(["weights"])
         self.path = self.settings["map"]
         if message["through"] == "connection":
             if self.received is None:
                 self.received = os.memfd_create("jaxrl-received")
                 os.posix_fallocate(self.received, 0, self.settings["map_bytes"])
             self.path = f"/proc/{os.getpid()}/fd/{self.received}"
-        await self.engine.collective_rpc("jaxrl_start")
-        return True
+        return await self.engine.collective_rpc("jaxrl_start")
 
-    async def on_take(self, message: dict[str, Any]) -> list[dict[str, int]]:
+    async def on_take(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Take a bucket of weights; return each rank's checksums of what it received."""
         if message["data"]:
             assert self.received is not None
@@ -195,11 +200,13 @@ class Sidecar:
                 rest, offset = rest[written:], offset + written
         return await self.engine.collective_rpc("jaxrl_take", args=(self.path, message["entries"]))
 
-    async def on_finish(self, message: dict[str, Any]) -> list[dict[str, int]]:
+    async def on_finish(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Use the weights; return each rank's checksums of what it can still read."""
         found = await self.engine.collective_rpc(
             "jaxrl_finish", args=(self.path, message["entries"])
         )
+        if any("error" in rank for rank in found):
+            return found
         # no prefix of old weights is left: what runs is read again
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not empty its cache of prefixes")

@@ -5,12 +5,13 @@ the model, as its `worker_extension_cls`.
 """
 
 import ctypes
+import functools
 import logging
 import mmap
-import os
 import signal
+import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,26 @@ class TrainersSampler(Sampler):
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
+def answered(
+    method: Callable[..., dict[str, int]],
+) -> Callable[..., dict[str, Any]]:
+    """Let a worker's method answer with what it `found` or with its `error`, and never raise.
+
+    Where one rank raises, vLLM does not fetch the answers of the others, and takes them for those
+    to its next question.
+    """
+
+    @functools.wraps(method)
+    def safe(self: Any, *args: Any) -> dict[str, Any]:
+        try:
+            return {"found": method(self, *args)}
+        except Exception as error:
+            logging.getLogger(__name__).exception("%s failed", method.__name__)
+            return {"error": "".join(traceback.format_exception_only(error)).strip()}
+
+    return safe
+
+
 class Worker:
     """Methods of vLLM's worker; `self` has its attributes besides."""
 
@@ -74,12 +95,26 @@ class Worker:
         runner = self.model_runner
         if type(runner.sampler) is not Sampler:
             raise TypeError(f"vLLM samples by {type(runner.sampler)}, wanted {Sampler}")
+        if hasattr(runner, "rejection_sampler"):  # which has a sampler of its own
+            raise TypeError(
+                "got a speculative_config in rollout.vllm.options, wanted none: the log-probs of "
+                "speculative decoding are not those of the policy"
+            )
         runner.sampler = TrainersSampler()
 
-    def jaxrl_start(self) -> None:
-        """Get ready for new weights."""
+    @answered
+    def jaxrl_start(self) -> dict[str, int]:
+        """Get ready for new weights; what has come of others, and is not whole, is dropped."""
+        infos = [get_layerwise_info(layer) for layer in self._model().modules()]
+        if any(info.can_load() for info in infos):  # else vLLM would count what came before
+            for info in infos:
+                info.load_numel = 0
+                info.loaded_weights.clear()
+            self._finish()
         initialize_layerwise_reload(self._model())
+        return {}
 
+    @answered
     def jaxrl_take(self, path: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Take some arrays of the model; return the checksum of each as it lies in the map.
 
@@ -88,14 +123,11 @@ class Worker:
             entries: the name, dtype, shape and place of each array.
         """
         tensors = read(path, entries)
-        try:
-            found = {name: crc32(tensor) for name, tensor in tensors}
-            self._model().load_weights(iter(tensors))
-        except BaseException:
-            self._finish()  # else layers stay half made, and no later load would repair them
-            raise
+        found = {name: crc32(tensor) for name, tensor in tensors}
+        self._model().load_weights(iter(tensors))
         return found
 
+    @answered
     def jaxrl_finish(self, path: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Use the new weights; return the checksums of those that the model keeps as they came.
 
@@ -155,12 +187,17 @@ def refresh_packed(model: Any) -> None:
 
 
 def read(path: str, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-    """Map arrays into memory; they are views of what lies there."""
+    """Map arrays that lie side by side into memory; they are views of what lies there."""
+    first, end = entries[0]["offset"], entries[-1]["offset"] + entries[-1]["bytes"]
+    first -= first % mmap.ALLOCATIONGRANULARITY
     with Path(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
         # private: torch wants memory that can be written; nothing is
         view = mmap.mmap(
-            file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            file.fileno(),
+            end - first,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=first,
         )
     found = []
     for entry in entries:
@@ -168,7 +205,7 @@ def read(path: str, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, tor
         count = 1
         for side in entry["shape"]:
             count *= side
-        flat = torch.frombuffer(view, dtype=kind, count=count, offset=entry["offset"])
+        flat = torch.frombuffer(view, dtype=kind, count=count, offset=entry["offset"] - first)
         found.append((entry["name"], flat.reshape(entry["shape"])))
     return found
 
