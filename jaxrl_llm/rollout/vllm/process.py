@@ -8,13 +8,19 @@ import re
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import (
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -24,6 +30,8 @@ CODE = Path(__file__).parent / "sidecar"
 LOG_LINES = 10
 ERROR_LINE = re.compile(r"(?:.*\] +)?((?:\w+\.)*\w*Error: .+)")
 LOOK_S = 0.2
+GREETING_S = 3  # until whoever calls has shown that it has the key
+END_S = 10.0  # for a process that can't be killed from here to see that its connection has ended
 
 
 class SidecarLost(EngineError):
@@ -64,10 +72,11 @@ class Sidecar:
         """Start the process and return; see `wait_ready`."""
         self._log, self._timeout_s, self._receive = log, timeout_s, receive
         self.shared = False
-        key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), authkey=key)
+        self._key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), backlog=16)
         self._address: Any = self._listener.address
         self._connection: Connection | None = None
+        self._socket: socket.socket | None = None  # of the connection
         self._sending, self._closing = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(1)
         self._answers: dict[int, Future[Any]] = {}
@@ -78,7 +87,7 @@ class Sidecar:
         self._progress: Any = None
         self._progressed = self._heard = time.monotonic()
         address = (host, self._address[1])
-        told = {**settings, "address": address, "key": key.hex()}
+        told = {**settings, "address": address, "key": self._key.hex()}
         try:
             with log.open("ab") as output:
                 self._log_start = output.tell()
@@ -168,16 +177,21 @@ class Sidecar:
             if self._ended:
                 return
             self._ended = True
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
         if self._connection is None:
             with contextlib.suppress(OSError):  # wakes `accept`, which may wait for ever
                 socket.create_connection(self._address, timeout=1).close()
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.close()
+        self._hang_up()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
         self._fail_answers("was closed")
+
+    def _hang_up(self) -> None:
+        """Tell the other side that this is the end, even while a thread waits for what it says."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _send(self, number: int, op: str, data: memoryview | None, fields: Any) -> None:
         message = {"id": number, "op": op, "data": data is not None, **fields}
@@ -192,11 +206,20 @@ class Sidecar:
 
     def _serve(self) -> None:
         """Take what the sidecar says until its connection ends."""
+        try:
+            self._listen()
+        finally:
+            self._hang_up()
+            with self._sending:
+                for end in (self._connection, self._socket):
+                    if end is not None:
+                        end.close()
+        self._fail_answers("has ended its connection")
+
+    def _listen(self) -> None:
         while self._connection is None and not self._ended:
-            try:
-                self._connection = self._listener.accept()
-            except (AuthenticationError, EOFError, OSError):
-                continue  # a stranger, or `close`
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # also of `close`
+                self._greet(self._listener.accept())
         self._listener.close()
         while self._connection is not None and not self._ended:
             try:
@@ -208,7 +231,27 @@ class Sidecar:
             except Exception as error:  # of this process: with another sidecar it would come again
                 self._lost(f"was not understood: {error!r}")
                 raise
-        self._fail_answers("has ended its connection")
+
+    def _greet(self, connection: Connection) -> None:
+        """Keep a connection if who called has the key, and shows it in time.
+
+        Raises:
+            AuthenticationError: it has another.
+            EOFError: it has gone.
+            OSError: it was silent, or said something else.
+        """
+        twin = socket.socket(fileno=os.dup(connection.fileno()))
+        try:
+            wait = struct.pack("ll", GREETING_S, 0)  # a timeout of Python's would be of both
+            twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        except BaseException:
+            twin.close()
+            connection.close()
+            raise
+        self._socket, self._connection = twin, connection
 
     def _take(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
