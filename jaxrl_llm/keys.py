@@ -116,7 +116,9 @@ class VllmConfig:
     sidecars: int = key(1, "processes, each with a copy of the model")
     tensor_parallel: int = key(1, "GPUs that share a copy; on CPUs, processes")
     first_device: int | None = key(
-        None, "the first GPU of the first sidecar, the others follow; null: all see all"
+        None,
+        "the first GPU of the first sidecar, the others follow, of env's CUDA_VISIBLE_DEVICES, the "
+        "trainer's, or all; null: 0 for several sidecars without launch, else all GPUs",
     )
     sleep: bool = key(False, "free the GPUs' memory between rollouts, where training shares them")
     start_timeout_s: float = key(600.0, "seconds for a sidecar to be ready")

