@@ -87,13 +87,13 @@ class Receipt(NamedTuple):
 
     Attributes:
         version: of the weights.
-        checksum: of the weights as it holds them; of an engine that holds arrays of other shapes,
-            and has compared these with what it was sent, of the weights they were made from.
+        checksum: of the weights as it holds them; None of an engine that holds arrays of other
+            shapes, and has compared the checksum of each with that of what was sent.
         moved_bytes: what had to travel to devices that did not hold it.
     """
 
     version: int
-    checksum: int
+    checksum: int | None
     moved_bytes: int = 0
 
 

@@ -5,15 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import numpy as np
+import pytest
 
 from jaxrl_llm.config import build
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.experience import Rollouts, lay_out, with_scores
 from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.loop import Job, assess, gather
+from jaxrl_llm.loop import Job, assess, gather, push
 from jaxrl_llm.metrics import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.types import Completion
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.types import Completion, Receipt
 
 LIMIT = 10.0  # seconds
 
@@ -55,3 +57,25 @@ def test_answers_are_scored_while_the_devices_compute():
         batch, scores, _ = assess(job, {}, rollouts, waiting, 1, Clock())
     assert batch["scores"].tolist() == [0.5] and scores == [Score(0.5, {}, None)]
     assert "ref_logprobs" in batch.fields
+
+
+@pytest.mark.parametrize(
+    ("echo", "told"),
+    [
+        (Receipt(3, 17), None),
+        (Receipt(3, 18), "echoed checksum 00000012 of version 3, wanted 00000011"),
+        (Receipt(2, 17), "echoed version 2, wanted 3"),
+        (Receipt(3, None), None),  # it has compared by itself
+        (Receipt(2, None), "echoed version 2, wanted 3"),
+    ],
+)
+def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
+    job = Mock(checksum=Mock(return_value=17))
+    job.engine.load.return_value = echo
+    states = {"actor": Mock(params={})}
+    if told is None:
+        assert push(job, states, 3) == {"perf/moved_gb": 0.0}
+    else:
+        with pytest.raises(EngineError, match=told):
+            push(job, states, 3)
+    assert job.checksum.called == (echo.checksum is not None)

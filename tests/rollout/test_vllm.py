@@ -31,7 +31,6 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.vllm import parcel, process, push
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import HOME
-from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.step import TrainingError
@@ -151,7 +150,7 @@ def until(condition, seconds=30):
 def test_it_is_an_engine_and_echoes_what_it_loaded(engine):
     assert isinstance(engine, Engine)
     receipt = engine.load(SECOND, version=7)
-    assert receipt[:2] == (7, int(checksum(SECOND)))
+    assert receipt[:2] == (7, None)  # vLLM holds other arrays: see the next tests
     assert receipt.moved_bytes >= 4 * sum(leaf.size for leaf in jax.tree.leaves(SECOND))
 
 
@@ -295,6 +294,38 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
             np.testing.assert_allclose(answer.logprobs[part], wanted, atol=5e-5)
 
 
+def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
+    """vLLM's CPU build says that it ignores it; so does one that takes over from another."""
+    with opened(tmp_path, sleep=True) as engine:
+        engine.load(FIRST, version=0)
+        for version, params in enumerate((FIRST, SECOND, FIRST)):
+            if version:
+                engine.sleep()
+                killed = pid_of(engine)
+                if version == 2:
+                    os.kill(killed, signal.SIGKILL)
+                    until(lambda killed=killed: pid_of(engine) != killed, 120)
+                engine.load(params, version=version)
+                engine.wake()
+            for answer in engine.sample([ask(seed=i) for i in range(4)]):
+                wanted = logprobs_of(params, PROMPT, answer.tokens)
+                np.testing.assert_allclose(answer.logprobs, wanted, atol=2e-5)
+                assert set(answer.versions) == {version}
+        engine.sleep()
+        engine.wake()  # without new weights
+        assert len(engine.sample([ask()])) == 1
+        log = (tmp_path / "sidecar_0.log").read_text()
+        assert "sleep mode is not supported on CPU" in log
+
+
+def test_speculative_decoding_is_refused(tmp_path):
+    """Its sampler keeps vLLM's own log-probs."""
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with opened(tmp_path, options={"speculative_config": ngrams}) as engine:
+        with pytest.raises(EngineError, match=r"got a speculative_config in rollout\.vllm\.options"):
+            engine.load(FIRST, version=0)
+
+
 def test_no_prefix_of_old_weights_is_used(engine):
     """Neither on an idle engine nor by a request that waited while others ran."""
     long = tuple(np.arange(130) % 90)
@@ -422,7 +453,7 @@ def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, rank
                 np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
                 assert set(answer.versions) == {version}
 
-        for count in range(1, len(sent.buckets)):
+        for count in range(1, len(sent.buckets), 1 if ranks == 1 else 4):
             short = cut_short(write, count, OSError("the host's memory is full"))
             with monkeypatch.context() as patch, pytest.raises(OSError, match="memory is full"):
                 patch.setattr(sent, "write", short)

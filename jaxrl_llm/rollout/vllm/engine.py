@@ -11,12 +11,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxrl_llm.keys import VllmConfig
 from jaxrl_llm.models.hf_config import config_to_save
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
 from jaxrl_llm.rollout.routing import Router
 from jaxrl_llm.rollout.vllm.answers import Asked
@@ -30,8 +29,6 @@ from jaxrl_llm.rollout.vllm.environment import (
 from jaxrl_llm.rollout.vllm.parcel import Parcel
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.push import Group, push
-from jaxrl_llm.sharding.checksum import checksum
-from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.types import Completion, Receipt, Request
 
 MOST_TOP_LOGPROBS = 20
@@ -133,8 +130,6 @@ class VllmEngine:
             dtype=dtype,
             cpu=self._on_cpu,
         )
-        dtypes = compute_dtypes(spec, dtype)
-        self._checksum = jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
         self._router = Router(config.sidecars)
         self._places = [_Place(number) for number in range(config.sidecars)]
         self._state = threading.Condition()  # of what is below, and of the places
@@ -191,8 +186,7 @@ class VllmEngine:
                 self._parcel.version, self._has_weights = None, False
                 raise
         self._await(lambda: all(place.held == version for place in self._places))
-        moved_bytes = self._parcel.size * len(self._places)
-        return Receipt(version, int(self._checksum(params)), moved_bytes)
+        return Receipt(version, None, self._parcel.size * len(self._places))
 
     def pause(self) -> None:
         """Freeze what runs until `resume`; it keeps its cache."""

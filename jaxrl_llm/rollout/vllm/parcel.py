@@ -1,5 +1,6 @@
 """A model's weights as vLLM takes them: Hugging Face's arrays, in memory that sidecars can map."""
 
+import contextlib
 import mmap
 import os
 import zlib
@@ -119,7 +120,9 @@ class Parcel:
                 )
 
     def close(self) -> None:
-        """Free the memory, as soon as no sidecar maps it."""
+        """Free the memory, as soon as nobody maps it or has a view of it."""
+        with contextlib.suppress(BufferError):  # a view goes with whoever has it
+            self._map.close()
         os.close(self._file)
 
     def _array(self, entry: Entry) -> np.ndarray:
