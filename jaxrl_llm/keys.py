@@ -117,8 +117,9 @@ class VllmConfig:
     tensor_parallel: int = key(1, "GPUs that share a copy; on CPUs, processes")
     first_device: int | None = key(
         None,
-        "the first GPU of the first sidecar, the others follow, of env's CUDA_VISIBLE_DEVICES, the "
-        "trainer's, or all; null: 0 for several sidecars without launch, else all GPUs",
+        "the first GPU of the first sidecar, the others follow; counted among CUDA_VISIBLE_DEVICES "
+        "of `env`, else the trainer's; null: 0 for several sidecars without `launch`, else all see "
+        "all",
     )
     sleep: bool = key(False, "free the GPUs' memory between rollouts, where training shares them")
     start_timeout_s: float = key(600.0, "seconds for a sidecar to be ready")

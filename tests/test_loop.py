@@ -14,7 +14,8 @@ from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.loop import Job, assess, gather, push
 from jaxrl_llm.metrics import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.step import TrainState
 from jaxrl_llm.types import Completion, Receipt
 
 LIMIT = 10.0  # seconds
@@ -70,12 +71,13 @@ def test_answers_are_scored_while_the_devices_compute():
     ],
 )
 def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
-    job = Mock(checksum=Mock(return_value=17))
-    job.engine.load.return_value = echo
-    states = {"actor": Mock(params={})}
+    engine, sums = Mock(spec=Engine), Mock(return_value=17)
+    engine.load.return_value = echo
+    job = Mock(spec=Job, engine=engine, whole=Mock(), checksum=sums)
+    states = {"actor": Mock(spec=TrainState, params={})}
     if told is None:
         assert push(job, states, 3) == {"perf/moved_gb": 0.0}
     else:
         with pytest.raises(EngineError, match=told):
             push(job, states, 3)
-    assert job.checksum.called == (echo.checksum is not None)
+    assert sums.called == (echo.checksum is not None)

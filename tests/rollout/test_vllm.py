@@ -321,9 +321,12 @@ def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
 def test_speculative_decoding_is_refused(tmp_path):
     """Its sampler keeps vLLM's own log-probs."""
     ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with opened(tmp_path, options={"speculative_config": ngrams}) as engine:
-        with pytest.raises(EngineError, match=r"got a speculative_config in rollout\.vllm\.options"):
-            engine.load(FIRST, version=0)
+    told = r"got a speculative_config in rollout\.vllm\.options"
+    with (
+        opened(tmp_path, options={"speculative_config": ngrams}) as engine,
+        pytest.raises(EngineError, match=told),
+    ):
+        engine.load(FIRST, version=0)
 
 
 def test_no_prefix_of_old_weights_is_used(engine):
@@ -436,6 +439,14 @@ def cut_short(write, count, error):
     return short
 
 
+def mapped(group):
+    """Return the bytes of each part of the parcel that processes of a group map."""
+    maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in alive_in(group)]
+    parts = [line.split()[0] for lines in maps for line in lines if "jaxrl-weights" in line]
+    bounds = [[int(bound, 16) for bound in part.split("-")] for part in parts]
+    return [end - start for start, end in bounds]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
     """Wherever it ended: in the trainer, or with an array that one or all ranks do not know."""
@@ -444,6 +455,7 @@ def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, rank
         engine.load(FIRST, version=0)
         sent, write, tell = engine._parcel, engine._parcel.write, push._told
         assert len(sent.buckets) > 12
+        waiting = []
 
         def repairs(version):
             params = (FIRST, SECOND)[version % 2]
@@ -458,7 +470,10 @@ def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, rank
             with monkeypatch.context() as patch, pytest.raises(OSError, match="memory is full"):
                 patch.setattr(sent, "write", short)
                 engine.load(THIRD, version=100)
+            waiting += mapped(pid_of(engine))  # for the rest of their layers
             repairs(count)
+        assert waiting
+        assert max(waiting) < sent.size / 2  # they map their buckets, and not all that there is
         for version, part in enumerate(("0.self_attn.k_proj", "1.mlp.up_proj", "norm"), 200):
             renamed = f"{part}.weight"
 

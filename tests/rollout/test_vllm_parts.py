@@ -98,6 +98,8 @@ def test_a_parcel_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
     with pytest.raises(EngineError, match=name):
         held.check({name: held.checksums[name] ^ 1})
     held.close()
+    with pytest.raises(ValueError, match="closed"):
+        held.data(0, 1)
 
 
 def test_a_host_without_memory_says_so(monkeypatch):
@@ -291,7 +293,7 @@ def test_setup_takes_the_version_for_what_it_is(tmp_path, version, right):
     if right:
         assert setup.check(python) == f"vLLM {version}, torch 2.11.0, on cpu"
     else:
-        with pytest.raises(setup.SetupError, match="has vLLM 0.31.0"):
+        with pytest.raises(setup.SetupError, match=r"has vLLM 0\.31\.0"):
             setup.check(python)
 
 
