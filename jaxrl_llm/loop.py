@@ -295,15 +295,12 @@ def push(job: Job, states: States, step: int) -> dict[str, float]:
     with lent(states["actor"].params) as held:
         params = job.whole(held)
         receipt = job.engine.load(params, version=step)
-        echoed, sent = receipt.checksum, 0
-        if echoed is not None:  # else the engine itself has compared
-            sent = int(job.checksum(params))
-    if receipt.version != step:
-        raise EngineError(f"the engine echoed version {receipt.version}, wanted {step}")
-    if echoed is not None and echoed != sent:
+        echoed = receipt.checksum  # None: the engine has compared by itself
+        sent = None if echoed is None else int(job.checksum(params))
+    if (receipt.version, echoed) != (step, sent):
         raise EngineError(
-            f"the engine echoed checksum {echoed:08x} of version {step}, wanted {sent:08x}: it "
-            "does not hold the weights that were sent"
+            f"the engine echoed version {receipt.version} with checksum {echoed}, wanted version "
+            f"{step} with {sent}: it does not hold the weights that were sent"
         )
     return {"perf/moved_gb": receipt.moved_bytes / 2**30}
 

@@ -214,7 +214,7 @@ class Sidecar:
                 for end in (self._connection, self._socket):
                     if end is not None:
                         end.close()
-        self._fail_answers("has ended its connection")
+        self._fail_answers("was closed" if self._ended else "has ended its connection")
 
     def _listen(self) -> None:
         while self._connection is None and not self._ended:
@@ -242,7 +242,8 @@ class Sidecar:
         """
         twin = socket.socket(fileno=os.dup(connection.fileno()))
         try:
-            wait = struct.pack("ll", GREETING_S, 0)  # a timeout of Python's would be of both
+            # settimeout would let no read of the connection wait, from then on
+            wait = struct.pack("ll", GREETING_S, 0)
             twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
