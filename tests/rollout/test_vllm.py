@@ -553,9 +553,9 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
                 theirs = logprobs_of(params, PROMPT, answer.tokens)
                 np.testing.assert_allclose(answer.logprobs, theirs, atol=5e-5)
         killed = pid_of(engine)
-        worker, found = at_work(engine, requests)
         ranks = [p for p in alive_in(killed) if "Worker" in Path(f"/proc/{p}/cmdline").read_text()]
         assert len(ranks) == 2
+        worker, found = at_work(engine, requests)
         os.kill(ranks[1], signal.SIGKILL)
         worker.join(240)
         assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
