@@ -19,6 +19,7 @@ COMPILED, FOUND = "perf/compilations", "perf/compilation_cache_hits"
 STEPS = ("jit_accumulate", "jit_infer", "jit_apply", "jit_read", "jit_chunk")
 
 
+@pytest.mark.slow
 def test_a_continued_run_finds_its_programs(workshop):
     """Two processes, of which the first compiles for itself: about half a minute."""
     run_dir = workshop.folder()
@@ -54,6 +55,7 @@ def test_a_continued_run_finds_its_programs(workshop):
     assert float(seconds["matrix products"]) > 0
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkeypatch):
     """A step whose program were another one by a bit would be there twice."""
     monkeypatch.setitem(workshop.cache, "jax_compilation_cache_dir", str(tmp_path))

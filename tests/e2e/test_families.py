@@ -87,6 +87,7 @@ def trained(run, model):
     return run(*where, *words).ok()
 
 
+@pytest.mark.slow
 def test_a_run_samples_learns_and_exports(model, trained, tmp_path):
     family, directory = model
     lines = [line for line in trained.metrics if "actor/grad_norm" in line]
@@ -114,6 +115,7 @@ def our_logits(directory):
     return np.asarray(logits(params, spec, hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["DeepseekV3"], indirect=True)
 @pytest.mark.parametrize(
     ("role", "kind"),
@@ -134,6 +136,7 @@ def test_the_biases_of_deepseek_move_in_a_run_and_stay_float32(
     assert 0 < np.abs(steps).max() <= updates + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3Moe"], indirect=True)
 def test_supervised_training_reports_its_routers(run, model, tmp_path):
     """The loss that it reports is that of the tokens, without the experts' balance."""

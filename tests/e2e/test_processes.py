@@ -58,6 +58,7 @@ def close(workshop, found, wanted, *, apart=()):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(workshop, two):
     words = (*EXACTLY, *MESH, "rollout.dump_every=2", "checkpoint.every=2")
     first, second = (found.ok() for found in two(*words))

@@ -95,6 +95,7 @@ def kill_and_continue(workshop, wanted, moments, dice, same, until):
     assert re.search(r"continuing after step \d", result.err)
 
 
+@pytest.mark.slow
 def test_killed_in_the_warm_start_in_a_save_and_at_a_step(workshop, undisturbed, same, until):
     moments = [("sft save", 1), ("save", 1), ("steps", 4)]
     kill_and_continue(workshop, undisturbed, moments, random.Random(0), same, until)
@@ -140,10 +141,10 @@ def test_the_micro_batch_makes_no_difference(workshop, plain, tokens):
     "mesh",
     [
         "{train: {data: 2, fsdp: 2, tensor: 2}, rollout: {data: 4, tensor: 2}}",
-        "{train: {fsdp: 4, devices: 4}, rollout: {first_device: 4, tensor: 2}}",
         *(
             pytest.param(mesh, marks=pytest.mark.slow)
             for mesh in (
+                "{train: {fsdp: 4, devices: 4}, rollout: {first_device: 4, tensor: 2}}",
                 "{train: {fsdp: 8}}",
                 "{train: {data: 8, fsdp: 1}, rollout: {fsdp: 8, data: 1}}",
                 "{train: {context: 4, fsdp: 2}, rollout: {tensor: 8, data: 1}}",

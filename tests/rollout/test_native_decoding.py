@@ -204,7 +204,7 @@ def answers_on(build, draw_params):
         pytest.param("dense", {"tensor": 8}, marks=pytest.mark.slow),
         pytest.param("moe", {"data": 8}, marks=pytest.mark.slow),
         pytest.param("moe", {"expert": 8}, marks=pytest.mark.slow),
-        ("moe", {"expert": 2, "data": 2, "tensor": 2}),
+        pytest.param("moe", {"expert": 2, "data": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda x: " ".join(f"{axis}={n}" for axis, n in x.items()) if isinstance(x, dict) else None,
 )
