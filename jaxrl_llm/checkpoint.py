@@ -149,6 +149,8 @@ class Checkpoints:
                 step, args=ocp.args.Composite(state=wanted, extra=ocp.args.JsonRestore())
             )
             jax.tree_util.tree_map_with_path(_check_shape, like, found["state"])
+        except jax.errors.JaxRuntimeError:  # of the devices, or another process's end
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint {self.directory / str(step)} is damaged or of another model "
@@ -165,6 +167,8 @@ class Checkpoints:
         """
         try:
             self._manager.wait_until_finished()
+        except jax.errors.JaxRuntimeError:
+            raise
         except Exception as error:
             raise CheckpointError(f"can't save in {self.directory}: {error}") from error
 

@@ -10,15 +10,17 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.cluster import member
 from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.functions import ConfigError
@@ -31,6 +33,7 @@ from jaxrl_llm.step import Learner, TrainState
 
 log = logging.getLogger(__name__)
 
+LEASE_S = 180.0  # until a file server has missed a client that is gone
 PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
 
 CHANGEABLE = (
@@ -120,16 +123,27 @@ def compiled_into(folder: Path) -> Iterator[None]:
             compilation_cache.reset_cache()  # it stays in the folder that it was first used with
 
 
+def _locked(lock: IO[str]) -> bool:
+    """Lock a file, unless another process has."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _held(folder: Path, config: Any) -> Iterator[None]:
     with blamed_on("run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
     with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
+        # a file server may hold the lock of a node that is lost for a while
+        until = time.monotonic() + (LEASE_S if member.is_restarted() else 0.0)
+        while not _locked(lock):
+            if time.monotonic() > until:
+                raise ConfigError(f"run_dir: another process is running in {str(folder)!r}")
+            time.sleep(1.0)
         resolved = folder / "config.yaml"
         if resolved.exists():
             check_changes(folder, changes(read_yaml(resolved), as_tree(config)))
@@ -221,7 +235,7 @@ def restore_or_start(
     """
     if checkpoints.latest() is None:
         return 0, {name: t.learner.init(t.model.params) for name, t in trainees.items()}, {}
-    if resume == "never":
+    if resume == "never" and not member.is_restarted():
         raise ConfigError(
             f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
             f"{checkpoints.latest()}: set it to auto, or name another run_dir"

@@ -1,5 +1,6 @@
 """Run folders, files made on demand, and optimizers from a config."""
 
+import contextlib
 import inspect
 import json
 import logging
@@ -12,6 +13,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm import runs
+from jaxrl_llm.cluster import member
+from jaxrl_llm.cluster.member import Member
 from jaxrl_llm.config import load, read_yaml, to_yaml
 from jaxrl_llm.functions import ConfigError, FunctionSpec
 from jaxrl_llm.keys import (
@@ -107,6 +111,23 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
         first.kill()
     with run_folder(tmp_path, config):  # a killed process holds no lock
         pass
+
+
+def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path, monkeypatch):
+    """A file server may hold it for a while; the first start refuses at once."""
+    again = Member(None, (), 1, 0, engine_devices=0, reward_tasks=0, retries=1)
+    config, waited = config_of(tmp_path), []
+    with contextlib.ExitStack() as other:
+        other.enter_context(run_folder(tmp_path, config))
+        monkeypatch.setattr(member, "_members", [again._replace(restarts=0)])
+        assert "another process is running" in refusal(enter, tmp_path, config)
+        monkeypatch.setattr(member, "_members", [again])
+        monkeypatch.setattr(runs, "LEASE_S", 0.0)
+        assert "another process is running" in refusal(enter, tmp_path, config)
+        monkeypatch.setattr(runs, "LEASE_S", 60.0)
+        monkeypatch.setattr("time.sleep", lambda seconds: waited.append(other.close()))
+        with run_folder(tmp_path, config):
+            assert len(waited) == 1
 
 
 def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):

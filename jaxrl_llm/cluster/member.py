@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.functions import ConfigError, RunError
 
+LASTING = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+
 
 class Member(NamedTuple):
     """A training process's place in its job.
@@ -45,6 +47,27 @@ def current() -> Member | None:
     True
     """
     return _members[0] if _members else None
+
+
+def is_restarted() -> bool:
+    """Return whether this process continues a job that was started before.
+
+    >>> is_restarted()
+    False
+    """
+    member = current()
+    return member is not None and member.restarts > 0
+
+
+def comes_again(error: Exception) -> bool:
+    """Return whether jax's error would come again: else it is a device's fault, or a peer's end.
+
+    >>> comes_again(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+    True
+    >>> comes_again(RuntimeError("INTERNAL: uncorrectable ECC error"))
+    False
+    """
+    return any(status in str(error) for status in LASTING)
 
 
 def show(method: str, *arguments: Any) -> None:
@@ -94,7 +117,7 @@ def metrics() -> dict[str, float]:
     counts: Any = ray.get(member.board.counts.remote())
     found = {"cluster/restarts": float(member.restarts)}
     if member.hosts:
-        found["cluster/engine_restarts"] = float(counts["engines"] - len(member.hosts))
+        found["cluster/engine_restarts"] = float(counts.get("engine_restarts", 0))
     if member.reward_tasks:
         found["cluster/reward_retries"] = float(counts.get("reward_retries", 0))
     return found
