@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,14 +13,17 @@ class Board:
 
     Args:
         processes: that train, each of which publishes its parts of the weights.
+        counts: of the job's earlier starts, as `counts` returned them.
     """
 
-    def __init__(self, processes: int) -> None:
-        """Know nothing."""
+    def __init__(self, processes: int, counts: Mapping[str, int]) -> None:
+        """Know nothing else."""
         self._processes = processes
         self._shown: list[tuple[str, tuple[Any, ...]]] = []
         self._failure: tuple[str, str] | None = None
-        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._counts = defaultdict(int, counts)
+        self._engines: dict[int, Any] = {}
+        self._left: dict[int, tuple[Any, int]] = {}
         self._push = -1
         self._parts: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by bucket and process
         self._changed = asyncio.Condition()
@@ -45,9 +49,29 @@ class Board:
         """Add to a count."""
         self._counts[name] += more
 
+    async def came(self, number: int, machine: Any) -> None:
+        """Note where an engine runs, and count those that came in another's place."""
+        self._counts["engine_restarts"] += number in self._engines
+        self._engines[number] = machine
+
+    async def engines(self) -> list[Any]:
+        """Return where the engines run."""
+        return list(self._engines.values())
+
     async def counts(self) -> dict[str, int]:
         """Return all counts."""
         return dict(self._counts)
+
+    async def leave(self, turn: int, reference: list[Any]) -> None:
+        """Note where the first process has left something, until each of the others has asked."""
+        self._left[turn] = (reference[0], self._processes - 1)
+
+    async def left(self, turn: int) -> Any:
+        """Return the reference to it."""
+        reference, waiting = self._left.pop(turn)
+        if waiting > 1:
+            self._left[turn] = (reference, waiting - 1)
+        return reference
 
     async def publish(self, push: int, bucket: int, process: int, reference: list[Any]) -> None:
         """Note where a process's parts of a bucket lie; those of the push before are forgotten.

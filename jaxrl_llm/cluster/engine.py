@@ -2,8 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import ray
@@ -17,14 +17,16 @@ from jaxrl_llm.rollout.routing import Router
 from jaxrl_llm.sharding import processes
 from jaxrl_llm.types import Completion, Receipt, Request
 
+T = TypeVar("T")
+
 
 class RemoteEngine:
     """An `Engine` of one or more `EngineHost`s, which sample for all training processes.
 
     All of these call `load` and `sample`, in the same order; the first one talks to the hosts and
     tells the others what came of it. Which host answers a request depends on nothing but the
-    requests before it. A host that is lost is replaced by Ray; the new one takes the weights that
-    were published last, and all of the requests again that the lost one was at.
+    requests that are sampled with it. A host that is lost is replaced by Ray; the new one takes the
+    weights that were published last, and all of the requests again that the lost one was at.
 
     Args:
         member: this process's place in the job.
@@ -39,7 +41,7 @@ class RemoteEngine:
         self._member = member
         self._plan = plan(spec, dtype)
         self._router = Router(len(member.hosts))
-        self._pushes = itertools.count()
+        self._pushes, self._turns = itertools.count(), itertools.count()
         self._at: tuple[int, int] | None = None  # push and version
         self._references: list[Any] = []
 
@@ -72,7 +74,7 @@ class RemoteEngine:
         for request in requests:
             self._check(request)
         at = self._held()
-        return processes.once(lambda: self._sample(requests, at))
+        return self._shared(lambda: self._sample(requests, at))
 
     async def generate(self, request: Request) -> Completion:
         """Sample one answer; only where one process trains. Cancelling does not reach the host."""
@@ -114,8 +116,22 @@ class RemoteEngine:
         if processes.is_first():
             results([host.tell.remote(method) for host in self._member.hosts])
 
+    def _shared(self, make: Callable[[], T]) -> T:
+        """Call a function in the first process; the others get its result by the object stores."""
+        if processes.count() == 1:
+            return make()
+        turn, made, board = next(self._turns), [], self._member.board
+
+        def leave() -> None:
+            made.append(make())
+            ray.get(board.leave.remote(turn, [ray.put(made[0])]))
+
+        processes.once(leave)  # what is large does not go through jax's service
+        return made[0] if made else ray.get(ray.get(board.left.remote(turn)))
+
     def _sample(self, requests: Sequence[Request], at: tuple[int, int]) -> list[Completion]:
-        places = [self._router.choose(r.prompt, _most(r)) for r in requests]
+        router = Router(len(self._member.hosts))  # caches are empty after a push, in a new job, too
+        places = [router.choose(r.prompt, _most(r)) for r in requests]
         shares = [
             [i for i, p in enumerate(places) if p == n] for n in range(len(self._member.hosts))
         ]
@@ -126,8 +142,6 @@ class RemoteEngine:
         ]
         answered = zip((share for share in shares if share), results(tasks), strict=True)
         found = {i: a for share, answers in answered for i, a in zip(share, answers, strict=True)}
-        for i, request in enumerate(requests):
-            self._router.done(places[i], _most(request), request.prompt)
         return [found[i] for i in range(len(requests))]
 
     def _held(self) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Weights on their way from training processes to engines in others, by Ray's object store.
 
-Each training process publishes what of each array lies on its devices, of copies only the first, in
-the engine's dtype. An engine takes what its devices need. So the host of a process holds its own
-part of the model and a bucket of arrays, never all of it, unless a device holds all.
+Each training process publishes what of each array lies on its devices, in the engine's dtype; of
+copies one, and those that have copies take turns. An engine takes what its devices need. So the
+host of a process holds its own part of the model and a bucket of arrays, never all of it, unless a
+device holds all.
 """
 
 import functools
@@ -59,8 +60,13 @@ def plan(spec: ModelSpec, dtype: str) -> Plan:
     return Plan(shapes, kinds, list(cut(sizes, BUCKET_BYTES)))
 
 
-def own_pieces(array: jax.Array, dtype: np.dtype) -> list[Piece]:
+def own_pieces(array: jax.Array, dtype: np.dtype, turn: int = 0) -> list[Piece]:
     """Return what of an array this process has to publish: of each box one copy in all.
+
+    Args:
+        array: on devices of all processes.
+        dtype: to publish.
+        turn: as in `own_shards`.
 
     >>> own_pieces(jax.numpy.ones(2), np.dtype("float16"))
     [Piece(bounds=((0, 2),), values=array([1., 1.], dtype=float16))]
@@ -68,8 +74,25 @@ def own_pieces(array: jax.Array, dtype: np.dtype) -> list[Piece]:
     return [
         # a copy, as an array keeps for ever what of it was on the host
         Piece(bounds_of(shard.index, array.shape), np.asarray(jnp.array(shard.data, dtype)))
+        for shard in own_shards(array, turn)
+    ]
+
+
+def own_shards(array: jax.Array, turn: int) -> list[Any]:
+    """Choose among the copies of each box of an array; return those chosen that are here.
+
+    Args:
+        array: on devices of all processes.
+        turn: the number of the first box's copy, among so many as there are; each next box's is
+            the next one.
+    """
+    indices = array.sharding.devices_indices_map(array.shape)
+    boxes = list(dict.fromkeys(bounds_of(index, array.shape) for index in indices.values()))
+    numbers, copies = {box: i for i, box in enumerate(boxes)}, len(indices) // len(boxes)
+    return [
+        shard
         for shard in array.addressable_shards
-        if shard.replica_id == 0
+        if shard.replica_id == (turn + numbers[bounds_of(shard.index, array.shape)]) % copies
     ]
 
 
@@ -133,7 +156,7 @@ def publish(board: Any, params: Any, of: Plan, *, push: int, process: int) -> li
 
     leaves, references = jax.tree.leaves(params), []
     for number, bucket in enumerate(of.buckets):
-        parts = {i: own_pieces(leaves[i], of.dtypes[i]) for i in bucket}
+        parts = {i: own_pieces(leaves[i], of.dtypes[i], turn=i) for i in bucket}
         references.append(ray.put(parts))
         ray.get(board.publish.remote(push, number, process, references[-1:]))
     return references
@@ -163,7 +186,8 @@ def collect(board: Any, of: Plan, shardings: Any, *, push: int, like: Any) -> tu
     total = 0
     for number, bucket in enumerate(of.buckets):
         references = board.parts.remote(push, number).future().result()
-        published = [reference.future().result() for reference in references]
+        coming = [reference.future() for reference in references]  # all at once
+        published = [future.result() for future in coming]
         for i in bucket:
             pieces = [piece for parts in published for piece in parts[i]]
             total += sum(piece.values.nbytes for piece in pieces)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.cluster import weights
 from jaxrl_llm.cluster.board import Board
-from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, plan
+from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, own_shards, plan
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare, initialize
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -33,17 +33,28 @@ PARTS = [(), ("data",), ("fsdp",), ("data", "fsdp"), (("data", "fsdp"),), (None,
 
 @pytest.mark.parametrize("source", PARTS, ids=str)
 @pytest.mark.parametrize("target", PARTS, ids=str)
-def test_pieces_of_any_layout_make_boxes_of_any_other(source, target):
+@pytest.mark.parametrize("turn", [0, 5])
+def test_pieces_of_any_layout_make_boxes_of_any_other(source, target, turn):
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     whole = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
     sent = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*source)))
-    pieces = own_pieces(sent, np.dtype(np.float32))
+    pieces = own_pieces(sent, np.dtype(np.float32), turn)
     assert sum(piece.values.size for piece in pieces) == whole.size  # each number once
     wanted = NamedSharding(mesh, PartitionSpec(*target)).addressable_devices_indices_map((8, 12))
     for index in wanted.values():
         bounds = weights.bounds_of(index, whole.shape)
         found = assemble(pieces, bounds, np.dtype(np.float32), "w")
         np.testing.assert_array_equal(found, whole[index])
+
+
+def test_copies_are_published_by_all_devices_in_turns():
+    """Each of them a part: else the node of the first copies would send the whole model."""
+    mesh, sent = make_mesh({"data": 4, "fsdp": 2}), dict.fromkeys(jax.devices(), 0)
+    for turn in range(8):
+        array = jax.device_put(np.zeros((8, 12)), NamedSharding(mesh, PartitionSpec("fsdp")))
+        for shard in own_shards(array, turn):
+            sent[shard.device] += shard.data.size
+    assert set(sent.values()) == {8 * 12}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
     monkeypatch.setattr(ray, "put", Reference)
     monkeypatch.setattr(ray, "get", lambda reference: reference.value)
     monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
-    board, of = Remote(Board(1)), plan(SPEC, "bfloat16")
+    board, of = Remote(Board(1, {})), plan(SPEC, "bfloat16")
     mesh = make_mesh({"data": 2, "fsdp": 4})
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     params = jax.tree.map(
@@ -129,7 +140,7 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
 
 def test_a_board_waits_for_all_processes_and_forgets_old_pushes():
     async def run():
-        board = Board(2)
+        board = Board(2, {})
         await board.publish(0, 0, 1, ["b"])
         waiting = asyncio.create_task(board.parts(0, 0))
         await asyncio.sleep(0)
