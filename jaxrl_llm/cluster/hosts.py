@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,6 +133,21 @@ class TrainProcess(_Process):
         run_here(config)
 
 
+@contextlib.contextmanager
+def ending_on_faults() -> Iterator[None]:
+    """End the process on an error of jax that another one may not have; Ray starts another."""
+    from jax.errors import JaxRuntimeError
+
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if member.comes_again(error):
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 class EngineHost(_Process):
     """An asynchronous actor with an engine on devices of its own.
 
@@ -156,7 +172,7 @@ class EngineHost(_Process):
         self._receipt: Any = None
         self._loading = threading.Lock()
         self._opened = contextlib.ExitStack()  # as long as the process lives
-        self._board.count.remote("engines")
+        self._board.came.remote(number, self.machine())
 
     async def load(self, push: int, version: int) -> "Receipt":
         """Take the weights of a push, unless the engine has them.
@@ -165,14 +181,16 @@ class EngineHost(_Process):
             EngineError: they did not come whole.
             ConfigError: there can't be such an engine here.
         """
-        return await asyncio.to_thread(self._load, push, version)
+        with ending_on_faults():
+            return await asyncio.to_thread(self._load, push, version)
 
     async def sample(
         self, requests: "Sequence[Request]", push: int, version: int
     ) -> "list[Completion]":
         """Sample one answer for each request under the weights of a push."""
         await self.load(push, version)
-        return await asyncio.to_thread(self._engine.sample, requests)
+        with ending_on_faults():
+            return await asyncio.to_thread(self._engine.sample, requests)
 
     async def tell(self, method: str) -> None:
         """Pause, resume, sleep or wake."""
@@ -180,8 +198,11 @@ class EngineHost(_Process):
             await asyncio.to_thread(getattr(self._engine, method))
 
     def _load(self, push: int, version: int) -> "Receipt":
+        import jax
+
         from jaxrl_llm.cluster.weights import collect, plan
         from jaxrl_llm.models.spec import declare
+        from jaxrl_llm.sharding.checksum import checksum
 
         with self._loading:
             if self._push == push:
@@ -201,6 +222,8 @@ class EngineHost(_Process):
                 like=declare(spec),
             )
             found = engine.load(params, version, **({"donate": True} if is_native else {}))
+            if found.checksum is None:  # it has compared with what came, not with what was sent
+                found = found._replace(checksum=int(jax.jit(checksum)(params)))
             self._receipt = found._replace(moved_bytes=came)
             self._push = push
             return self._receipt

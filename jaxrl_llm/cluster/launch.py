@@ -1,6 +1,7 @@
 """Starts a run on the nodes of a Ray cluster, and starts it again where a process is lost."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -29,15 +30,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl_llm.cluster.board import Board
 from jaxrl_llm.cluster.hosts import DUMP, EngineHost, Machine, TrainProcess
-from jaxrl_llm.cluster.member import Member
+from jaxrl_llm.cluster.member import Member, comes_again
 from jaxrl_llm.cluster.placement import (
     LostError,
     actor,
     answers,
     as_raised,
+    await_nodes,
     check_alike,
     check_shared_folder,
     check_spare_cpus,
+    most_gpus,
     requirements,
     reserve,
 )
@@ -67,25 +70,44 @@ def launch(config: TrainConfig) -> None:
         ConfigError: Ray or the cluster is not there, the nodes are unlike, or as the run raises.
         RunError: the nodes did not come in time, the job was lost too often, or as the run raises.
     """
-    cluster, lost = config.cluster, None
+    cluster, past, lost = config.cluster, Past(), None
     assert cluster is not None, "`train` has looked"
     with connected(cluster, cluster.nodes + config.rollout.nodes):
-        for restarts in range(cluster.restarts + 1):
+        while True:
             try:
-                with started(config, cluster, restarts) as job:
+                with started(config, cluster, past) as job:
                     watch(job, cluster)
                     return
             except LostError as error:
                 lost = error
-                if restarts == cluster.restarts:
-                    raise RunError(f"{error} (the job was started {restarts + 1} times)") from error
-                wait = cluster.backoff_s * 2**restarts
+                if past.restarts == cluster.restarts:
+                    raise RunError(
+                        f"{error} (the job was started {past.restarts + 1} times)"
+                    ) from error
+                wait = cluster.backoff_s * 2**past.restarts
+                past.restarts += 1
                 log.warning("%s; it is started again in %g s", error, wait)
                 time.sleep(wait)
-            except RunError as error:
+            except (ConfigError, RunError) as error:
                 if lost is None:
                     raise
-                raise RunError(f"{error} (before that: {lost})") from error
+                kind = ConfigError if isinstance(error, ConfigError) else RunError
+                raise kind(f"{error} (before that: {lost})") from error
+
+
+@dataclasses.dataclass
+class Past:
+    """What the launcher knows of a job's earlier starts.
+
+    Attributes:
+        restarts: how often it was started again.
+        gpus: of the node that had most: the others may be away when it is started again.
+        counts: of what was lost and replaced, by name.
+    """
+
+    restarts: int = 0
+    gpus: int = 0
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -152,19 +174,23 @@ class Job(NamedTuple):
 
 
 @contextlib.contextmanager
-def started(config: TrainConfig, cluster: ClusterConfig, restarts: int) -> Iterator[Job]:
+def started(config: TrainConfig, cluster: ClusterConfig, past: Past) -> Iterator[Job]:
     """Start all processes of a job; end them when the block is left.
 
     Raises:
         RunError: nodes or processes did not come in time.
         ConfigError: the nodes have other versions or files than each other.
     """
-    machines: list[Machine] = []
-    nodes = ray.nodes()
-    needs = requirements(config, cluster, nodes)
-    check_spare_cpus(needs, cluster.reward_tasks)
-    group = reserve(needs, cluster.start_timeout_s)
+    until = time.monotonic() + cluster.start_timeout_s
+    nodes = await_nodes(cluster.nodes + config.rollout.nodes, until)
+    past.gpus = max(past.gpus, most_gpus(nodes))
+    needs = requirements(config, cluster, past.gpus)
+    if needs.on_cpus:
+        log.warning("no node of the cluster has a GPU: the run's devices are the CPUs'")
+    group = reserve(needs, cluster.start_timeout_s, until)
+    job = None
     try:
+        check_spare_cpus(needs, cluster.reward_tasks)
         total, name = cluster.nodes * cluster.processes_per_node, f"jaxrl_llm_{uuid.uuid4().hex}"
         head = next(node["NodeID"] for node in nodes if HEAD in node["Resources"])
         board = ray.remote(Board).options(
@@ -172,7 +198,7 @@ def started(config: TrainConfig, cluster: ClusterConfig, restarts: int) -> Itera
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
         )
-        board = board.remote(total)
+        job = Job(board.remote(total, past.counts), [], [])
         train = [
             actor(TrainProcess, group, number // cluster.processes_per_node, needs.process).remote(
                 needs.settings(cluster)
@@ -186,30 +212,49 @@ def started(config: TrainConfig, cluster: ClusterConfig, restarts: int) -> Itera
             )
             for number in range(config.rollout.nodes)
         ]
-        machines += answers([a.machine.remote() for a in [*train, *hosts]], cluster)
-        check_alike(machines)
+        job.machines.extend(answers([a.machine.remote() for a in [*train, *hosts]], cluster))
+        check_alike(job.machines)
         check_shared_folder(config.run_dir, [*train, *hosts], cluster)
         place = Member(
-            board,
+            job.board,
             tuple(hosts),
-            restarts,
+            past.restarts,
             number=0,
             engine_devices=len(hosts) * needs.devices[1],
             reward_tasks=cluster.reward_tasks // total,
             retries=cluster.restarts,
         )
-        tasks = []
+        first = job.machines[0]
         for number, process in enumerate(train):
-            address = f"{machines[0].address}:{machines[0].free_port}"
+            address = f"{first.address}:{first.free_port}"
             group_of = dict(zip(VARIABLES, (address, str(total), str(number)), strict=True))
-            tasks.append(process.run.remote(config, place._replace(number=number), group_of))
-        yield Job(board, machines, tasks)
+            job.tasks.append(process.run.remote(config, place._replace(number=number), group_of))
+        yield job
     except BaseException:
+        machines: list[Machine] = []
+        if job is not None:
+            past.counts, machines = known(job, past.counts)
         remove_placement_group(group)
         on_each(machines, signal.SIGKILL)  # also what hangs, and before a next start
         raise
     else:
         remove_placement_group(group)  # and all that runs in it
+
+
+def known(job: Job, counts: dict[str, int]) -> tuple[dict[str, int], list[Machine]]:
+    """Return what was lost and replaced so far, and where all processes and engines are now.
+
+    Args:
+        job: that was started.
+        counts: as they were before; they are returned if the board is gone, with its node.
+    """
+    try:
+        counts, engines = ray.get(
+            [job.board.counts.remote(), job.board.engines.remote()], timeout=REACH_S
+        )
+    except RayError:
+        return counts, job.machines
+    return counts, [*job.machines, *engines]  # some engines were made anew, on other nodes
 
 
 def watch(job: Job, cluster: ClusterConfig) -> None:
@@ -229,7 +274,7 @@ def watch(job: Job, cluster: ClusterConfig) -> None:
             for task in ended:
                 check_end(job, task, [*left, *ended])
             if time.monotonic() - progressed > cluster.stall_timeout_s:
-                dump_stacks(job)
+                dump_stacks(known(job, {})[1])
                 raise LostError(
                     f"there was no step for {cluster.stall_timeout_s:g} s (cluster.stall_timeout_s)"
                 )
@@ -282,7 +327,7 @@ def check_end(job: Job, task: Any, others: list[Any]) -> None:
         except GetTimeoutError:
             continue
         except RayTaskError as error:
-            if is_final(error.cause, alone=len(job.tasks) == 1):
+            if is_final(error.cause):
                 raise as_raised(error) from error
             losses.append(str(error.cause))
         except RayError as error:
@@ -293,22 +338,22 @@ def check_end(job: Job, task: Any, others: list[Any]) -> None:
     raise LostError("a training process was lost: " + " ".join(losses[0].split()))
 
 
-def is_final(cause: Any, *, alone: bool) -> bool:
+def is_final(cause: Any) -> bool:
     """Return whether a process's error would come again.
 
-    >>> is_final(ValueError("a bug"), alone=False)
+    >>> is_final(ValueError("a bug"))
     True
-    >>> is_final(jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"), alone=False)
+    >>> is_final(jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"))
     False
     """
     if isinstance(cause, jax.errors.JaxRuntimeError):
-        return alone or "RESOURCE_EXHAUSTED" in str(cause)
+        return comes_again(cause)
     return not isinstance(cause, RayError)
 
 
-def dump_stacks(job: Job) -> None:
+def dump_stacks(machines: Sequence[Machine]) -> None:
     """Let all processes print the stacks of their threads, as far as they still can."""
-    on_each(job.machines, DUMP)
+    on_each(machines, DUMP)
     time.sleep(DUMP_S)  # what they print comes through Ray
 
 

@@ -1,6 +1,7 @@
 """What a job needs of a Ray cluster, where its processes go, and whether these fit together."""
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from jaxrl_llm.sharding import processes
 
 TAKEN_OVER = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")
 """How the names of variables begin that all processes take over from the launcher."""
+LOOK_S = 0.5  # between two looks at the nodes
+LEAST_S = 1.0  # for a reservation
 
 
 class LostError(RunError):
@@ -54,15 +57,37 @@ class Needs(NamedTuple):
         return Settings(str(Path.cwd()), found)
 
 
-def requirements(config: TrainConfig, cluster: ClusterConfig, nodes: Sequence[Any]) -> Needs:
+def await_nodes(count: int, until: float) -> list[Any]:
+    """Return what Ray knows of its nodes when so many are there, or the time has come.
+
+    Args:
+        count: of nodes that a job needs.
+        until: by `time.monotonic`.
+    """
+    while True:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) >= count or time.monotonic() > until:
+            return nodes
+        time.sleep(LOOK_S)
+
+
+def most_gpus(nodes: Sequence[Any]) -> int:
+    """Return how many GPUs the node has that has most.
+
+    >>> most_gpus([{"Resources": {"CPU": 8.0}}, {"Resources": {"CPU": 8.0, "GPU": 4.0}}])
+    4
+    """
+    return max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
+
+
+def requirements(config: TrainConfig, cluster: ClusterConfig, gpus: int) -> Needs:
     """Return what a job needs of a cluster's nodes.
 
     Args:
         config: of the run.
         cluster: the same's.
-        nodes: as `ray.nodes()` tells of them.
+        gpus: of a node.
     """
-    gpus = max((int(n["Resources"].get("GPU", 0)) for n in nodes if n["Alive"]), default=0)
     here = cluster.devices or max(gpus // cluster.processes_per_node, 1)
     there = config.rollout.devices or max(gpus, 1)
 
@@ -77,14 +102,19 @@ def requirements(config: TrainConfig, cluster: ClusterConfig, nodes: Sequence[An
     )
 
 
-def reserve(needs: Needs, seconds: float) -> Any:
+def reserve(needs: Needs, seconds: float, until: float) -> Any:
     """Reserve a part of a node for each of the job's nodes, each on another one.
+
+    Args:
+        needs: of the job.
+        seconds: that it was given to start.
+        until: when these end, by `time.monotonic`.
 
     Raises:
         RunError: they did not come in time.
     """
     group = placement_group(needs.nodes, strategy="STRICT_SPREAD")
-    if not group.wait(seconds):
+    if not group.wait(max(until - time.monotonic(), LEAST_S)):
         remove_placement_group(group)
         has = [_told(n["Resources"], needs.nodes[0]) for n in ray.nodes() if n["Alive"]]
         wants = " or ".join(dict.fromkeys(_told(node, node) for node in needs.nodes))

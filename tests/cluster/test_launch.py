@@ -102,8 +102,12 @@ def test_the_reason_of_one_that_could_not_end_is_on_the_board(ended):
     assert not isinstance(caught.value, LostError)
 
 
-@pytest.mark.parametrize("tasks", [(raised(MEMORY), "running"), (raised(CONNECTION),)])
-def test_an_error_of_the_devices_would_come_again(ended, tasks):
-    """Where there is no memory, or nobody else to lose."""
+def test_an_error_that_any_devices_would_have_is_no_loss(ended):
     with pytest.raises(RayTaskError):
-        ended(*tasks)
+        ended(raised(MEMORY), "running")
+
+
+def test_a_device_that_fails_is_a_loss(ended):
+    """Also where a job has one process, which then starts again."""
+    with pytest.raises(LostError, match="ECC"):
+        ended(raised(jax.errors.JaxRuntimeError("INTERNAL: uncorrectable ECC error")))

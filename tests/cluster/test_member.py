@@ -1,6 +1,8 @@
 """What a training process tells its launcher."""
 
 import asyncio
+import contextlib
+import os
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from jaxrl_llm.cluster import member
 from jaxrl_llm.cluster.board import Board
+from jaxrl_llm.cluster.hosts import ending_on_faults
 from jaxrl_llm.cluster.member import Member
 from jaxrl_llm.functions import ConfigError, RunError
 from jaxrl_llm.metrics import LauncherDisplay, open_display
@@ -18,7 +21,7 @@ class Handle:
     """A board in this process behind a handle's interface."""
 
     def __init__(self):
-        self.board = Board(1)
+        self.board = Board(3, {"reward_retries": 1})
 
     def __getattr__(self, name):
         method = getattr(self.board, name)
@@ -65,4 +68,33 @@ def test_what_is_shown_and_counted_is_on_the_board(board):
     assert board.take.remote() == [("open", ("training", 5, 2)), ("advance", ("step 3",))]
     member.count("reward_retries", 0)
     member.count("reward_retries", 4)
-    assert member.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 4.0}
+    assert member.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 5.0}
+
+
+def test_what_the_first_process_leaves_is_kept_until_the_others_have_it(board):
+    board.leave.remote(0, ["answers"])
+    board.leave.remote(1, ["more"])
+    assert [board.left.remote(0), board.left.remote(1), board.left.remote(0)] == [
+        "answers",
+        "more",
+        "answers",
+    ]
+    assert board.board._left == {1: ("more", 1)}
+
+
+def test_engines_that_come_in_anothers_place_are_counted(board, monkeypatch):
+    place = member.current()._replace(hosts=("first", "second"))
+    monkeypatch.setattr(member, "_members", [place])
+    for number, machine in ((0, "a"), (1, "b"), (0, "c")):
+        board.came.remote(number, machine)
+    assert member.metrics()["cluster/engine_restarts"] == 1.0
+    assert board.engines.remote() == ["c", "b"]
+
+
+@pytest.mark.parametrize("status", ["RESOURCE_EXHAUSTED", "INTERNAL"])
+def test_an_engine_whose_device_fails_ends_for_another_to_come(monkeypatch, status):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with contextlib.suppress(jax.errors.JaxRuntimeError), ending_on_faults():
+        raise jax.errors.JaxRuntimeError(f"{status}: of the device")
+    assert ended == ([1] if status == "INTERNAL" else [])

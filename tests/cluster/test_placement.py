@@ -1,17 +1,21 @@
 """What a job asks a cluster for, and what it refuses."""
 
-import pytest
+import math
 
+import pytest
+import ray
+
+from jaxrl_llm.cluster import placement
 from jaxrl_llm.cluster.hosts import Machine
 from jaxrl_llm.cluster.launch import check_answers, connected
-from jaxrl_llm.cluster.placement import check_alike, requirements
+from jaxrl_llm.cluster.placement import await_nodes, check_alike, most_gpus, requirements
 from jaxrl_llm.config import build
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.sharding.processes import find_membership
 
-GPU_NODES = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}] * 4
-CPU_NODES = [{"Alive": True, "Resources": {"CPU": 4.0}}] * 4
+HEAD = {"Alive": True, "Resources": {"CPU": 4.0}}
+NODE = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}
 
 
 def config(cluster, **rollout):
@@ -21,32 +25,42 @@ def config(cluster, **rollout):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "rollout", "nodes", "wanted", "devices"),
+    ("cluster", "rollout", "gpus", "wanted", "devices"),
     [
-        ({"nodes": 2}, {}, GPU_NODES, [{"CPU": 1, "GPU": 8}] * 2, (8, 8)),
-        ({"nodes": 1, "devices": 4}, {}, GPU_NODES, [{"CPU": 1, "GPU": 4}], (4, 8)),
+        ({"nodes": 2}, {}, 8, [{"CPU": 1, "GPU": 8}] * 2, (8, 8)),
+        ({"nodes": 1, "devices": 4}, {}, 8, [{"CPU": 1, "GPU": 4}], (4, 8)),
         (
             {"nodes": 1, "processes_per_node": 8, "cpus": 4},
             {"nodes": 2, "devices": 2},
-            GPU_NODES,
+            8,
             [{"CPU": 32, "GPU": 8}] + [{"CPU": 4, "GPU": 2}] * 2,
             (1, 2),
         ),
-        ({"nodes": 2, "devices": 4}, {"nodes": 1}, CPU_NODES, [{"CPU": 1}] * 3, (4, 1)),
+        ({"nodes": 2, "devices": 4}, {"nodes": 1}, 0, [{"CPU": 1}] * 3, (4, 1)),
     ],
 )
-def test_needs(cluster, rollout, nodes, wanted, devices):
+def test_needs(cluster, rollout, gpus, wanted, devices):
     run = config(cluster, **rollout)
-    found = requirements(run, run.cluster, nodes)
+    found = requirements(run, run.cluster, gpus)
     assert found.nodes == wanted
     assert found.devices == devices
+
+
+def test_nodes_that_join_late_are_waited_for(monkeypatch):
+    """Else a head without GPUs, which is there first, would have the job train on its CPUs."""
+    joined = iter([[HEAD], [HEAD, NODE | {"Alive": False}], [HEAD, NODE]])
+    monkeypatch.setattr(ray, "nodes", lambda: next(joined))
+    monkeypatch.setattr(placement, "LOOK_S", 0.0)
+    assert most_gpus(await_nodes(2, math.inf)) == 8
+    monkeypatch.setattr(ray, "nodes", lambda: [HEAD])
+    assert await_nodes(2, until=0.0) == [HEAD]
 
 
 def test_processes_take_over_what_the_libraries_read(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET", "x")
     run = config({"nodes": 1, "devices": 4, "env": {"A": 1}}, nodes=1, devices=2)
-    on_cpus = requirements(run, run.cluster, CPU_NODES)
+    on_cpus = requirements(run, run.cluster, 0)
     found = on_cpus.settings(run.cluster).environment
     assert {"NCCL_DEBUG": "INFO", "A": "1", "JAX_NUM_CPU_DEVICES": "4"}.items() <= found.items()
     assert "SECRET" not in found
@@ -54,7 +68,7 @@ def test_processes_take_over_what_the_libraries_read(monkeypatch):
     assert engines["JAX_NUM_CPU_DEVICES"] == "2"
     assert find_membership({"SLURM_STEP_NUM_TASKS": "4", **engines}).total == 1
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    on_gpus = requirements(run, run.cluster, GPU_NODES)
+    on_gpus = requirements(run, run.cluster, 8)
     assert "JAX_PLATFORMS" not in on_gpus.settings(run.cluster, run).environment
     vllm = config({"nodes": 1}, nodes=1, engine="vllm")  # the sidecars have the GPUs
     assert on_gpus.settings(vllm.cluster, vllm).environment["JAX_PLATFORMS"] == "cpu"
