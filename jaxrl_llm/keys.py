@@ -4,6 +4,7 @@
 verl's keys to these.
 """
 
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -470,7 +471,7 @@ class TrainConfig:
             "algorithm.keep draws as many prompts as it needs, so epochs say no number of steps: "
             "set steps",
         )
-        check_engine(rollout)
+        check_engine(self)
         check_cluster(self)
         for name in ("critic", "reward_model"):
             _check_clip(f"{name}.optim.grad_clip", getattr(self, name).optim.grad_clip)
@@ -582,10 +583,7 @@ class ServeConfig:
         """Refuse what can't be served."""
         _at_least(self, 1, "slots max_tokens limits.max_running limits.max_answers")
         _at_least(self, 0, "limits.max_waiting limits.shutdown_s")
-        for name in ("limits.max_body_mb", "limits.timeout_s", "cache_gb"):
-            group, _, leaf = name.rpartition(".")
-            value = getattr(self.limits if group else self, leaf)
-            _require(value is None or value > 0, f"{name}={value}, wanted a number above 0")
+        _above_zero(self, "limits.max_body_mb limits.timeout_s cache_gb")
         check_dtype("dtype", self.dtype)
         _require(0 <= self.port < 2**16, f"port={self.port}, wanted 0 to {2**16 - 1}")
         _require(self.api_key != "", "api_key is empty, wanted a text or null")
@@ -729,8 +727,9 @@ def check_dtype(name: str, dtype: str) -> None:
     _require(fits, f"{name}={dtype!r}, wanted float32 or bfloat16")
 
 
-def check_engine(rollout: RolloutConfig) -> None:
+def check_engine(config: TrainConfig) -> None:
     """Refuse an engine that there is not, and contradictions in its keys."""
+    rollout = config.rollout
     _require(
         rollout.engine in ("native", "vllm"),
         f"rollout.engine={rollout.engine!r}, wanted native or vllm",
@@ -740,13 +739,9 @@ def check_engine(rollout: RolloutConfig) -> None:
         rollout.engine == "vllm" or how == VllmConfig(),
         "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove rollout.vllm",
     )
-    for name in ("sidecars", "tensor_parallel", "restarts", "first_device"):
-        value, least = getattr(how, name), int(name in ("sidecars", "tensor_parallel"))
-        fits = value is None or value >= least
-        _require(fits, f"rollout.vllm.{name}={value}, wanted {least} or more")
-    for name in ("start_timeout_s", "timeout_s"):
-        value = getattr(how, name)
-        _require(value > 0, f"rollout.vllm.{name}={value}, wanted a number above 0")
+    _at_least(config, 1, "rollout.vllm.sidecars rollout.vllm.tensor_parallel")
+    _at_least(config, 0, "rollout.vllm.restarts rollout.vllm.first_device")
+    _above_zero(config, "rollout.vllm.start_timeout_s rollout.vllm.timeout_s")
     _require(
         rollout.slots % how.sidecars == 0,
         f"rollout.slots={rollout.slots} can't be shared evenly by the {how.sidecars} sidecars of "
@@ -776,9 +771,7 @@ def check_cluster(config: TrainConfig) -> None:
         return
     _at_least(config, 1, "cluster.nodes cluster.processes_per_node cluster.devices cluster.cpus")
     _at_least(config, 0, "cluster.restarts cluster.reward_tasks cluster.backoff_s")
-    for name in ("start_timeout_s", "stall_timeout_s"):
-        value = getattr(cluster, name)
-        _require(value > 0, f"cluster.{name}={value}, wanted a number above 0")
+    _above_zero(config, "cluster.start_timeout_s cluster.stall_timeout_s")
     processes = cluster.nodes * cluster.processes_per_node
     _require(
         cluster.reward_tasks % processes == 0,
@@ -852,9 +845,15 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _at_least(config: Any, least: int, names: str) -> None:
-    for name in names.split():
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
+    for name, value in _values(config, names):
         fits = value is None or value >= least
         _require(fits, f"{name}={value}, wanted {least} or more")
+
+
+def _above_zero(config: Any, names: str) -> None:
+    for name, value in _values(config, names):
+        _require(value is None or value > 0, f"{name}={value}, wanted a number above 0")
+
+
+def _values(config: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, operator.attrgetter(name)(config)) for name in names.split()]

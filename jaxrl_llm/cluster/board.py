@@ -45,7 +45,7 @@ class Board:
         """Return that error."""
         return self._failure
 
-    async def count(self, name: str, more: int = 1) -> None:
+    async def count(self, name: str, more: int) -> None:
         """Add to a count."""
         self._counts[name] += more
 

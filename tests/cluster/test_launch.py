@@ -1,5 +1,7 @@
 """Why a job ended: an error that would come again, or a loss after which it can go on."""
 
+import contextlib
+
 import jax
 import pytest
 import ray
@@ -12,9 +14,12 @@ from ray.exceptions import (
 )
 
 from jaxrl_llm.cluster import launch
+from jaxrl_llm.cluster.hosts import Machine
 from jaxrl_llm.cluster.launch import Job, check_end
 from jaxrl_llm.cluster.placement import LostError
+from jaxrl_llm.config import build
 from jaxrl_llm.functions import ConfigError, RunError
+from jaxrl_llm.keys import TrainConfig
 
 
 class Board:
@@ -111,3 +116,77 @@ def test_a_device_that_fails_is_a_loss(ended):
     """Also where a job has one process, which then starts again."""
     with pytest.raises(LostError, match="ECC"):
         ended(raised(jax.errors.JaxRuntimeError("INTERNAL: uncorrectable ECC error")))
+
+
+class Kept:
+    """A board whose counts and engines the launcher can ask for, until its node is gone."""
+
+    def __init__(self, counts, engines):
+        self.counts, self.engines = Answer(counts), Answer(engines)
+
+
+class Answer:
+    """A method of an actor, which answers at once."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def remote(self):
+        return self.found
+
+
+def test_counts_and_engines_outlive_their_board(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda found, timeout: found)
+    process = Machine("a" * 56, "10.0.0.1", pid=1, free_port=1, versions={})
+    engine = process._replace(pid=2)  # made anew
+    job = Job(Kept({"engine_restarts": 2}, [engine]), [process], [])
+    assert launch.known(job, {}) == ({"engine_restarts": 2}, [process, engine])
+
+    def gone(found, timeout):
+        raise ActorDiedError
+
+    monkeypatch.setattr(ray, "get", gone)
+    assert launch.known(job, {"engine_restarts": 1}) == ({"engine_restarts": 1}, [process])
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Runs a launcher whose starts end as given; returns its restarts and waits, or raises."""
+
+    def run(*ends, restarts=2):
+        left, seen, waits = list(ends), [], []
+
+        def watch(job, cluster):
+            if (end := left.pop(0)) is not None:
+                raise end
+
+        @contextlib.contextmanager
+        def started(config, cluster, past):
+            seen.append(past.restarts)
+            yield None
+
+        monkeypatch.setattr(launch, "connected", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(launch, "started", started)
+        monkeypatch.setattr(launch, "watch", watch)
+        monkeypatch.setattr("time.sleep", waits.append)
+        tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+        tree |= {"cluster": {"restarts": restarts, "backoff_s": 3}}
+        launch.launch(build(TrainConfig, tree | {"reward": {"scorer": "arithmetic"}}))
+        return seen, waits
+
+    return run
+
+
+def test_a_lost_job_starts_again_and_waits_twice_as_long_each_time(launched):
+    assert launched(None) == ([0], [])
+    assert launched(LostError("a node"), LostError("a node"), None) == ([0, 1, 2], [3, 6])
+    with pytest.raises(RunError, match=r"a node \(the job was started 3 times\)"):
+        launched(*[LostError("a node")] * 3, None)
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RunError])
+def test_an_error_after_a_loss_names_the_loss(launched, kind):
+    with pytest.raises(kind, match=r"^a key$"):
+        launched(kind("a key"), None)
+    with pytest.raises(kind, match=r"^a key \(before that: a node\)$"):
+        launched(LostError("a node"), kind("a key"), None)

@@ -151,7 +151,7 @@ def test_a_board_waits_for_all_processes_and_forgets_old_pushes():
         await board.publish(1, 0, 0, ["c"])
         with pytest.raises(LookupError, match="push 0 is over"):
             await late
-        await board.count("engines")
+        await board.count("engines", 1)
         await board.show("line", "x")
         assert await board.counts() == {"engines": 1}
         assert await board.take() == [("line", ("x",))]

@@ -58,13 +58,6 @@ def three(data_source, solution_str, ground_truth):
 """
 
 
-@pytest.fixture(scope="module")
-def scorers(tmp_path_factory):
-    path = tmp_path_factory.mktemp("scorers") / "mine.py"
-    path.write_text(SCORERS)
-    return path
-
-
 @pytest.fixture
 def make(scorers):
     pools = []

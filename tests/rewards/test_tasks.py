@@ -62,13 +62,6 @@ def three(data_source, solution_str, ground_truth):
 """
 
 
-@pytest.fixture(scope="module")
-def scorers(tmp_path_factory):
-    path = tmp_path_factory.mktemp("scorers") / "mine.py"
-    path.write_text(SCORERS)
-    return path
-
-
 @pytest.fixture(scope="module", autouse=True)
 def cluster(ray_nodes):
     with ray_nodes(count=1, cpus=2) as address:
