@@ -1,9 +1,12 @@
 """Test set-up: eight CPU devices, so that every test can build real meshes; no network."""
 
 import contextlib
+import fnmatch
 import os
+import shutil
 import subprocess
 import sys
+import zlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PJRT_NPROC"] = "128"  # threads for eight devices that wait for each other
@@ -21,6 +24,65 @@ collect_ignore = ["jaxrl_llm/rollout/vllm/sidecar"]  # it runs where vLLM is, an
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("fixed")
+
+MODEL = [
+    *("models/attention.py", "models/cache.py", "models/context.py", "models/exchange.py"),
+    *("models/heads.py", "models/kernels.py", "models/lora.py", "models/mla.py", "models/moe.py"),
+    *("models/pipeline.py", "models/remat.py", "models/rope.py", "models/spec.py"),
+    "models/transformer.py",
+]
+LAYOUT = [f"sharding/{name}.py" for name in ("layout", "mesh", "reshard", "rules")]
+UPDATE = [
+    "algorithms/*",
+    *(f"jaxrl_llm/{name}.py" for name in ("experience", "objective", "roles", "step", "wiring")),
+    "jaxrl_llm/data/packing.py",
+    "jaxrl_llm/data/balance.py",
+]
+GUARDED = {
+    "tests/properties/*": [*MODEL, *LAYOUT, *UPDATE],
+    "tests/rollout/test_native_decoding.py": [*MODEL, *LAYOUT, "jaxrl_llm/rollout/native/*"],
+    "tests/test_roles.py": [*MODEL, *LAYOUT, *UPDATE],
+    "tests/test_router.py": [*MODEL, *LAYOUT, *UPDATE],
+}
+"""Files with slow tests, and the paths for which they stand guard."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--changed-since",
+        metavar="REVISION",
+        help="of slow tests that guard paths (GUARDED in conftest.py), leave out those whose paths "
+        "have not changed since, but for another quarter of them at each commit",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    revision = config.getoption("--changed-since")
+    if revision is None:
+        return
+    changed = _git(config, "diff", "--name-only", revision).split()
+    turn = int(_git(config, "rev-list", "--count", "HEAD")) % 4
+    left_out = [item for item in items if _may_wait(item, changed, turn)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _git(config, *words):
+    words = ["git", "-C", str(config.rootpath), *words]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def _may_wait(item, changed, turn):
+    """Whether nothing has changed for which a slow test stands guard, and it is not its turn."""
+    file = item.nodeid.partition("::")[0]
+    guarded = [
+        path for test, paths in GUARDED.items() if fnmatch.fnmatch(file, test) for path in paths
+    ]
+    if not guarded or item.get_closest_marker("slow") is None:
+        return False
+    patterns = [*guarded, file, "pyproject.toml"]
+    is_touched = any(fnmatch.fnmatch(path, pattern) for path in changed for pattern in patterns)
+    return not is_touched and zlib.crc32(item.nodeid.encode()) % 4 != turn
 
 
 NODES = """
@@ -53,3 +115,21 @@ def ray_nodes():
     It listens at `client_port`, if given, for `ray://`.
     """
     return _ray_nodes
+
+
+@contextlib.contextmanager
+def _small_disk(folder, size):
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if (
+        not shutil.which("mount")
+        or subprocess.run(mount, check=False, capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def small_disk():
+    """Mounts a file system in memory at a folder; its size is in words of mount's, as 256k."""
+    return _small_disk

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config import apply_override, build, describe, read_yaml, to_yaml
-from jaxrl_llm.functions import ConfigError, RunError
+from jaxrl_llm.functions import ConfigError, Preempted, RunError
 
 Config = TypeVar("Config")
 
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -32,7 +33,8 @@ def config_main(
     "append"); a program that has some needs no `--config`.
 
     Errors are one line on stderr: with status 2 for a config that can't be run, with status 1 for a
-    run that fails (`RunError`, or a full disk). Ctrl-C is status 130. Bugs keep their traceback.
+    run that fails (`RunError`, or a full disk). Status 75 is a run that was told to end and has
+    saved (`Preempted`), Ctrl-C is 130. Bugs keep their traceback.
     """
     if arguments is None:
         take_huge_pages()
@@ -46,12 +48,16 @@ def config_main(
         run(config)
     except ConfigError as error:
         return _report(error, 2)
+    except Preempted as error:
+        sys.stderr.write(f"preempted: {error}\n")
+        return PREEMPTED
     except RunError as error:
         return _report(error, 1)
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
-        return _report(error, 1)
+        where = f"can't write {error.filename}: " if error.filename else ""
+        return _report(OSError(f"{where}{error.strerror}"), 1)
     except KeyboardInterrupt:
         sys.stderr.write(
             "interrupted: the same command continues from the newest checkpoint, if there is one\n"

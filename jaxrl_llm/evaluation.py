@@ -14,12 +14,13 @@ import numpy as np
 
 from jaxrl_llm.config import as_tree
 from jaxrl_llm.data.dataset import Prompt, check_prompt_row, load_rows, tokenize_prompts
+from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.estimators import LEVEL, best_at, interval, majority_at, read_scores
 from jaxrl_llm.experience import Rollouts, answer_seeds, sample
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.keys import EvaluateConfig, SftMeshConfig
 from jaxrl_llm.policy import Policy, open_engine, read_policy
-from jaxrl_llm.report import answer_rows, write_rows
+from jaxrl_llm.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_scorer
 from jaxrl_llm.setup import blamed_on, open_layout, quiet_libraries, write_text

@@ -29,6 +29,10 @@ class RunError(RuntimeError):
     """A run that can't go on; the message says why. The base of the library's own errors."""
 
 
+class Preempted(RunError):
+    """A run that was told to end, and has saved where it stands: the same command continues."""
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """A function by name, with the keyword arguments that a config gives it."""

@@ -35,18 +35,18 @@ from jaxrl_llm.experience import (
     sample,
     with_scores,
 )
-from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.functions import ConfigError, Preempted
 from jaxrl_llm.keys import RolloutSizes, SftConfig, TrainConfig
 from jaxrl_llm.loop import Job, Progress, minibatch_size, run
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
-from jaxrl_llm.report import dump_rollouts, print_before_and_after
+from jaxrl_llm.report import RolloutDumps, print_before_and_after
 from jaxrl_llm.rewards.model import open_reward_model
 from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
 from jaxrl_llm.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.runs import open_run, run_folder
+from jaxrl_llm.runs import check_whole, open_run, open_watchdog, run_folder
 from jaxrl_llm.setup import (
     Layouts,
     Model,
@@ -69,6 +69,7 @@ from jaxrl_llm.step import logprob_pass
 from jaxrl_llm.supervised import run_sft
 from jaxrl_llm.types import Batch, Sampling
 from jaxrl_llm.validation import validation_metrics
+from jaxrl_llm.watchdog import Watchdog
 from jaxrl_llm.wiring import Functions
 
 TRAINING, VALIDATION, GREEDY = range(3)
@@ -81,12 +82,14 @@ def run_job(config: TrainConfig) -> Progress:
     functions = Functions(config)  # wrong names fail before anything is loaded
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    with contextlib.ExitStack() as stack, processes.together(), member.reporting():
+    with contextlib.ExitStack() as stack, processes.together((Preempted,)), member.reporting():
+        watchdog = stack.enter_context(open_watchdog(config))
         folder = stack.enter_context(run_folder(config.run_dir, config))
         with compiling_ahead(config, folder) as wait:
-            job, start, prompt_batches = build(config, functions, folder, stack)
+            job, start, prompt_batches = build(config, functions, folder, stack, watchdog)
             wait()
         done = run(job, start, prompt_batches)
+        check_whole(done.step, job.total_steps)
         if processes.is_first():
             print_before_and_after(folder, job.display)
     return done
@@ -109,7 +112,11 @@ def warm_start(config: TrainConfig) -> None:
 
 
 def build(
-    config: TrainConfig, functions: Functions, folder: Path, stack: contextlib.ExitStack
+    config: TrainConfig,
+    functions: Functions,
+    folder: Path,
+    stack: contextlib.ExitStack,
+    watchdog: Watchdog,
 ) -> tuple[Job, Progress, Any]:
     """Build everything that the loop calls, and find out where it starts."""
     mesh = config.mesh
@@ -198,12 +205,14 @@ def build(
             imbalance_of, shape=shape_on(layouts.train), minibatch=minibatch_size(config)
         ),
         validate=make_validator(config, draw, stops, score_validation, validation),
-        dump=functools.partial(dump_rollouts, folder / "rollouts"),
+        dump=RolloutDumps(folder / "rollouts"),
         total_steps=opened.total_steps,
         origin=opened.origin,
         checkpoints=opened.checkpoints,
         log=opened.log,
         display=opened.display,
+        preemption=opened.preemption,
+        watchdog=watchdog,
     )
     kl_coef = opened.extra.get("kl_coef", config.algorithm.kl_coef)
     return job, Progress(opened.step, opened.states, kl_coef), opened.stream

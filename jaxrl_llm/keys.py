@@ -4,6 +4,7 @@
 verl's keys to these.
 """
 
+import math
 import operator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,10 @@ OPTIMIZERS = SCHEDULES = "optax"
 CACHE_GB = (
     "GB of each device for the engine's keys and values at most; null is enough for the longest "
     "sequence in every slot"
+)
+STALL_TIMEOUT = (
+    "seconds without a step until the run counts as hung: stacks are printed and it ends, on a "
+    "cluster it is started again; the first step has to fit, with loading; null never"
 )
 COMPILATION_CACHE = (
     "keep compiled programs in run_dir/cache/compilation, for when the run is continued; another "
@@ -168,6 +173,17 @@ class ScoringConfig:
         "score of an answer whose scorer raises or hangs, or whose score is not finite; null "
         "stops the run",
     )
+    memory_gb: float | None = key(
+        4.0, "GB of memory of each process of a scorer; null sets no limit"
+    )
+    max_processes: int | None = key(
+        64, "processes that a scorer may have started at once; null sets no limit"
+    )
+    pass_env: tuple[str, ...] = key(
+        (),
+        "environment variables that a scorer gets beside the usual ones, such as OPENAI_API_KEY; "
+        "* stands for any letters",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +310,9 @@ class CheckpointConfig:
 
     every: int = key(0, "save every n steps; 0 only at the end")
     keep: int = key(2, "newest checkpoints to keep, besides the best by validation")
+    grace_s: float = key(
+        120.0, "seconds in which a run that gets SIGTERM comes to the end of its step and saves"
+    )
     resume: str = key("auto", "auto continues from the newest checkpoint; never refuses to")
 
 
@@ -380,9 +399,6 @@ class ClusterConfig:
     )
     env: dict[str, Any] = key({}, "environment variables for all processes")
     start_timeout_s: float = key(300.0, "seconds for Ray and all nodes to be there")
-    stall_timeout_s: float = key(
-        3600.0, "seconds without a step until the job counts as hung and is started again"
-    )
     restarts: int = key(3, "times that the job, or an engine, is started again when one is lost")
     backoff_s: float = key(10.0, "seconds before the first new start; each further one waits twice")
 
@@ -410,6 +426,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     compilation_cache: bool = key(True, COMPILATION_CACHE)
     log: LogConfig = section(LogConfig)
+    stall_timeout_s: float | None = key(3600.0, STALL_TIMEOUT)
     cluster: ClusterConfig | None = key(None, "run on a Ray cluster; null: on this machine")
 
     def __post_init__(self) -> None:
@@ -520,6 +537,7 @@ class SftConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     compilation_cache: bool = key(True, COMPILATION_CACHE)
     log: LogConfig = section(LogConfig)
+    stall_timeout_s: float | None = key(3600.0, STALL_TIMEOUT)
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
@@ -669,6 +687,7 @@ def check_shared(config: TrainConfig | SftConfig) -> None:
     _at_least(config, 1, "steps epochs model.logprob_chunk checkpoint.keep")
     _at_least(config, 0, "seed checkpoint.every optim.max_skipped")
     _at_least(config, 0, "model.router_loss_coef model.router_bias_rate")
+    _above_zero(config, "stall_timeout_s checkpoint.grace_s")
     _require(config.seed < 2**32, f"seed={config.seed}, wanted a number below 2**32")
     _require(len(config.data.train) > 0, "data.train names no file")
     check_dtype("model.dtype", config.model.dtype)
@@ -771,7 +790,7 @@ def check_cluster(config: TrainConfig) -> None:
         return
     _at_least(config, 1, "cluster.nodes cluster.processes_per_node cluster.devices cluster.cpus")
     _at_least(config, 0, "cluster.restarts cluster.reward_tasks cluster.backoff_s")
-    _above_zero(config, "cluster.start_timeout_s cluster.stall_timeout_s")
+    _above_zero(config, "cluster.start_timeout_s")
     processes = cluster.nodes * cluster.processes_per_node
     _require(
         cluster.reward_tasks % processes == 0,
@@ -791,8 +810,12 @@ def check_cluster(config: TrainConfig) -> None:
 
 
 def check_scoring(reward: ScoringConfig) -> None:
-    """Refuse a time limit that is none."""
+    """Refuse limits that allow nothing."""
     _require(reward.timeout_s > 0, f"reward.timeout_s={reward.timeout_s}, wanted a number above 0")
+    for name in ("memory_gb", "max_processes"):
+        limit = getattr(reward, name)
+        wanted = "wanted a number above 0, or null"
+        _require(limit is None or 0 < limit < math.inf, f"reward.{name}={limit}, {wanted}")
 
 
 def check_reward(reward: RewardConfig) -> None:

@@ -28,6 +28,7 @@ from jaxrl_llm.metrics import (
     summary,
 )
 from jaxrl_llm.objective import LossError, per_token
+from jaxrl_llm.preemption import Preemption
 from jaxrl_llm.profiling import Profiler
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.roles import Role
@@ -37,6 +38,7 @@ from jaxrl_llm.sharding.offload import lent, to_device, to_host
 from jaxrl_llm.step import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 from jaxrl_llm.validation import headline
+from jaxrl_llm.watchdog import Watchdog
 
 States = dict[str, TrainState]
 
@@ -72,6 +74,8 @@ class Job:
         balance: batch -> metrics of how evenly it loads the devices, and of its padding.
         validate: step -> metrics.
         dump: (step, rollouts, scores) -> writes them to a file.
+        preemption: whether the run was told to end.
+        watchdog: ends the run when it hangs; `record` tells it of each step.
     """
 
     config: TrainConfig
@@ -105,6 +109,8 @@ class Job:
     checkpoints: Checkpoints
     log: MetricsLog
     display: Display
+    preemption: Preemption
+    watchdog: Watchdog
 
 
 class Progress(NamedTuple):
@@ -116,7 +122,7 @@ class Progress(NamedTuple):
 
 
 def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
-    """Train from `start` to the end.
+    """Train from `start` to the end, or to the step in which the run is told to end.
 
     Args:
         job: what to call.
@@ -155,8 +161,8 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
         if due(step, config.rollout.dump_every, 0) and processes.is_first():
             job.dump(step, rollouts, scores)
         record(job, step, metrics | system_metrics(clock, compiled, batch))
-        if due(step, config.checkpoint.every, job.total_steps):
-            save(job, Progress(step, states, kl_coef), prompt_batches, metrics)
+        if end_step(job, Progress(step, states, kl_coef), prompt_batches, metrics):
+            break
     profiler.close()
     compiled.close()
     job.checkpoints.wait()
@@ -466,6 +472,7 @@ def device_count() -> int:
 
 def record(job: Job, step: int, metrics: dict[str, float]) -> None:
     """Write a step's metrics, and one line on the screen."""
+    job.watchdog.beat()
     job.log.write(step, metrics)
     shown = {
         "score": "critic/score/mean",
@@ -481,6 +488,15 @@ def record(job: Job, step: int, metrics: dict[str, float]) -> None:
     job.display.advance(line) if step else job.display.line(line)
 
 
+def end_step(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, float]) -> bool:
+    """Save where that is due; return whether the run was told to end: then it is due, too."""
+    job.checkpoints.check()
+    ending = job.preemption.requested()
+    if ending or due(at.step, job.config.checkpoint.every, job.total_steps):
+        save(job, at, prompt_batches, metrics)
+    return ending
+
+
 def save(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, float]) -> None:
     """Save everything from which the run continues bit for bit."""
     validated = {k: v for k, v in metrics.items() if "/mean@" in k}
@@ -490,7 +506,7 @@ def save(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, float])
         {
             "data": prompt_batches.get_state(),
             "kl_coef": at.kl_coef,
-            "metrics_bytes": job.log.position(),
+            "metrics_bytes": job.log.position(at.step),
             "origin": job.origin,
             "config": as_tree(job.config),
         },

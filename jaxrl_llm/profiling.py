@@ -27,6 +27,9 @@ LISTED = 15
 class Profiler:
     """Traces chosen steps of a run; of several processes the first one, about its own devices.
 
+    A trace that can't be written, as on a full disk, is the last one: a warning says so, and the
+    run goes on.
+
     Args:
         steps: that the run has still to do.
         chosen: numbers of steps.
@@ -51,19 +54,32 @@ class Profiler:
                 log.info("step %d is not profiled: the run goes on at %d", step, steps.start)
         self._chosen = set(chosen) if is_first() else set()
         self._folder, self._display = Path(run_dir) / "profile", display
-        self._tracing = contextlib.ExitStack()
+        self._tracing, self._step = contextlib.ExitStack(), 0
 
     def turn_to(self, step: int) -> None:
         """End the trace of the step before, if there is one; begin that of this step, if chosen."""
         self.close()
         if step in self._chosen:
-            folder = self._folder / f"step_{step}"
-            self._tracing.callback(self._report, folder, step)
-            self._tracing.enter_context(tracing(folder, step))
+            with self._giving_up(step):
+                self._tracing.enter_context(tracing(self._folder / f"step_{step}", step))
+                self._step = step
 
     def close(self) -> None:
         """End the trace of the last step."""
-        self._tracing.close()
+        step, self._step = self._step, 0
+        if step:
+            with self._giving_up(step):
+                self._tracing.close()
+                self._report(self._folder / f"step_{step}", step)
+
+    @contextlib.contextmanager
+    def _giving_up(self, step: int) -> Iterator[None]:
+        """Trace no other step after an error of the disk or of jax, which can't begin again."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self._chosen = set()
+            log.warning("can't write the trace of step %d, no step is traced: %s", step, error)
 
     def _report(self, folder: Path, step: int) -> None:
         (path,) = folder.rglob("*.xplane.pb")

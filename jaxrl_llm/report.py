@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.experience import Rollouts
 from jaxrl_llm.metrics import Display
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.trackers import Outages
 
 
 def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
@@ -15,6 +17,29 @@ def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Scor
     folder.mkdir(exist_ok=True)
     rows = [{"step": step, **row} for row in answer_rows(rollouts, scores)]
     write_rows(folder / f"step_{step:06d}.parquet", rows)
+
+
+class RolloutDumps:
+    """Writes the answers of chosen steps; those that the disk does not take are counted.
+
+    Args:
+        folder: of the parquet files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Write nothing yet."""
+        self._folder, self.dropped = folder, 0
+        self._outages = Outages(str(folder), "answers are not kept")
+
+    def __call__(self, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
+        """Write a step's answers, or log once that it is not possible."""
+        try:
+            dump_rollouts(self._folder, step, rollouts, scores)
+        except OSError as error:
+            self.dropped += 1
+            self._outages.begin(error)
+        else:
+            self._outages.end(self.dropped)
 
 
 def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
@@ -33,16 +58,6 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
         }
         for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
     ]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a parquet file whole or not at all."""
-    import pyarrow
-    import pyarrow.parquet
-
-    temporary = path.with_suffix(".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
-    temporary.replace(path)
 
 
 def print_before_and_after(folder: Path, display: Display) -> None:

@@ -23,13 +23,15 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.cluster import member
 from jaxrl_llm.config import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.data.dataset import batches
-from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.functions import ConfigError, Preempted
 from jaxrl_llm.keys import SftConfig, TrainConfig
 from jaxrl_llm.metrics import Display, MetricsLog, open_display
+from jaxrl_llm.preemption import Preemption
 from jaxrl_llm.setup import Model, blamed_on, write_text
 from jaxrl_llm.sharding import processes
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.step import Learner, TrainState
+from jaxrl_llm.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain
 CHANGEABLE = (
     "run_dir",
     "steps",
+    "stall_timeout_s",
     "epochs",
     "log",
     "checkpoint",
@@ -60,6 +63,9 @@ CHANGEABLE = (
     "optim.max_skipped",
     "reward.workers",
     "reward.timeout_s",
+    "reward.memory_gb",
+    "reward.max_processes",
+    "reward.pass_env",
     "reward_model.optim.max_skipped",
     "rollout.cache_gb",
     "rollout.devices",
@@ -272,6 +278,7 @@ class OpenRun(NamedTuple):
         extra: what else the newest checkpoint holds; empty at a fresh start.
         stream: the data, at the run's position.
         origin: digests of the weights and data that the run began with.
+        preemption: whether the run was told to end.
     """
 
     step: int
@@ -283,6 +290,19 @@ class OpenRun(NamedTuple):
     checkpoints: Checkpoints
     log: MetricsLog
     display: Display
+    preemption: Preemption
+
+
+def open_watchdog(config: TrainConfig | SftConfig) -> Watchdog:
+    """Return what ends a run that hangs; on a cluster the launcher does it."""
+    return Watchdog(config.stall_timeout_s if member.current() is None else None)
+
+
+def check_whole(step: int, total: int) -> None:
+    """Raise Preempted where a run has ended before its last step; until there it is saved."""
+    if step < total:
+        saved = f"saved after step {step} of {total}" if step else "there was no step to save"
+        raise Preempted(f"{saved}; the same command continues")
 
 
 def open_run(
@@ -335,4 +355,5 @@ def open_run(
     total = config.steps or len(items) * config.epochs // size
     display = open_display("training" if is_rl else "supervised training", total, step)
     stack.callback(display.close)
-    return OpenRun(step, total, states, extra, stream, began, checkpoints, log, display)
+    preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
+    return OpenRun(step, total, states, extra, stream, began, checkpoints, log, display, preemption)

@@ -66,18 +66,21 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any]:
     """
     from jaxrl_llm import policy
     from jaxrl_llm.serving.ask import Served
+    from jaxrl_llm.serving.length import text_limit
     from jaxrl_llm.setup import open_layout
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)
     found = policy.read_policy(config.model, layout)
+    max_tokens = config.max_tokens or found.spec.max_positions
     served = Served(
         name=config.name or config.model,
         tokenizer=found.tokenizer,
         stop_ids=found.stops,
         vocab_size=found.spec.vocab_size,
-        max_tokens=config.max_tokens or found.spec.max_positions,
+        max_tokens=max_tokens,
         max_answers=config.limits.max_answers,
+        text_limit=text_limit(found.tokenizer, max_tokens),
     )
     found.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
     engine = policy.open_engine(

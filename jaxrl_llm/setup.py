@@ -20,6 +20,7 @@ import optax
 from jaxrl_llm import keys
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.files import remove_partials, whole_file
 from jaxrl_llm.functions import ConfigError, FunctionSpec, closest, load_function
 from jaxrl_llm.keys import (
     LoraConfig,
@@ -49,6 +50,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules, fallbacks
+from jaxrl_llm.streams import log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +88,8 @@ def blamed_on(key: str) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
@@ -105,6 +106,7 @@ def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
     stamp = Path(wanted[0]).parent / ".prepared_by"
     recipe = digest(json.dumps(spec.as_config(), sort_keys=True, default=str))
     if all(Path(path).exists() for path in wanted):
+        remove_partials(stamp.parent)
         if stamp.exists() and stamp.read_text() != recipe:
             raise ConfigError(
                 f"data.prepare: the files in {str(stamp.parent)!r} were prepared with other "
@@ -464,6 +466,8 @@ def made_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
                 f"{directory} was made by another config than the one given now: "
                 "remove it, or name another directory"
             )
+        if directory.exists():
+            remove_partials(directory.parent)
         return directory.exists()
 
     if not processes.once(is_made):
@@ -475,7 +479,7 @@ def quiet_libraries() -> None:
     """Keep libraries' chatter off the screen; warnings and errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     who = f"process {processes.number()} " if processes.count() > 1 else ""
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {who}%(name)s: %(message)s")
+    log_to_stderr(logging.WARNING, f"%(levelname)s {who}%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax raises its errors, too
     logging.getLogger("jaxrl_llm").setLevel(
         logging.INFO if processes.is_first() else logging.WARNING

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.cli import config_main
+from jaxrl_llm.functions import Preempted
 from jaxrl_llm.keys import SftConfig
 
 
@@ -14,7 +15,7 @@ def sft(config: SftConfig) -> None:
     processes.start()
     from jaxrl_llm.supervised import run_sft
 
-    with processes.together():
+    with processes.together(agreed=(Preempted,)):
         run_sft(config)
 
 

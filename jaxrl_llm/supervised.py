@@ -18,14 +18,14 @@ from jaxrl_llm.data.dataset import (
     load_rows,
     tokenize_examples,
 )
-from jaxrl_llm.functions import ConfigError
+from jaxrl_llm.functions import ConfigError, Preempted
 from jaxrl_llm.keys import SftConfig
 from jaxrl_llm.metrics import Clock, CompileCounter, due
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec, Params
 from jaxrl_llm.objective import PolicyObjective
 from jaxrl_llm.profiling import Profiler
-from jaxrl_llm.runs import OpenRun, Trainee, open_run, run_folder
+from jaxrl_llm.runs import OpenRun, Trainee, check_whole, open_run, open_watchdog, run_folder
 from jaxrl_llm.setup import (
     forward_settings,
     make_optimizer,
@@ -53,7 +53,7 @@ def run_sft(config: SftConfig) -> None:
     prepare_files(config.data.prepare, config.data.train)
     if processes.once(Path(config.export_to).exists):
         raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
-    with contextlib.ExitStack() as stack, processes.together():
+    with contextlib.ExitStack() as stack, processes.together((Preempted,)):
         folder = stack.enter_context(run_folder(config.run_dir, config))
         params, spec, base = _train(config, optimizer, schedule, folder, stack)
         if base is not None:
@@ -78,12 +78,15 @@ def _train(
 
     All other arrays are let go of, so that merging and saving hold the model once.
     """
+    watchdog = stack.enter_context(open_watchdog(config))
     learner, opened, spec, base = _start(config, optimizer, folder, stack)
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
-    compiled, left = CompileCounter(), range(opened.step + 1, total + 1)
+    step, compiled = opened.step, CompileCounter()
+    left = range(step + 1, total + 1)
     profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
     for step in left:
+        watchdog.beat()
         profiler.turn_to(step)
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
@@ -103,15 +106,21 @@ def _train(
         log.write(step, metrics)
         if due(step, max(1, total // 10), total):
             opened.display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
-        if due(step, config.checkpoint.every, total):
+        opened.checkpoints.check()
+        ending = opened.preemption.requested()
+        if ending or due(step, config.checkpoint.every, total):
             extra = {
                 "data": stream.get_state(),
-                "metrics_bytes": log.position(),
+                "metrics_bytes": log.position(step),
                 "origin": opened.origin,
             }
             opened.checkpoints.save(step, {"actor": state}, extra)
+        if ending:
+            break
     profiler.close()
     compiled.close()
+    opened.checkpoints.wait()
+    check_whole(step, total)
     return state.params, spec, base
 
 

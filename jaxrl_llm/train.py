@@ -4,11 +4,17 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.cli import config_main
+from jaxrl_llm.functions import Preempted
 from jaxrl_llm.keys import TrainConfig
 
 
 def train(config: TrainConfig) -> None:
-    """Run a whole training from its config; continue where a run in its folder left off."""
+    """Run a whole training from its config; continue where a run in its folder left off.
+
+    Raises:
+        ConfigError: it can't be run.
+        RunError: it failed; `Preempted` if it got SIGTERM and has saved.
+    """
     if config.cluster is not None:
         from jaxrl_llm.cluster.launch import launch  # nothing outside of clusters imports ray
 
@@ -24,7 +30,7 @@ def run_here(config: TrainConfig) -> None:
     processes.start()
     from jaxrl_llm.job import run_job
 
-    with processes.together():
+    with processes.together(agreed=(Preempted,)):
         run_job(config)
 
 

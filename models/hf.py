@@ -22,6 +22,7 @@ from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.hf_files import (
     FLOAT_TYPES,
     StoredArray,
+    check_contents,
     check_new_directory,
     find_arrays,
     whole_directory,
@@ -29,7 +30,7 @@ from jaxrl_llm.models.hf_files import (
 )
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ArrayDecl, Declarations, ModelSpec, Params, declare
-from jaxrl_llm.sharding.processes import gather, is_first, once, whole
+from jaxrl_llm.sharding.processes import gather, is_first, once, share, whole
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
 NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
@@ -140,15 +141,16 @@ def load_params(
 
     Raises:
         ValueError: Arrays are missing, surplus, misshapen or not of a float type (all are listed),
-            or a file is damaged. A surplus `lm_head.weight` of a model with tied embeddings is
-            accepted and ignored, and so are saved rotary frequencies and DeepSeek's layers for
-            multi-token prediction.
+            or a file is damaged: `save_params` leaves checksums, which are compared. A surplus
+            `lm_head.weight` of a model with tied embeddings is accepted and ignored, and so are
+            saved rotary frequencies and DeepSeek's layers for multi-token prediction.
         FileNotFoundError: There are no safetensors files.
     """
     declarations, where = declare(spec), resolve(directory)
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
     stored = find_arrays(where)
     _check_arrays(where, stored, spec)
+    check_contents(list(stored.items())[share(len(stored))])
 
     def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
         if place is None:

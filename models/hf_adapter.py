@@ -21,7 +21,14 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.hf import from_hf, hf_arrays
 from jaxrl_llm.models.hf_config import read_json
-from jaxrl_llm.models.hf_files import check_new_directory, whole_directory
+from jaxrl_llm.models.hf_files import (
+    CHECKSUMS,
+    check_contents,
+    check_new_directory,
+    crc32,
+    read_header,
+    whole_directory,
+)
 from jaxrl_llm.models.lora import PEFT_PREFIX, adaptable, split_adapter, without_adapter
 from jaxrl_llm.models.spec import ArrayDecl, LoraSpec, ModelSpec, Params, declare
 from jaxrl_llm.sharding.processes import fetch
@@ -103,8 +110,11 @@ def save_adapter(
     with whole_directory(directory) as place:
         text = json.dumps(config, indent=2, sort_keys=True)
         (place / "adapter_config.json").write_text(text + "\n")
+        checksums = json.dumps({name: crc32(array) for name, array in arrays.items()})
         safetensors.numpy.save_file(
-            arrays, place / "adapter_model.safetensors", metadata={"format": "pt"}
+            arrays,
+            place / "adapter_model.safetensors",
+            metadata={"format": "pt", CHECKSUMS: checksums},
         )
 
 
@@ -326,10 +336,8 @@ def _open(directory: str | Path) -> Any:
     path = Path(directory) / "adapter_model.safetensors"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; wanted an adapter in PEFT's format")
-    try:
-        return safetensors.safe_open(path, framework="numpy")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged or truncated: {error}") from error
+    check_contents(read_header(path).items())
+    return safetensors.safe_open(path, framework="numpy")
 
 
 def _adapter_declarations(spec: ModelSpec) -> list[ArrayDecl]:

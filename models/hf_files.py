@@ -2,7 +2,8 @@
 
 The format (https://huggingface.co/docs/safetensors) is the length of a header in 8 bytes, the
 header in JSON, and the arrays one after the other. `safetensors` itself maps a whole file to read,
-and wants a whole file's arrays to write; here only one array is in memory at once.
+and wants a whole file's arrays to write; here only one array is in memory at once. The format has
+no checksums, so ours are in the header's metadata, where other readers pass over them.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,22 +26,59 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models.hf_config import read_json
 
 FLOAT_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+CHECKSUMS = "jaxrl_llm.crc32"
+"""Key of a file's metadata: JSON with the CRC-32 of each array's bytes, in hexadecimal, by name."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Where an array lies: its file, the name of its type there, its shape and its first byte."""
+    """Where an array lies: its file, the name of its type there, its shape, its bytes' place.
+
+    `checksum` is the CRC-32 of its bytes in hexadecimal; None where the file's writer left none.
+    """
 
     path: Path
     type: str
     shape: tuple[int, ...]
     offset: int
+    end: int
+    checksum: str | None
 
     def map(self) -> np.ndarray:
         """Map the array into memory, read-only: only the parts that are used will be read."""
         kind = np.dtype(FLOAT_TYPES[self.type])
         return np.memmap(self.path, kind, "r", offset=self.offset, shape=self.shape)
+
+    def is_whole(self) -> bool:
+        """Read its bytes, and tell whether they have the checksum, if there is one."""
+        if self.checksum is None or self.end == self.offset:
+            return True
+        shape = (self.end - self.offset,)
+        return self.checksum == crc32(np.memmap(self.path, "u1", "r", self.offset, shape))
+
+
+def crc32(array: np.ndarray) -> str:
+    """Return the CRC-32 of an array's bytes, as hexadecimal digits.
+
+    >>> crc32(np.zeros(3, np.uint8))
+    'ff41d912'
+    """
+    return f"{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data):08x}"
+
+
+def check_contents(arrays: Iterable[tuple[str, StoredArray]]) -> None:
+    """Compare arrays on the disk with the checksums that their files have of them.
+
+    Args:
+        arrays: By name; those without a checksum are passed over.
+
+    Raises:
+        ValueError: Naming the first one that is not what was written.
+    """
+    for name, array in arrays:
+        if not array.is_whole():
+            raise ValueError(f"{array.path} is damaged: {name} is not what was written")
 
 
 def find_arrays(directory: Path) -> dict[str, StoredArray]:
@@ -74,7 +113,7 @@ def find_arrays(directory: Path) -> dict[str, StoredArray]:
         raise ValueError(f"{index} names files that do not exist: {absent}")
     found: dict[str, StoredArray] = {}
     for path in paths:
-        arrays = _read_header(path)
+        arrays = read_header(path)
         twice = sorted(found.keys() & arrays.keys())
         if twice:
             raise ValueError(f"{path} holds arrays that another file holds too: {twice}")
@@ -82,19 +121,34 @@ def find_arrays(directory: Path) -> dict[str, StoredArray]:
     return found
 
 
-def _read_header(path: Path) -> dict[str, StoredArray]:
+def read_header(path: Path) -> dict[str, StoredArray]:
+    """Read which arrays a file holds.
+
+    Raises:
+        ValueError: The file is damaged or truncated.
+    """
     try:
-        with safetensors.safe_open(path, framework="numpy"):  # which checks all of the header
-            pass
-    except safetensors.SafetensorError as error:
+        with safetensors.safe_open(
+            path, framework="numpy"
+        ) as file:  # which checks all of the header
+            checksums = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+    except (safetensors.SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged or truncated: {error}") from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
+    if checksums and set(checksums) != set(header):
+        raise ValueError(f"{path} is damaged: its checksums are of other arrays than it holds")
+    begin = 8 + length
     return {
         name: StoredArray(
-            path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+            path,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            begin + entry["data_offsets"][0],
+            begin + entry["data_offsets"][1],
+            checksums.get(name),
         )
         for name, entry in header.items()
     }
@@ -202,22 +256,35 @@ def write_file(
     ...     safetensors.safe_open(path, framework="numpy").get_tensor("a").tolist()
     [1.0, 1.0]
     """
-    kinds = {ours: theirs for theirs, ours in FLOAT_TYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        dtype = dtypes[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": kinds[dtype.name], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8
+    checksums = dict.fromkeys(shapes, "0" * 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(_header(shapes, dtypes, checksums))
         for name, array in zip(shapes, itertools.islice(arrays, len(shapes)), strict=True):
-            whole = np.ascontiguousarray(array, dtypes[name])
-            file.write(whole.reshape(-1).view(np.uint8).data)
+            stored = np.ascontiguousarray(array, dtypes[name])
+            file.write(stored.reshape(-1).view(np.uint8).data)
+            checksums[name] = crc32(stored)
+        file.seek(0)
+        file.write(_header(shapes, dtypes, checksums))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _header(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, np.dtype],
+    checksums: Mapping[str, str],
+) -> bytes:
+    """Return what a file begins with; it is as long whatever the checksums are."""
+    kinds = {ours: theirs for theirs, ours in FLOAT_TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUMS: json.dumps(checksums)}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        kind = kinds[dtypes[name].name]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
 
 
 def _plan_shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:

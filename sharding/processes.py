@@ -326,17 +326,22 @@ def _parts(turn: int, sender: int) -> Iterable[bytes]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """End all processes when this one fails: an error that leaves the block is told to the others.
 
     They print it and end with status 1, wherever they wait. This process has some seconds to clean
     up and to report, then it ends, too.
+
+    Args:
+        agreed: Errors that all processes raise at the same place, so that nobody has to be told.
 
     >>> with together():
     ...     pass
     """
     try:
         yield
+    except agreed:
+        raise
     except BaseException as error:
         if count() > 1 and not _ending.is_set():
             _ending.set()

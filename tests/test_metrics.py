@@ -1,8 +1,10 @@
 """Where metrics go, and how they survive a resumed run."""
 
+import errno
 import io
 import json
 import logging
+import os
 import sys
 import time
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm import metrics
 from jaxrl_llm.functions import ConfigError
 from jaxrl_llm.metrics import (
     Clock,
@@ -101,6 +104,101 @@ def test_a_file_that_lost_lines_is_not_filled_with_zeros(tmp_path, caplog):
     assert lines(path) == [{"step": 1}, {"step": 2}]
 
 
+class Disk:
+    """Stands in for a file: it takes `room` bytes, and confirms that it has them `if syncs`."""
+
+    def __init__(self, file):
+        self.file, self.room, self.truncates, self.syncs = file, None, True, True
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, content):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = self.file.write(content[: self.room])
+        self.room = None if self.room is None else self.room - count
+        return count
+
+    def truncate(self, size):
+        if not self.truncates:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self.file.truncate(size)
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """A metrics file on a disk that fails as it is told to."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file._file = Disk(file._file)
+    sync = os.fsync
+
+    def fsync(number):
+        if not file._file.syncs:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    yield file
+    file._file.file.close()
+
+
+def test_half_a_line_is_cut_off_before_the_next(stored, tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    stored.write(1, {"x": 1.0})
+    whole = path.read_bytes()
+    stored._file.room = 7
+    stored.write(2, {"x": 2.0})
+    assert path.read_bytes() == whole, "a reader sees whole lines"
+    stored._file.room, stored._file.truncates = 7, False
+    stored.write(3, {"x": 3.0})
+    assert path.read_bytes() == whole + b'{"step"'
+    stored._file.room = None
+    stored.write(4, {"x": 4.0})
+    stored._file.truncates = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored._file, "room", 0)
+        with pytest.raises(OSError, match="No space left"):
+            stored.position()
+    assert stored.position() == path.stat().st_size
+    assert [line["x"] for line in lines(path)] == [1.0, 2.0, 3.0, 4.0]
+    assert caplog.messages == [
+        f"can't write to {path}: No space left on device; its lines are kept in memory until it "
+        "works",
+        f"{path} works again; records dropped: 0",
+    ]
+
+
+def test_what_the_disk_has_not_confirmed_is_written_again(stored, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    stored.write(1, {})
+    first = stored.position()
+    stored.write(2, {})
+    stored.write(3, {})
+    stored._file.syncs = False
+    with pytest.raises(OSError, match="Input/output"):
+        stored.position()
+    path.write_bytes(path.read_bytes()[:first] + bytes(30))  # the disk has lost it
+    stored._file.syncs = True
+    assert stored.position() == path.stat().st_size
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
+
+
+def test_memory_for_lines_is_bounded(stored, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics, "KEPT_LINES", 3)
+    stored._file.room = 0
+    for step in range(1, 6):
+        stored.write(step, {})
+    assert stored.dropped == 2
+    stored._file.room = None
+    stored.write(6, {})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [4, 5, 6]
+    stored._file.room = 0
+    stored.write(7, {})
+    stored.close()
+    assert (stored.dropped, "records dropped at the end: 1" in caplog.messages[-1]) == (4, True)
+
+
 # ------------------------------------------------------------------------------------------ sinks
 
 
@@ -146,7 +244,7 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert calls[0]["project"] == "project"
     assert calls[0]["name"] == "run"
     assert calls[0]["config"] == {"seed": 1}
-    assert calls[1:] == [(3, {"a": 1.0}), "finish"]
+    assert calls[1:] == [(3, {"a": 1.0, "perf/dropped_log_records": 0.0}), "finish"]
 
 
 def test_weights_and_biases_that_is_not_installed(tmp_path, monkeypatch):

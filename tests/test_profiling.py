@@ -155,7 +155,8 @@ def test_groups(name, opcodes, source, group):
 def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):
     jax.clear_caches()  # as above
     with caplog.at_level(logging.INFO):
-        profiler = Profiler(range(2, 5), (1, 3), tmp_path, Display("training", 4))
+        display = Display("training", 4)
+        profiler = Profiler(range(2, 5), (1, 3), tmp_path, display)
     assert "step 1 is not profiled: the run goes on at 2" in caplog.text
     (tmp_path / "profile/step_3").mkdir(parents=True)
     (tmp_path / "profile/step_3/old").touch()
@@ -164,6 +165,7 @@ def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):
         with Clock()("gen"):
             jax.block_until_ready(jnp.ones(3) + step)
     profiler.close()
+    display.close()
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_3"]
     found = {path.name.partition(".")[2] for path in (tmp_path / "profile").rglob("*.*")}
     assert {"txt", "xplane.pb", "trace.json.gz"} == found

@@ -24,6 +24,7 @@ class Board:
         self._counts = defaultdict(int, counts)
         self._engines: dict[int, Any] = {}
         self._left: dict[int, tuple[Any, int]] = {}
+        self._ending = False
         self._push = -1
         self._parts: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by bucket and process
         self._changed = asyncio.Condition()
@@ -44,6 +45,14 @@ class Board:
     async def failure(self) -> tuple[str, str] | None:
         """Return that error."""
         return self._failure
+
+    async def end(self) -> None:
+        """Note that the job is to save and to end."""
+        self._ending = True
+
+    async def is_ending(self) -> bool:
+        """Return whether it is."""
+        return self._ending
 
     async def count(self, name: str, more: int) -> None:
         """Add to a count."""

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import os
 import signal
-import socket
 import time
 import uuid
 import warnings
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.functions import ConfigError, RunError
+from jaxrl_llm.functions import ConfigError, Preempted, RunError
 
 # Ray shows a line of several processes once; of stacks all are wanted, of Gloo's greetings none
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r"Thread 0x|recent call first|^\s*File \"")
@@ -28,6 +27,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jaxrl_llm.cluster.address import check_answers, check_joins
 from jaxrl_llm.cluster.board import Board
 from jaxrl_llm.cluster.hosts import DUMP, EngineHost, Machine, TrainProcess
 from jaxrl_llm.cluster.member import Member, comes_again
@@ -46,10 +46,10 @@ from jaxrl_llm.cluster.placement import (
 )
 from jaxrl_llm.keys import ClusterConfig, TrainConfig
 from jaxrl_llm.metrics import Display
+from jaxrl_llm.preemption import Preemption
 from jaxrl_llm.sharding.processes import VARIABLES
 
 LOOK_S = 0.5  # between two looks at what the processes say
-CONNECT_S = 10.0  # for a cluster's address to answer
 GRACE_S = 15.0  # for other processes to report, too, when one has failed
 DUMP_S = 5.0  # for stacks to reach the launcher
 REACH_S = 20.0  # for other nodes to be reached
@@ -61,7 +61,8 @@ log = logging.getLogger(__name__)
 def launch(config: TrainConfig) -> None:
     """Run a training on a Ray cluster, and show here what it shows.
 
-    A job that loses a training process begins again from its newest checkpoint.
+    A job that loses a training process begins again from its newest checkpoint. One that is told to
+    end by SIGTERM, here, saves at the next step's border.
 
     Args:
         config: of the run, with a cluster.
@@ -69,17 +70,23 @@ def launch(config: TrainConfig) -> None:
     Raises:
         ConfigError: Ray or the cluster is not there, the nodes are unlike, or as the run raises.
         RunError: the nodes did not come in time, the job was lost too often, or as the run raises.
+        Preempted: it was told to end.
     """
     cluster, past, lost = config.cluster, Past(), None
     assert cluster is not None, "`train` has looked"
-    with connected(cluster, cluster.nodes + config.rollout.nodes):
+    nodes = cluster.nodes + config.rollout.nodes
+    with connected(cluster, nodes), Preemption(config.checkpoint.grace_s) as preemption:
         while True:
             try:
                 with started(config, cluster, past) as job:
-                    watch(job, cluster)
+                    watch(job, config.stall_timeout_s, preemption)
                     return
+            except Preempted:
+                raise
             except LostError as error:
                 lost = error
+                if preemption.is_told():
+                    raise Preempted(f"the job is not started again ({error})") from error
                 if past.restarts == cluster.restarts:
                     raise RunError(
                         f"{error} (the job was started {past.restarts + 1} times)"
@@ -115,7 +122,9 @@ def connected(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
     """Be connected to Ray; end what runs there when the block is left.
 
     Raises:
-        ConfigError: Ray is not installed, nothing answers at the address, or it has too few nodes.
+        ConfigError: the run wants several nodes and no address is named, or no Ray cluster is at
+            the address, or it can't be joined within `cluster.start_timeout_s`, which bounds no
+            client's (`ray://`) join.
     """
     address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local" and nodes > 1:
@@ -123,8 +132,12 @@ def connected(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
             f"the run wants {nodes} nodes, but neither cluster.address nor RAY_ADDRESS names a "
             "cluster, and this machine is one node"
         )
+    until = time.monotonic() + cluster.start_timeout_s
     if address not in ("auto", "local"):
-        check_answers(address)
+        check_answers(address, cluster.start_timeout_s)
+    if address != "local" and not address.startswith("ray://"):
+        # for a client Ray starts a server on the head: a second one for the trial may be too much
+        check_joins(address, until - time.monotonic())
     how: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         with warnings.catch_warnings():  # Ray forks; nothing here runs on jax's threads
@@ -138,25 +151,6 @@ def connected(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def check_answers(address: str) -> None:
-    """Refuse an address at which nothing answers; Ray itself would try for long.
-
-    >>> check_answers("nowhere")
-    Traceback (most recent call last):
-        ...
-    jaxrl_llm.functions.ConfigError: cluster.address='nowhere', wanted host:port or ray://host:port
-    """
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():
-        raise ConfigError(f"cluster.address={address!r}, wanted host:port or ray://host:port")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"no Ray cluster answers at cluster.address={address!r}: {error}"
-        ) from error
 
 
 class Job(NamedTuple):
@@ -257,14 +251,19 @@ def known(job: Job, counts: dict[str, int]) -> tuple[dict[str, int], list[Machin
     return counts, [*job.machines, *engines]  # some engines were made anew, on other nodes
 
 
-def watch(job: Job, cluster: ClusterConfig) -> None:
-    """Show what a job shows, until it has ended.
+def watch(job: Job, stall_timeout_s: float | None, preemption: Preemption) -> None:
+    """Show what a job shows, until it has ended; pass on to it that it is to end.
+
+    Args:
+        job: that runs.
+        stall_timeout_s: seconds without a step until it counts as hung; None never.
+        preemption: listens here.
 
     Raises:
-        LostError: a process was lost, or there was no step for `cluster.stall_timeout_s`.
+        LostError: a process was lost, or there was no step for so long.
         RunError: as the run raises; so ConfigError and others.
     """
-    left, progressed = list(job.tasks), time.monotonic()
+    left, progressed, told_job = list(job.tasks), time.monotonic(), False
     with contextlib.ExitStack() as stack:
         shown: list[Display] = []
         while left:
@@ -273,11 +272,12 @@ def watch(job: Job, cluster: ClusterConfig) -> None:
                 progressed = time.monotonic()
             for task in ended:
                 check_end(job, task, [*left, *ended])
-            if time.monotonic() - progressed > cluster.stall_timeout_s:
+            if preemption.is_told() and not told_job:
+                told(job.board.end.remote())
+                told_job = True
+            if stall_timeout_s and time.monotonic() - progressed > stall_timeout_s:
                 dump_stacks(known(job, {})[1])
-                raise LostError(
-                    f"there was no step for {cluster.stall_timeout_s:g} s (cluster.stall_timeout_s)"
-                )
+                raise LostError(f"there was no step for {stall_timeout_s:g} s (stall_timeout_s)")
         show(job, shown, stack)
 
 

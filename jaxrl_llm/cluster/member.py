@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxrl_llm.functions import ConfigError, RunError
+from jaxrl_llm.functions import ConfigError, Preempted, RunError
 
 LASTING = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
@@ -88,6 +88,16 @@ def count(name: str, more: int) -> None:
         ray.get(member.board.count.remote(name, more))
 
 
+def is_told_to_end() -> bool:
+    """Return whether the job's launcher was told to end; only the first process asks."""
+    member = current()
+    if member is None or member.number:
+        return False
+    import ray
+
+    return ray.get(member.board.is_ending.remote())
+
+
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
     """Let the launcher know at once of an error that leaves the block: the process may not get to.
@@ -96,6 +106,8 @@ def reporting() -> Iterator[None]:
     """
     try:
         yield
+    except Preempted:  # by all processes
+        raise
     except Exception as error:
         member, origin = current(), type(error).__module__.partition(".")[0]
         if member is not None and origin not in ("jax", "jaxlib", "ray"):

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Return the ids of the conversation under the chat template."""
+        """Return the ids of the conversation under the chat template, or its text."""
         ...
 
 
@@ -101,6 +101,40 @@ def encode_prompt(
     >>> encode_prompt(Digits(), [{"role": "user", "content": "042"}])
     [0, 4, 2]
     """
+    return [
+        int(token) for token in _apply_template(tokenizer, messages, template_kwargs, tokenize=True)
+    ]
+
+
+def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> str:
+    """Return the text whose ids `encode_prompt` returns.
+
+    Args:
+        tokenizer: as there.
+        messages: as there.
+        **template_kwargs: as there.
+
+    Raises:
+        ValueError: as there.
+
+    >>> class Plain:
+    ...     eos_token_id = 7
+    ...     def __call__(self, text, *, add_special_tokens): return {}
+    ...     def get_chat_template(self): return "{{ messages[0].content }}"
+    ...     def apply_chat_template(self, conversation, **kwargs): return conversation[0]["content"]
+    >>> render_prompt(Plain(), [{"role": "user", "content": "042"}])
+    '042'
+    """
+    return _apply_template(tokenizer, messages, template_kwargs, tokenize=False)
+
+
+def _apply_template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any],
+    *,
+    tokenize: bool,
+) -> Any:
     template = _chat_template(tokenizer)
     for name in template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -108,17 +142,16 @@ def encode_prompt(
     from jinja2 import TemplateError
 
     try:
-        ids = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             list(messages),
             add_generation_prompt=True,
-            tokenize=True,
+            tokenize=tokenize,
             return_dict=False,
             **template_kwargs,
         )
     except TemplateError as error:
         roles = [message.get("role") for message in messages]
         raise ValueError(f"chat template: it refuses a chat with roles {roles}: {error}") from error
-    return [int(token) for token in ids]
 
 
 def _chat_template(tokenizer: Tokenizer) -> str:

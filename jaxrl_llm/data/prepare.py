@@ -6,14 +6,13 @@ Files are written whole or not at all.
 
 import argparse
 import inspect
-import os
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxrl_llm.data.rows import Row, read_rows
+from jaxrl_llm.data.rows import Row, read_rows, write_rows
 from jaxrl_llm.rewards.scorers import last_boxed
 
 Written = dict[Path, int]  # rows per file
@@ -322,29 +321,9 @@ def _write_splits(out: Path, splits: dict[str, list[Row]]) -> Written:
     written = {}
     for name, rows in splits.items():
         path = out / f"{name}.parquet"
-        write_parquet(path, rows)
+        write_rows(path, rows)
         written[path] = len(rows)
     return written
-
-
-def write_parquet(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a parquet file under a temporary name, then rename it.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "rows.parquet"
-    >>> write_parquet(path, [{"prompt": "2+2="}])
-    >>> read_rows(path)
-    [{'prompt': '2+2='}]
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), str(unfinished))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -1,4 +1,4 @@
-"""Rows on disk: reading them, and checking them one by one.
+"""Rows on disk: reading and writing them, and checking them one by one.
 
 Rows follow verl's schema, so its prepared files work unchanged: `prompt` (a list of messages),
 `data_source`, `reward_model` with a `ground_truth`, and optionally `extra_info` and `ability`.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.files import whole_file
 from jaxrl_llm.functions import FunctionSpec, load_function
 
 Row = dict[str, Any]
@@ -68,6 +69,23 @@ def _json_row(line: str, where: str) -> Row:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: got a {type(row).__name__}, wanted a JSON object")
     return row
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows to a `.parquet` file, whole or not at all.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "rows.parquet"
+    >>> write_rows(path, [{"prompt": "2+2="}])
+    >>> read_rows(path)
+    [{'prompt': '2+2='}]
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(list(rows))
+    with whole_file(path) as file:
+        pyarrow.parquet.write_table(table, file)
 
 
 def verl_rows(paths: Sequence[str]) -> list[Row]:

@@ -1,28 +1,23 @@
 """Run a reward function in worker processes, so that it can raise, hang or crash and do no harm.
 
-The workers are plain subprocesses, each behind its own pipe. Unlike `multiprocessing`'s they don't
-import the main program again (and jax with it), share no lock that a crash could leave held, and
-any way of dying shows as a closed pipe.
+The workers are plain subprocesses, each behind its own pipe and below its own keeper (`keeper.py`).
+Unlike `multiprocessing`'s they don't import the main program again (and jax with it), share no lock
+that a crash could leave held, send no pickle, and any way of dying shows as a closed pipe.
 """
 
-import json
+import logging
 import math
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
+import selectors
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import NamedTuple
 
 from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.rewards import process
+from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
+from jaxrl_llm.rewards.process import HERE, Launch, ScorerProcess
 from jaxrl_llm.rewards.runner import (
     Outcomes,
     RewardError,
@@ -30,84 +25,24 @@ from jaxrl_llm.rewards.runner import (
     check_open,
     chunk_size,
 )
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, evaluate, failed
-
-START_SECONDS = 120.0  # for a worker to come up: importing the user's module may be slow
-GIVE_UP_SECONDS = 10.0  # after its time-out, a worker that nobody killed ends itself
-LONGEST_WAIT = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
-ROOT = str(Path(__file__).parents[2])  # where this package was imported from
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
-    " from jaxrl_llm.rewards.worker import serve;"
-    " serve(int(sys.argv[1]), int(sys.argv[2]), tied=sys.argv[4] == 'tied')"
+from jaxrl_llm.rewards.worker import (
+    Outcome,
+    RewardItem,
+    evaluate,
+    failed,
+    read_answer,
+    read_refusal,
 )
 
+log = logging.getLogger(__name__)
 
-class Launch(NamedTuple):
-    """How workers start: where, with what on `sys.path`, and whether tied to who starts them.
-
-    A tied worker is killed as soon as the thread that started it ends, on Linux; another one ends
-    after its item, or `GIVE_UP_SECONDS` after that item's time-out.
-    """
-
-    folder: str | None = None
-    search: Sequence[str] = ()
-    tied: bool = False
+LONGEST_WAIT = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
+FOREIGN = "wrote something else than its answer on the pool's connection"
 
 
-HERE = Launch()
-
-
-class _Worker:
-    """One subprocess, the items it was given, and when the first of them is overdue."""
-
-    def __init__(self, spec: FunctionSpec, timeout_s: float, launch: Launch) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        search = json.dumps([*launch.search, *sys.path, ROOT])
-        tied = "tied" if launch.tied else "free"
-        arguments = [str(theirs.fileno()), str(os.getpid()), search, tied]
-        # Its own session: Ctrl-C is ours to handle, and what a scorer starts dies with it.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, *arguments],
-            cwd=launch.folder,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        self.timeout_s = timeout_s
-        self.ready = False
-        self.pending: deque[int] = deque()
-        self.deadline = time.monotonic() + START_SECONDS
-        with suppress(OSError):  # it died at once: the closed pipe will tell
-            self.connection.send((spec, timeout_s + GIVE_UP_SECONDS))
-
-    def give(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
-        self.pending.extend(numbers)
-        self.touch()
-        with suppress(OSError):  # it died while idle: the closed pipe will tell
-            self.connection.send([(number, items[number]) for number in numbers])
-
-    def touch(self) -> None:
-        self.deadline = time.monotonic() + self.timeout_s
-
-    def exit_code(self) -> int | str:
-        try:
-            return self.process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:  # the scorer closed our pipe under us
-            return "none yet"
-
-    def kill(self) -> None:
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        self.kill()
-        self.process.wait()
-        self.connection.close()
-
-
-def _stop_all(crew: list[_Worker]) -> None:
+def _stop_all(crew: list[ScorerProcess]) -> None:
+    for worker in crew:  # all at once
+        worker.kill()
     while crew:
         crew.pop().stop()
 
@@ -134,7 +69,7 @@ class Crew:
     ) -> None:
         self._spec, self._size, self._timeout_s = spec, size, timeout_s
         self._closed, self._launch = closed, launch
-        self.workers: list[_Worker] = []
+        self.workers: list[ScorerProcess] = []
         self.stop = weakref.finalize(self, _stop_all, self.workers)  # at exit, too
 
     def kill(self) -> None:
@@ -151,70 +86,109 @@ class Crew:
         waiting = deque(range(len(items)))
         left = len(items)
         try:
-            for worker in [w for w in self.workers if w.process.poll() is not None]:
-                self._dismiss(worker)
             while left:
+                self._replace_idle()
                 while len(self.workers) < min(self._size, left):
-                    self.workers.append(_Worker(self._spec, self._timeout_s, self._launch))
+                    self.workers.append(ScorerProcess(self._spec, self._timeout_s, self._launch))
                 for worker in self.workers:
                     if worker.ready and not worker.pending and waiting:
                         size = min(chunk_size(len(waiting), self._size), len(waiting))
                         worker.give([waiting.popleft() for _ in range(size)], items)
-                for found in self._events(waiting):
+                for numbered in self._events(waiting):
                     left -= 1
-                    yield found
+                    yield numbered
         finally:  # after an error some are still busy with items that nobody waits for
             for worker in [w for w in self.workers if w.pending]:
                 self._dismiss(worker)
 
+    def _replace_idle(self) -> None:
+        """Dismiss workers that ended, or wrote something, while they had nothing to do."""
+        for worker in [w for w in self.workers if w.ready and not w.pending and w.stirs()]:
+            message = "reward %r: a process that had nothing to do %s; it is replaced"
+            worker.channel.receive()
+            log.warning(message, self._spec.fn, worker.ending() if worker.has_ended() else FOREIGN)
+            self._dismiss(worker)
+
     def _events(self, waiting: deque[int]) -> list[tuple[int, Outcome]]:
         """Wait until something happens; return the outcomes that are in."""
-        watched = {w.connection: w for w in self.workers if w.pending or not w.ready}
-        rest = min(w.deadline for w in watched.values()) - time.monotonic()
-        rest = min(max(rest, 0.0), LONGEST_WAIT)
+        watched = [w for w in self.workers if w.pending or not w.ready]
+        rest = min(w.deadline for w in watched) - time.monotonic()
         check_open(self._closed)
-        readable = {watched[c] for c in wait(list(watched), timeout=rest)}  # pyright: ignore
+        with selectors.DefaultSelector() as selector:
+            for worker in watched:
+                worker.watch(selector)
+            events = selector.select(min(max(rest, 0.0), LONGEST_WAIT))
         check_open(self._closed)
+        active = {key.data for key, _ in events}
         outcomes = []
-        for worker in watched.values():
-            if worker in readable:
+        for worker in watched:
+            if worker in active:
                 outcomes += self._receive(worker, waiting)
-            elif time.monotonic() > worker.deadline:
-                if not worker.ready:
-                    raise RewardError(f"reward: no worker came up within {START_SECONDS:g} s")
-                message = f"no answer within {self._timeout_s:g} s"
-                outcomes.append(self._lose(worker, waiting, failed("timeout", message)))
+            if worker in self.workers and time.monotonic() > worker.deadline:
+                outcomes += self._overdue(worker, waiting)
         return outcomes
 
-    def _receive(self, worker: _Worker, waiting: deque[int]) -> list[tuple[int, Outcome]]:
-        try:
-            message = worker.connection.recv()
-        except (EOFError, OSError):
-            code = worker.exit_code()
+    def _receive(self, worker: ScorerProcess, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+        """Take what a worker has written; it is lost where that is wrong, or when it has ended."""
+        outcomes = []
+        worker.channel.flush()
+        lines = worker.channel.receive()
+        for line in lines:
             if not worker.ready:
-                raise RewardError(
-                    f"reward: a worker ended with exit code {code} while it started; see its"
-                    " messages on stderr"
-                ) from None
-            outcome = failed("died", f"its process ended with exit code {code}")
-            return [self._lose(worker, waiting, outcome)]
-        if not worker.ready:
-            if message is not None:
-                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {message}")
-            worker.ready = True
-            return []
-        worker.pending.popleft()
-        worker.touch()
-        return [message]
+                self._welcome(worker, waiting, line)
+                continue
+            outcome = read_answer(line, worker.pending[0]) if worker.pending else None
+            if outcome is None:
+                return outcomes + self._fault(worker, waiting, "invalid", FOREIGN)
+            outcomes.append((worker.pending.popleft(), outcome))
+            worker.touch()
+        if worker.channel.overfull:
+            outcomes += self._fault(worker, waiting, "invalid", FOREIGN)
+        elif not lines and worker.has_ended():
+            outcomes += self._fault(worker, waiting, "died", worker.ending())
+        return outcomes
 
-    def _lose(self, worker: _Worker, waiting: deque[int], outcome: Outcome) -> tuple[int, Outcome]:
+    def _welcome(self, worker: ScorerProcess, waiting: deque[int], line: bytes) -> None:
+        try:
+            refusal = read_refusal(line)
+        except ValueError:
+            self._fault(worker, waiting, "invalid", FOREIGN)
+        else:
+            if refusal is not None:
+                self._dismiss(worker)
+                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {refusal}")
+            worker.ready = True
+
+    def _fault(
+        self, worker: ScorerProcess, waiting: deque[int], kind: str, fault: str
+    ) -> list[tuple[int, Outcome]]:
+        """Lose a worker for what it did."""
+        if not worker.ready:
+            self._dismiss(worker)
+            raise RewardError(
+                f"reward: a worker {fault} while it started; see its messages on stderr"
+            )
+        return self._lose(worker, waiting, failed(kind, f"its process {fault}"))
+
+    def _overdue(self, worker: ScorerProcess, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+        if not worker.ready:
+            self._dismiss(worker)
+            raise RewardError(f"reward: no worker came up within {process.START_SECONDS:g} s")
+        if not worker.pending:
+            return []
+        message = f"no answer within {self._timeout_s:g} s"
+        return self._lose(worker, waiting, failed("timeout", message))
+
+    def _lose(
+        self, worker: ScorerProcess, waiting: deque[int], outcome: Outcome
+    ) -> list[tuple[int, Outcome]]:
         """Give up on a worker: its first item is to blame, the others go back into the queue."""
-        blamed = worker.pending.popleft()
+        blamed = [(worker.pending.popleft(), outcome)] if worker.pending else []
         waiting.extendleft(reversed(worker.pending))
         self._dismiss(worker)
-        return blamed, outcome
+        return blamed
 
-    def _dismiss(self, worker: _Worker) -> None:
+    def _dismiss(self, worker: ScorerProcess) -> None:
         self.workers.remove(worker)
         worker.stop()
 
@@ -237,6 +211,7 @@ class RewardPool(RewardRunner):
             notebook but has no time limit and no protection from a crash.
         timeout_s: seconds that one call may take.
         on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
+        limits: of each process, and its environment; `workers=0` has none of them.
 
     Raises:
         ValueError: a number out of range; `ConfigError` (a ValueError) when the scorer can't be
@@ -254,14 +229,17 @@ class RewardPool(RewardRunner):
         workers: int,
         timeout_s: int | float = 30.0,
         on_error: int | float | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
+        check_limits(limits)
         if workers < 0 or not 0 < timeout_s < math.inf:
             raise ValueError(
                 f"reward: got workers={workers}, timeout_s={timeout_s}; wanted workers >= 0 and a"
                 " positive time limit"
             )
         super().__init__(spec, on_error=on_error)
-        self._crew = Crew(spec, workers, float(timeout_s), closed=self._closed)
+        launch = Launch(limits=limits)
+        self._crew = Crew(spec, workers, float(timeout_s), closed=self._closed, launch=launch)
         self._in_process = workers == 0
 
     def close(self) -> None:

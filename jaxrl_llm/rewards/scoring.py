@@ -8,6 +8,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.experience import Rollouts
 from jaxrl_llm.functions import ConfigError, FunctionSpec
 from jaxrl_llm.keys import RewardConfig, ScoringConfig
+from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.model import RewardModel, judge
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardRunner, Score
@@ -61,6 +62,7 @@ def make_scorer(
 def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
     """Start what calls the scorer: processes here, or tasks on a cluster that is to score."""
     job = member.current()
+    limits = Limits(reward.memory_gb, reward.max_processes, tuple(reward.pass_env))
     if job is not None and job.reward_tasks:
         return RewardTasks(
             scorer,
@@ -68,9 +70,14 @@ def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
             timeout_s=reward.timeout_s,
             retries=job.retries,
             on_error=reward.on_error,
+            limits=limits,
         )
     return RewardPool(
-        scorer, workers=reward.workers, timeout_s=reward.timeout_s, on_error=reward.on_error
+        scorer,
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        limits=limits,
     )
 
 

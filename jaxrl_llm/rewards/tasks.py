@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.rewards.pool import Crew, Launch
+from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
+from jaxrl_llm.rewards.pool import Crew
+from jaxrl_llm.rewards.process import Launch
 from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, failed
 
@@ -45,6 +47,7 @@ class RewardTasks(RewardRunner):
         timeout_s: seconds that one call may take.
         retries: how often an item whose process died is tried again before it counts as `died`.
         on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
+        limits: of each process below a Ray worker, and its environment.
 
     Raises:
         ValueError: a number out of range; `ConfigError` (a ValueError) when the scorer can't be
@@ -60,7 +63,9 @@ class RewardTasks(RewardRunner):
         timeout_s: int | float = 30.0,
         retries: int = 2,
         on_error: int | float | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
+        check_limits(limits)
         if tasks < 1 or retries < 0 or not 0 < timeout_s < math.inf:
             raise ValueError(
                 f"reward: got tasks={tasks}, retries={retries}, timeout_s={timeout_s}; wanted"
@@ -69,7 +74,7 @@ class RewardTasks(RewardRunner):
         super().__init__(spec, on_error=on_error)
         self.counts["retried"] = 0
         self._tasks, self._retries = tasks, retries
-        launch = Launch(str(Path.cwd()), tuple(sys.path), tied=True)
+        launch = Launch(str(Path.cwd()), tuple(sys.path), limits)
         self._job = pickle.dumps((spec, float(timeout_s), launch))
         self._remote = _cluster().remote(num_cpus=1, max_retries=0)(_score_chunk)
 

@@ -1,27 +1,24 @@
 """The worker side of the reward pool: load one scorer, then answer items until told to stop.
 
-A worker is a fresh interpreter that runs `serve`. It imports neither jax nor the program that
-started it, so it is up in a fraction of a second and never touches an accelerator.
+A worker is the child of a fresh interpreter, its keeper, and runs `serve`. It imports neither jax
+nor the program that started it, so it is up in a fraction of a second and touches no accelerator.
 """
 
-import ctypes
-import faulthandler
 import json
 import math
 import numbers
-import os
-import signal
-import sys
+import pickle
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.functions import FunctionSpec, load_function
 
 HOME = "jaxrl_llm.rewards.scorers"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+LONGEST_REFUSAL = 2000
+LONGEST_LINE = 64_000_000  # bytes of an answer, with all that the scorer reports beside the score
 
 
 class RewardItem(NamedTuple):
@@ -72,13 +69,16 @@ def load_scorer(spec: FunctionSpec) -> Callable[..., Any]:
     return load_function(spec, home=HOME, passed=RewardItem._fields, key="reward")
 
 
-def evaluate(scorer: Callable[..., Any], item: RewardItem) -> Outcome:
+def evaluate(
+    scorer: Callable[..., Any], item: RewardItem, *, memory_gb: float | None = None
+) -> Outcome:
     """Call the scorer on one item and bring what it gives into one form.
 
     Args:
         scorer: called with the item's fields as keywords. It may return a number, or a dict with
             a number under `score`; the dict's other keys are kept as extra information.
         item: the reply.
+        memory_gb: what this process may take, for messages; None where nothing limits it.
 
     Returns:
         The score, or the failure: `exception` when the scorer raised, `invalid` when it returned
@@ -90,9 +90,8 @@ def evaluate(scorer: Callable[..., Any], item: RewardItem) -> Outcome:
     try:
         value = scorer(**item._asdict())
     except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return failed("exception", f"{type(error).__name__}: {error} ({where})")
+        traceback.clear_frames(error.__traceback__)  # they may hold all memory that we may take
+        return failed("exception", f"{_describe(error, memory_gb)} ({_place(error)})")
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in extra:
         return failed("invalid", f"got a dict with keys {list(extra)}, wanted 'score' among them")
@@ -106,6 +105,14 @@ def evaluate(scorer: Callable[..., Any], item: RewardItem) -> Outcome:
     return Outcome(None, "", float(score), extra)
 
 
+def _place(error: BaseException) -> str:
+    trace = error.__traceback__
+    assert trace is not None, "it was raised"
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
@@ -116,40 +123,92 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def serve(fd: int, parent: int, *, tied: bool) -> None:
-    """Answer chunks of `(number, RewardItem)` on a connection until the parent goes away.
+def answer_line(number: int, outcome: Outcome) -> bytes:
+    """Return the line that tells the pool what came of an item.
 
-    The first message is the scorer's spec and the seconds after which a stuck call may be given
-    up. The parent kills a worker that is late; should the parent be dead by then, the worker ends
-    itself, by a timer that works even while the scorer holds the interpreter lock.
+    >>> answer_line(3, Outcome(None, "", 1.0, {}))
+    b'{"number": 3, "failure": null, "message": "", "score": 1.0, "extra": {}}\\n'
+    """
+    line = json.dumps({"number": number, **outcome._asdict()}).encode() + b"\n"
+    if len(line) <= LONGEST_LINE:
+        return line
+    message = f"got {len(line)} bytes beside the score, wanted at most {LONGEST_LINE}"
+    return answer_line(number, failed("invalid", message))
+
+
+def read_refusal(line: bytes) -> str | None:
+    """Return what a worker's first line says is wrong with its scorer; None if nothing is.
+
+    Raises:
+        ValueError: it is another line.
+
+    >>> read_refusal(b'{"refusal": null}')
+    """
+    try:
+        first = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(first, dict) or first.keys() != {"refusal"}:
+        raise ValueError(f"got {shorten(repr(first))}, wanted whether the scorer could be loaded")
+    return None if first["refusal"] is None else shorten(str(first["refusal"]), LONGEST_REFUSAL)
+
+
+def read_answer(line: bytes, number: int) -> Outcome | None:
+    """Return what a line tells of an item; None where it is no answer to this item.
+
+    Nothing is taken on trust: the scorer may have written the line itself.
+
+    >>> read_answer(answer_line(3, Outcome(None, "", 1.0, {})), 3)
+    Outcome(failure=None, message='', score=1.0, extra={})
+    >>> read_answer(b"garbage", 3)
+    """
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(answer, dict) or answer.keys() != {"number", *Outcome._fields}:
+        return None
+    message, score, extra = answer["message"], answer["score"], answer["extra"]
+    plain = isinstance(message, str) and type(score) is float and isinstance(extra, dict)
+    if not plain or type(answer["number"]) is not int or answer["number"] != number:
+        return None
+    if answer["failure"] in ("exception", "invalid"):
+        return failed(answer["failure"], message)
+    sound = answer["failure"] is None and math.isfinite(score)
+    return Outcome(None, "", score, extra) if sound else None
+
+
+def serve(fd: int, *, memory_gb: float | None) -> None:
+    """Answer chunks of `(number, RewardItem)` until the pool closes the connection.
+
+    The pool sends pickles: first the scorer's spec, then the chunks. It gets lines of JSON, since
+    the scorer, which is not trusted, could write on the connection, too: first what is wrong with
+    the scorer or null, then an answer for each item.
 
     Args:
         fd: the file descriptor of our end of the connection.
-        parent: the process id of the pool's owner.
-        tied: have the kernel kill this process when the thread that started it ends (Linux).
+        memory_gb: what this process may take, for messages.
     """
-    if tied and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with Connection(fd) as connection:
-        try:
-            spec, give_up_s = connection.recv()
-            scorer, refusal = _load(spec)
-            connection.send(refusal)
-            while scorer is not None:
-                while not connection.poll(1.0):
-                    if os.getppid() != parent:
-                        return
-                for number, item in connection.recv():
-                    faulthandler.dump_traceback_later(give_up_s, exit=True)
-                    outcome = evaluate(scorer, item)
-                    faulthandler.cancel_dump_traceback_later()
-                    connection.send((number, outcome))
-        except (EOFError, OSError):  # the parent has closed its end
-            return
+    with suppress(EOFError, OSError), open(fd, "rb") as given, open(fd, "wb", closefd=False) as out:
+        scorer, refusal = _load(pickle.load(given), memory_gb)
+        out.write(json.dumps({"refusal": refusal}).encode() + b"\n")
+        out.flush()
+        while scorer is not None:
+            for number, item in pickle.load(given):
+                out.write(answer_line(number, evaluate(scorer, item, memory_gb=memory_gb)))
+                out.flush()
 
 
-def _load(spec: FunctionSpec) -> tuple[Callable[..., Any] | None, str | None]:
+def _load(
+    spec: FunctionSpec, memory_gb: float | None
+) -> tuple[Callable[..., Any] | None, str | None]:
     try:
         return load_scorer(spec), None
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, shorten(_describe(error, memory_gb), LONGEST_REFUSAL)
+
+
+def _describe(error: BaseException, memory_gb: float | None) -> str:
+    limit = memory_gb is not None and isinstance(error, MemoryError)
+    cause = f"; it may take {memory_gb:g} GB (reward.memory_gb)" if limit else ""
+    return f"{type(error).__name__}: {error}{cause}"

@@ -78,12 +78,19 @@ class Server:
         """Answer `/v1/completions` or `/v1/chat/completions`."""
         deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
         self.gate.check()
-        tree = parse(await self._body(request))
-        read = read_chat if request.url.path.startswith("/v1/chat") else read_completion
-        ask = await asyncio.to_thread(read, tree, self._served)
-        if ask.stream:
-            return EventStream(self._events(ask), deadline)
-        return JSONResponse(await attended(self._answer(ask), request.receive, deadline))
+        is_chat = request.url.path.startswith("/v1/chat")
+        replies = self._replies(await self._body(request), chat=is_chat)
+
+        async def reply() -> Any:
+            return await anext(replies)
+
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(contextlib.aclosing(replies))
+            ask: Ask = await attended(reply(), request.receive, deadline)
+            if not ask.stream:
+                return JSONResponse(await attended(reply(), request.receive, deadline))
+            stack.pop_all()
+        return EventStream(replies, deadline)
 
     async def _body(self, request: Request) -> bytes:
         """Read a request's body.
@@ -115,10 +122,26 @@ class Server:
     def _choice(self, ask: Ask, index: int) -> Choice:
         return Choice(ask, index, self._vocabulary, self._decode)
 
-    async def _answer(self, ask: Ask) -> dict[str, Any]:
+    async def _replies(self, body: bytes, *, chat: bool) -> AsyncGenerator[Any, None]:
+        """Yield what a body asks for, and then the answer, or the events of its stream.
+
+        All is done inside the gate. What takes the processor's time is not done on the event loop.
+        """
+        read = read_chat if chat else read_completion
         async with self.gate:
-            with refused_by_engine():
-                answers = await all_answers(self._engine, ask.requests())
+            ask = await asyncio.to_thread(lambda: read(parse(body), self._served))
+            del body
+            yield ask
+            if not ask.stream:
+                yield await self._answer(ask)
+                return
+            async with contextlib.aclosing(self._events(ask)) as events:
+                async for text in events:
+                    yield text
+
+    async def _answer(self, ask: Ask) -> dict[str, Any]:
+        with refused_by_engine():
+            answers = await all_answers(self._engine, ask.requests())
         choices, tokens = [], 0
         for index, answer in enumerate(answers):
             choices.append(self._choice(ask, index).take(answer, first=True, whole=True))
@@ -129,18 +152,17 @@ class Server:
         envelope, requests = Envelope(ask, self._served.name), ask.requests()
         choices = [self._choice(ask, index) for index in range(len(requests))]
         begun = [False] * len(requests)
-        async with self.gate:
-            pieces = all_pieces(self._engine, requests)
-            with refused_by_engine():
-                async with contextlib.aclosing(pieces):
-                    async for index, piece in pieces:
-                        if choices[index].ended:
-                            continue
-                        first = not any(begun)
-                        shown = choices[index].take(piece, first=not begun[index], whole=False)
-                        begun[index] = True
-                        if shown:
-                            yield envelope.chunk(shown, first=first)
+        pieces = all_pieces(self._engine, requests)
+        with refused_by_engine():
+            async with contextlib.aclosing(pieces):
+                async for index, piece in pieces:
+                    if choices[index].ended:
+                        continue
+                    first = not any(begun)
+                    shown = choices[index].take(piece, first=not begun[index], whole=False)
+                    begun[index] = True
+                    if shown:
+                        yield envelope.chunk(shown, first=first)
         yield envelope.end(sum(choice.tokens for choice in choices))
 
     async def models(self, request: Request) -> Response:
@@ -222,7 +244,8 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; an error of the first one has a status of its own."""
         try:
-            await attended(self._send_all(send), receive, self._deadline)
+            async with contextlib.aclosing(self._events):
+                await attended(self._send_all(send), receive, self._deadline)
         except Disconnected:
             if not self._begun:
                 raise
@@ -235,12 +258,11 @@ class EventStream:
                     await send(part("", more=False))
 
     async def _send_all(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            async for text in events:
-                if not self._begun:
-                    self._begun = True
-                    await send(START)
-                await send(part(text))
+        async for text in self._events:
+            if not self._begun:
+                self._begun = True
+                await send(START)
+            await send(part(text))
         await send(part("", more=False))
 
 
@@ -304,7 +326,9 @@ class Front:
         if self._api_key is None or not scope["path"].startswith("/v1"):
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, f"Bearer {self._api_key}".encode())
+        scheme, _, key = given.partition(b" ")
+        is_key = hmac.compare_digest(key.strip(b" "), self._api_key.encode())
+        return is_key and scheme.lower() == b"bearer"  # RFC 9110, 11.1: in any case
 
 
 KEYLESS = Refusal(

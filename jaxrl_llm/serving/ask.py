@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.chat import encode_prompt, render_prompt
 from jaxrl_llm.serving.fields import Fields, Refusal, is_a, shown
+from jaxrl_llm.serving.length import TextLimit
 from jaxrl_llm.types import Request, Sampling
 
 MOST_LOGPROBS = 20
@@ -28,6 +29,7 @@ class Served(NamedTuple):
         vocab_size: token ids are below it.
         max_tokens: the longest sequence, prompt and answer.
         max_answers: the most that one request may ask for.
+        text_limit: of prompts, if there is one.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Served(NamedTuple):
     vocab_size: int
     max_tokens: int
     max_answers: int
+    text_limit: TextLimit | None
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,7 @@ def read_chat(tree: Mapping[str, Any], served: Served) -> Ask:
         raise fields.refuse("tool_choice", choice, "auto or none")
     if tools and choice == "auto":
         template = template | {"tools": tools}
-    try:
-        prompt = tuple(encode_prompt(served.tokenizer, messages, **template))
-    except (ValueError, TypeError) as error:
-        raise Refusal(f"messages: {error}", param="messages") from error
+    prompt = read_messages(messages, template, served)
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -227,15 +227,31 @@ def read_prompts(fields: Fields, served: Served) -> tuple[tuple[int, ...], ...]:
 def read_prompt(given: Any, served: Served) -> tuple[int, ...]:
     """Read a text or token ids."""
     if isinstance(given, str):
+        if served.text_limit is not None:
+            served.text_limit.check(given, "prompt")
         try:
             given = served.tokenizer(given, add_special_tokens=True)["input_ids"]
         except (ValueError, TypeError) as error:
             raise Refusal(f"prompt: {shown(given)} is no text: {error}", param="prompt") from error
     elif isinstance(given, list):
+        check_fit(len(given), 0, served.max_tokens)  # before each of them is looked at
         check_tokens("prompt", given, served)
     else:
         raise Refusal(f"prompt: got {shown(given)}, wanted a text or token ids", param="prompt")
     return tuple(given)
+
+
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], served: Served
+) -> tuple[int, ...]:
+    """Tokenise a chat, unless the text that the template makes of it is too long."""
+    try:
+        if served.text_limit is not None:
+            text = render_prompt(served.tokenizer, messages, **template)
+            served.text_limit.check(text, "messages")
+        return tuple(encode_prompt(served.tokenizer, messages, **template))
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"messages: {error}", param="messages") from error
 
 
 def check_tokens(name: str, tokens: Sequence[Any], served: Served) -> None:

@@ -156,7 +156,7 @@ def launched(monkeypatch):
     def run(*ends, restarts=2):
         left, seen, waits = list(ends), [], []
 
-        def watch(job, cluster):
+        def watch(job, stall_timeout_s, preemption):
             if (end := left.pop(0)) is not None:
                 raise end
 

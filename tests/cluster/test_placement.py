@@ -102,7 +102,7 @@ def test_several_nodes_need_a_cluster(monkeypatch):
         ({}, {"devices": 1}, "rollout.devices=1 is of engines"),
         ({"nodes": 0}, {}, "cluster.nodes=0, wanted 1 or more"),
         ({"restarts": -1}, {}, "cluster.restarts=-1, wanted 0 or more"),
-        ({"stall_timeout_s": 0}, {}, "cluster.stall_timeout_s=0.0, wanted a number above 0"),
+        ({"start_timeout_s": 0}, {}, "cluster.start_timeout_s=0.0, wanted a number above 0"),
         ({"nodes": 4, "reward_tasks": 2}, {}, "reward_tasks=2, wanted a multiple of the 4"),
         ({"nodes": 2}, {"engine": "vllm"}, "there are 2 training processes"),
         (

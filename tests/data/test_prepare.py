@@ -9,7 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.data.dataset import read_rows, sft_rows, verl_rows
-from jaxrl_llm.data.prepare import arithmetic, gsm8k, main, math, write_parquet
+from jaxrl_llm.data.prepare import arithmetic, gsm8k, main, math
+from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.rewards.scorers import by_source
 
 
@@ -198,24 +199,24 @@ def test_hub_out_of_reach_is_one_line(tmp_path):
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "rows.parquet"
-    write_parquet(path, [{"a": 1}])
+    write_rows(path, [{"a": 1}])
     with pytest.raises(pyarrow.ArrowException):
-        write_parquet(path, [{"a": 1}, {"a": "text"}])
+        write_rows(path, [{"a": 1}, {"a": "text"}])
     assert read_rows(path) == [{"a": 1}]
     assert [p.name for p in tmp_path.iterdir()] == ["rows.parquet"]
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
-    write_parquet(path, [{"a": 1}])
+    write_rows(path, [{"a": 1}])
 
     def full_disk(table, where):
-        Path(where).write_bytes(b"PAR1 half a")
+        where.write(b"PAR1 half a")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pyarrow.parquet, "write_table", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        write_parquet(path, [{"a": 2}])
+        write_rows(path, [{"a": 2}])
     assert read_rows(path) == [{"a": 1}]
     assert [p.name for p in tmp_path.iterdir()] == ["rows.parquet"]
 

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from jaxrl_llm.cli import PREEMPTED
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
@@ -175,12 +177,9 @@ def test_two_nodes_do_what_one_process_does(workshop, launch):
     assert counted(found.run_dir, "restarts") == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [APART, ("cluster.nodes=2", "cluster.devices=2", "rollout.nodes=1", "rollout.devices=4")],
-    ids=["one node trains", "two nodes train"],
-)
-def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch, words):
+def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch):
+    """Beside two nodes that train; other tests have one."""
+    words = ("cluster.nodes=2", "cluster.devices=2", "rollout.nodes=1", "rollout.devices=4")
     found = launch(*EXACTLY, *words, "mesh.train={fsdp: 4}", "mesh.rollout={tensor: 2}").ok()
     wanted = workshop(*EXACTLY, "mesh.train={fsdp: 4}", devices=4).ok()
     close(workshop, found, wanted)
@@ -230,8 +229,8 @@ def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(workshop, launch, 
 
 @pytest.mark.parametrize(
     ("number", "launcher"),
-    [(0, "a node"), (1, "a node"), (1, "a client")],
-    ids=["the first", "the second", "the second, of a client's job"],
+    [(0, "a node"), (1, "a client")],
+    ids=["the first", "the second, of a client's job"],
 )
 def test_a_training_process_killed_in_a_step_lets_the_job_go_on(
     launch, undisturbed, launchers, number, launcher
@@ -262,7 +261,7 @@ def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed
     """An engine that stands still ends nothing, so that the training process waits for it."""
     words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
     wanted = undisturbed(*words)
-    found = launch(*words, "checkpoint.every=2", "cluster.stall_timeout_s=90")
+    found = launch(*words, "checkpoint.every=2", "stall_timeout_s=90")
     found.until(lambda: found.steps() >= 3)
     os.kill(max(titles("ray::EngineHost")), signal.SIGSTOP)
     check_same(found.ok(), wanted)
@@ -318,8 +317,14 @@ def test_an_error_of_the_run_is_the_launchers(workshop, launch):
     assert re.search(r"^error: reward .* failed on row", found.text("err"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("launcher", ["a node", "a client"])
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        ("a node", signal.SIGINT),
+        ("a client", signal.SIGKILL),
+        ("a client", signal.SIGTERM),
+    ],
+)
 def test_the_end_of_the_launcher_is_the_end_of_everything(launch, launchers, launcher, how):
     found = launch(*TOGETHER, "steps=1000", *launchers[launcher])
     found.until(lambda: found.steps() >= 2)
@@ -328,6 +333,11 @@ def test_the_end_of_the_launcher_is_the_end_of_everything(launch, launchers, lau
     if how == signal.SIGINT:
         assert status == 130
         assert "interrupted: the same command continues" in found.text("err")
+    if how == signal.SIGTERM:
+        assert status == PREEMPTED, found.text("err")
+        [saved] = (path.name for path in (found.run_dir / "checkpoints").iterdir())
+        assert f"preempted: saved after step {saved} of 1000; the same comm" in found.text("err")
+        assert int(saved) == found.learned[-1]["step"]
     end = time.monotonic() + 60
     while titles(*ACTORS):
         assert time.monotonic() < end

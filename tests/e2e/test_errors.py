@@ -4,7 +4,6 @@ import fcntl
 import json
 import re
 import shutil
-import subprocess
 
 import pyarrow.parquet
 import pytest
@@ -189,7 +188,7 @@ def test_a_truncated_checkpoint_and_its_remedy(run, finished, copy_of):
     largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     words = ["steps=4", "validation.every=2", "checkpoint.every=2"]
-    refused(run(*words, run_dir=folder), 1, rf"{newest} is damaged .* remove that folder")
+    refused(run(*words, run_dir=folder), 1, rf"{newest} is damaged .* remove the folder 4")
     shutil.rmtree(newest)
     assert run(*words, run_dir=folder).ok().learned == finished.learned
 
@@ -207,23 +206,6 @@ def test_a_limit_on_file_sizes_while_a_checkpoint_is_saved(workshop):
     failed(workshop.finish(limited, run_dir), 1, pattern)
     again = workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir).ok()
     assert [line["step"] for line in again.metrics] == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_while_a_checkpoint_is_saved(workshop, tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]
-    if (
-        not shutil.which("mount")
-        or subprocess.run(mount, check=False, capture_output=True).returncode
-    ):
-        pytest.skip("needs the right to mount a small file system")
-    run_dir = tmp_path / "run"
-    try:
-        words = ["steps=2", "checkpoint.every=1", "validation.before=false"]
-        result = workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir)
-        failed(result, 1, r"can't save .*/checkpoints.*No space left")
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 # --------------------------------------------------------------------------------------- export

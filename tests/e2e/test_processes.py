@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
+from jaxrl_llm.cli import PREEMPTED
+
 EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
 MESH = ("mesh.train={data: 2, fsdp: 4}",)
 
@@ -109,7 +111,7 @@ def test_an_error_in_one_process_ends_all(workshop, two):
     (workshop.root / "failing.py").write_text(FAILING)
     began = time.monotonic()
     words = (f"reward.scorer={workshop.root}/failing.py:score", "reward.on_error=null", "steps=1")
-    first, second = two(*words)
+    first, second = two(*words, "reward.pass_env=[JAX_PROCESS_ID]")
     seconds = time.monotonic() - began
     print(f"ended after {seconds:.0f} s")
     assert first.status == 1 and second.status == 1
@@ -157,14 +159,21 @@ def test_a_warm_start_is_made_by_all_and_written_once(workshop, two):
 
 
 @pytest.mark.slow
-def test_a_folder_in_use_is_refused_in_every_process(workshop, two, start, until):
+def test_a_folder_in_use_is_refused_and_a_signal_to_one_process_saves_all(
+    workshop, two, start, until
+):
     run_dir = workshop.folder()
-    words = (*MESH, "steps=50")
+    words = (*MESH, "steps=5000")
     running = start(*words, run_dir=run_dir)
     assert until((run_dir / "versions.json").exists, running[0])
     for found in two(*words, run_dir=run_dir):
         assert found.status != 0
         assert "another process is running in" in found.err
-    for process in running:
-        process.kill()
-        process.communicate()
+    assert until((run_dir / "metrics.jsonl").exists, running[0])
+    running[1].terminate()
+    results = [workshop.finish(process, run_dir) for process in running]
+    last = results[0].metrics[-1]["step"]
+    for found in results:
+        assert found.status == PREEMPTED, found.err
+        assert found.err.splitlines()[-1].startswith(f"preempted: saved after step {last} of 5000")
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [str(last)]

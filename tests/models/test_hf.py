@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -336,6 +338,26 @@ def test_load_refuses_damaged_files(spec, params, source, tmp_path):
     parts[1].unlink()
     with pytest.raises(ValueError, match=r"do not exist: \['model-00002-of-00004.safetensors'\]"):
         load_params(sharded, spec)
+
+
+def test_no_bit_of_a_saved_file_changes_what_is_loaded(spec, params, source):
+    """80 flips, half of them in the header: each is an error, or changes nothing."""
+    path = source / "model.safetensors"
+    whole, dice = path.read_bytes(), random.Random(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    refused = 0
+    for number in range(80):
+        byte = dice.randrange(header) if number % 2 else dice.randrange(header, len(whole))
+        flipped = bytes([whole[byte] ^ 1 << dice.randrange(8)])
+        path.write_bytes(whole[:byte] + flipped + whole[byte + 1 :])
+        try:
+            assert_same(load_params(source, spec), params)
+        except ValueError as error:
+            refused += 1
+            assert number % 2 or re.search(r"damaged: .* is not what was written", str(error))
+        else:
+            assert number % 2, "a byte of an array has changed"
+    assert refused > 50
 
 
 def test_loaded_arrays_can_be_donated(spec, source):

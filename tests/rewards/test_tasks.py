@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem
@@ -19,7 +20,12 @@ from jaxrl_llm.rewards.worker import RewardItem
 ray = pytest.importorskip("ray")
 
 SCORERS = """
-import os, re, signal, subprocess, sys, time
+import os, re, resource, signal, subprocess, sys, time
+
+def above(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+
+def rays(): return above(above(os.getppid()))  # between us are our keeper and what waits for it
 
 def mark(file, *words):
     with open(file, "a") as marks:
@@ -32,19 +38,19 @@ def act(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
     if solution_str == "nan": return float("nan")
     if solution_str == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        file and mark(file, os.getpid(), os.getppid())
+        file and mark(file, os.getpid(), rays())
         time.sleep(600)
     if solution_str == "spin":  # never lets go of the GIL
-        file and mark(file, os.getpid(), os.getppid())
+        file and mark(file, os.getpid(), rays())
         re.match(r"(a+)+$", "a" * 60 + "b")
     if solution_str == "child, hang":
         mark(file, subprocess.Popen(["sleep", "600"]).pid)
         time.sleep(600)
     if solution_str == "hang once":
-        if len(mark(file, os.getpid(), os.getppid())) == 1: time.sleep(600)
+        if len(mark(file, os.getpid(), rays())) == 1: time.sleep(600)
         return 7.0
     if solution_str == "die": mark(file, "died"); os._exit(3)
-    if solution_str == "kill Ray's": mark(file, "died"); os.kill(os.getppid(), 9); time.sleep(600)
+    if solution_str == "kill Ray's": mark(file, "died"); os.kill(rays(), 9); time.sleep(600)
     if solution_str == "nap":
         mark(file, "start"); time.sleep(0.05); mark(file, "stop"); return 1.0
     if solution_str == "long nap":
@@ -53,6 +59,10 @@ def act(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
         mark(file, "here")
         while len(mark(file)) < 2: time.sleep(0.01)
         return 1.0
+    if solution_str == "limits":
+        names = ("OPENAI_API_KEY", "RAY_JOB_ID", "PATH")
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return {"score": limit, "names": [name for name in names if name in os.environ]}
     if solution_str == "who":
         return {"score": 0.0, "pid": os.getpid(), "jax": "jax" in sys.modules}
     return bonus + float(solution_str)
@@ -64,10 +74,12 @@ def three(data_source, solution_str, ground_truth):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(ray_nodes):
+    os.environ["OPENAI_API_KEY"] = "secret"
     with ray_nodes(count=1, cpus=2) as address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         yield
         ray.shutdown()
+    del os.environ["OPENAI_API_KEY"]
 
 
 @pytest.fixture
@@ -134,6 +146,15 @@ def test_processes_are_kept_and_have_no_jax(make):
     assert not any(extra["jax"] for extra in seen)
 
 
+def test_limits_hold_below_rays_workers(scorers):
+    limits = Limits(memory_gb=1.5, pass_env=("RAY_JOB_*",))
+    with RewardTasks(FunctionSpec(f"{scorers}:act"), tasks=1, limits=limits) as tasks:
+        (score,) = tasks.score(items("limits"))
+    assert score == Score(1.5e9, {"names": ["RAY_JOB_ID", "PATH"]}, None)
+    with pytest.raises(ValueError, match="got max_processes=0, wanted 1 or more"):
+        RewardTasks(FunctionSpec("gsm8k"), tasks=1, limits=Limits(max_processes=0))
+
+
 def test_users_file_sees_our_folder_and_modules(tmp_path, monkeypatch):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "ours_alone.py").write_text("SCORE = 0.25\n")
@@ -170,7 +191,7 @@ def test_failure_is_its_items_alone(make, caplog):
     with caplog.at_level(logging.WARNING):
         scores = tasks.score(items("1", "raise", "2", "nan", "3"), first=40)
     assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
-    assert scores[1].error == "exception: KeyError: 'no such key' (mine.py:11)"
+    assert scores[1].error == "exception: KeyError: 'no such key' (mine.py:16)"
     assert scores[3].error == "invalid: got score nan, wanted a finite number"
     assert tasks.counts == none_failed(exception=1, invalid=1)
     assert "row 41 (data_source 'test', reply 'raise', ground truth 'truth'): exc" in caplog.text

@@ -92,7 +92,7 @@ def test_the_likeliest_tokens_are_those_of_the_forward_pass(
         order = np.argsort(-wanted, axis=1)[:, :n]
         ids, logprobs = answer.top
         np.testing.assert_array_equal(ids, order)
-        np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, order, 1), atol=1e-5)
+        np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, order, 1), atol=2e-5)
 
 
 def test_processors_change_nobody_elses_answer(texts):

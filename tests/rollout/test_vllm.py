@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Client
@@ -106,8 +107,18 @@ def opened(folder, **changed):
 
 @pytest.fixture(scope="module")
 def shared_engine(tmp_path_factory):
-    with opened(tmp_path_factory.mktemp("vllm"), restarts=20) as engine:
-        yield engine
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        env = {"TMPDIR": base}
+        with opened(tmp_path_factory.mktemp("vllm"), restarts=20, env=env) as engine:
+            yield engine
+        until(lambda: not temporary_files(engine))
+
+
+@pytest.fixture
+def base():
+    """A temporary folder whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -138,6 +149,18 @@ def alive_in(group):
     ).stdout
     rows = [line.split() for line in found.splitlines()[1:]]
     return [int(pid) for pid, pgid, stat in rows if int(pgid) == group and stat[0] != "Z"]
+
+
+def temporary_files(engine):
+    """Return what lies in the temporary folder of an engine's sidecars."""
+    return set(Path(engine._config.env["TMPDIR"]).iterdir())
+
+
+def shared_memory(group):
+    """Return what processes of a group map of /dev/shm, by name."""
+    maps = [Path(f"/proc/{pid}/maps").read_text().split() for pid in alive_in(group)]
+    names = {Path(word) for words in maps for word in words if word.startswith("/dev/shm/")}
+    return {name for name in names if name.exists()}
 
 
 def until(condition, seconds=30):
@@ -531,6 +554,7 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     requests = [ask(tokens=150, seed=i) for i in range(40)]
     wanted = engine.sample(requests)
     killed, restarts = pid_of(engine), engine.stats().restarts
+    files = temporary_files(engine)
     worker, found = at_work(engine, requests)
     names = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in alive_in(killed)}
     child = next(pid for name, pid in names.items() if "EngineCore" in name)
@@ -540,12 +564,14 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     assert engine.stats().restarts == restarts + 1
     assert engine.stats().outstanding == 0
     until(lambda: not alive_in(killed))
+    until(lambda: not files & temporary_files(engine))
+    assert len(files) == len(temporary_files(engine)) == 1  # a folder for each sidecar
 
 
-def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_path):
+def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_path, base):
     """Each takes its part of every push; the embeddings are tied."""
     requests = [ask(tokens=100, seed=i) for i in range(40)]
-    with opened(tmp_path, tensor_parallel=2) as engine:
+    with opened(tmp_path, tensor_parallel=2, env={"TMPDIR": base}) as engine:
         for version, params in enumerate((FIRST, SECOND)):
             assert engine.load(params, version=version).version == version
             wanted = engine.sample(requests)
@@ -555,12 +581,21 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
         killed = pid_of(engine)
         ranks = [p for p in alive_in(killed) if "Worker" in Path(f"/proc/{p}/cmdline").read_text()]
         assert len(ranks) == 2
+        files, memory = temporary_files(engine), shared_memory(killed)
+        assert files
+        assert memory
         worker, found = at_work(engine, requests)
         os.kill(ranks[1], signal.SIGKILL)
         worker.join(240)
         assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
         assert engine.stats().restarts == 1
         until(lambda: not alive_in(killed))
+        until(lambda: not files & temporary_files(engine))
+        until(lambda: not any(part.exists() for part in memory))
+        memory = shared_memory(pid_of(engine))
+        assert memory
+    until(lambda: not temporary_files(engine))
+    until(lambda: not any(part.exists() for part in memory))
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, monkeypatch):
@@ -604,14 +639,15 @@ def test_one_that_dies_too_often_ends_the_engine_and_says_why(tmp_path):
             engine.load(FIRST, version=1)
 
 
-def test_no_process_or_shared_memory_is_left_of_a_trainer_that_was_killed(tmp_path):
+def test_no_process_file_or_shared_memory_is_left_of_a_trainer_that_was_killed(tmp_path, base):
     before = set(Path("/dev/shm").iterdir())
     script = tmp_path / "trainer.py"
     script.write_text(
         "import sys, time, pathlib\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_vllm as t\n"
-        f"engine = t.make(pathlib.Path({str(tmp_path)!r}))\n"
+        f"folder, env = pathlib.Path({str(tmp_path)!r}), {{'TMPDIR': {base!r}}}\n"
+        "engine = t.make(folder, tensor_parallel=2, env=env)\n"
         "engine.load(t.FIRST, version=0)\n"
         "print(t.pid_of(engine), flush=True)\n"
         "engine.sample([t.ask(tokens=200, seed=i) for i in range(500)])\n"
@@ -619,9 +655,12 @@ def test_no_process_or_shared_memory_is_left_of_a_trainer_that_was_killed(tmp_pa
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as trainer:
         group = int(trainer.stdout.readline())
         assert len(alive_in(group)) >= 2
+        assert shared_memory(group)
+        assert list(Path(base).iterdir())
         trainer.kill()
     until(lambda: not alive_in(group), seconds=10)
-    assert set(Path("/dev/shm").iterdir()) <= before
+    until(lambda: set(Path("/dev/shm").iterdir()) <= before)
+    until(lambda: not list(Path(base).iterdir()))
 
 
 def test_a_model_of_another_family_is_refused(tmp_path):
@@ -677,9 +716,10 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which 
 
 
 @as_root
-def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path):
+def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path, base):
     """Launched by a command, it sees neither this process nor its memory, and has little shm."""
-    with opened(tmp_path, launch=(ELSEWHERE.format(filled=40),)) as engine:
+    env = {"TMPDIR": base}  # which is no folder of the container's own
+    with opened(tmp_path, launch=(ELSEWHERE.format(filled=40),), env=env) as engine:
         for version, params in enumerate((FIRST, SECOND)):
             engine.load(params, version=version)
             assert not engine._places[0].sidecar.shared
@@ -688,7 +728,9 @@ def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path):
             np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
             assert set(found.versions) == {version}
         group = pid_of(engine)
+        assert temporary_files(engine)
     until(lambda: not alive_in(group))
+    assert not temporary_files(engine)
 
 
 @as_root

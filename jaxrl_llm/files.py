@@ -1,0 +1,104 @@
+"""Files that are written whole or not at all."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PARTIAL = ".jaxrl_llm_partial"
+"""How the names of files end that are not written to their end."""
+
+WAIT_S = 300.0  # for another that writes the same file
+LOOK_S = 0.05  # between two looks whether it has ended
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write, which appears complete or not at all.
+
+    It is written beside its own place and renamed in the end. What a writer that was killed left
+    there, the next one replaces. Two writers of one file take turns, and the last one's stays.
+
+    Args:
+        path: to create or to replace; its folder exists.
+
+    Raises:
+        TimeoutError: another process has been writing it for `WAIT_S`.
+        OSError: it can't be written, or its file system knows no locks.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with whole_file(folder / "a.txt") as file:
+    ...     _ = file.write(b"all of it")
+    >>> [path.name for path in folder.iterdir()]
+    ['a.txt']
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    try:
+        with _locked(partial) as file:
+            try:
+                file.truncate()  # what was left there
+                yield file
+                file.flush()
+                partial.replace(path)
+            except BaseException:
+                partial.unlink()
+                raise
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # as of a full disk
+            error.filename = str(path)
+        raise
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove what writers that were killed left in a folder; what is being written stays.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / f".a.txt{PARTIAL}").touch()
+    >>> remove_partials(folder)
+    >>> [*folder.iterdir()]
+    []
+    """
+    for partial in folder.glob(f".*{PARTIAL}"):
+        if (file := _try_lock(partial)) is not None:
+            with file:
+                partial.unlink()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that no other process has open here; make it if there is none."""
+    until = time.monotonic() + WAIT_S
+    while (file := _try_lock(path)) is None:
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"{path}: another process has been writing it for {WAIT_S:g} s, wanted it to end"
+            )
+        time.sleep(LOOK_S)
+    with file:
+        try:
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked may hold it open
+
+
+def _try_lock(path: Path) -> BinaryIO | None:
+    """Open and lock a file; None if another has it, or if it is no longer at this path."""
+
+    def keep(name: str, flags: int) -> int:
+        return os.open(name, flags & ~os.O_TRUNC, 0o666)  # it may be another's
+
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, "wb", opener=keep))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return None
+        except (BlockingIOError, FileNotFoundError):
+            return None
+        stack.pop_all()
+        return file

@@ -1,0 +1,73 @@
+"""What a scorer's processes may take, and which environment variables they are given."""
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+PASSED = """
+    PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE LC_* TZ TMPDIR TEMP TMP XDG_*
+    VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LD_LIBRARY_PATH LD_PRELOAD DYLD_*
+    PYTHONPATH PYTHONHOME PYTHONHASHSEED PYTHONUTF8 PYTHONIOENCODING PYTHONWARNINGS
+    PYTHONNOUSERSITE PYTHONUSERBASE PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
+    PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONMALLOC
+    OMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* VECLIB_* MALLOC_* TOKENIZERS_PARALLELISM
+    CUDA_VISIBLE_DEVICES CUDA_HOME JAX_PLATFORMS XLA_*
+    HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_ENDPOINT HF_HUB_OFFLINE HF_DATASETS_OFFLINE
+    TRANSFORMERS_OFFLINE TRANSFORMERS_CACHE NLTK_DATA TIKTOKEN_CACHE_DIR
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+"""
+"""Names (`*` stands for any letters) of the variables that every scorer gets. None of them usually
+holds a secret, which a proxy's address may."""
+
+
+class Limits(NamedTuple):
+    """What each scoring process may take.
+
+    Args:
+        memory_gb: GB of memory of each process; None sets no limit.
+        max_processes: processes that a scorer may have started at once; None sets no limit.
+        pass_env: names of environment variables that it gets beside `PASSED`; `*` stands for any
+            letters.
+    """
+
+    memory_gb: int | float | None = 4.0
+    max_processes: int | None = 64
+    pass_env: tuple[str, ...] = ()
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def check_limits(limits: Limits) -> None:
+    """Refuse limits that allow nothing.
+
+    Raises:
+        ValueError: a limit is not above 0, or not finite.
+
+    >>> check_limits(Limits(memory_gb=0))
+    Traceback (most recent call last):
+    ValueError: reward: got memory_gb=0, wanted a number above 0, or nothing
+    """
+    if limits.memory_gb is not None and not 0 < limits.memory_gb < math.inf:
+        raise ValueError(
+            f"reward: got memory_gb={limits.memory_gb}, wanted a number above 0, or nothing"
+        )
+    if limits.max_processes is not None and limits.max_processes < 1:
+        raise ValueError(
+            f"reward: got max_processes={limits.max_processes}, wanted 1 or more, or nothing"
+        )
+
+
+def passed_environment(environment: Mapping[str, str], more: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables that a scorer gets: those of `PASSED`, and those that a config names.
+
+    >>> passed_environment({"LC_ALL": "C", "HF_TOKEN": "x", "MY_URL": "y"}, ("MY_*",))
+    {'LC_ALL': 'C', 'MY_URL': 'y'}
+    """
+    patterns = (*PASSED.split(), *more)
+    return {
+        name: value
+        for name, value in environment.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }

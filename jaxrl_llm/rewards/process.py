@@ -1,0 +1,204 @@
+"""One scoring process as the pool sees it: a keeper, its worker, and what goes back and forth.
+
+Nothing here blocks on what the worker does or leaves undone, and nothing that it writes is more
+than text until it has been checked.
+"""
+
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.rewards import cgroup
+from jaxrl_llm.rewards.keeper import Settings
+from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, passed_environment
+from jaxrl_llm.rewards.worker import LONGEST_LINE, RewardItem
+
+START_SECONDS = 120.0  # for a worker to come up: importing the user's module may be slow
+STOP_SECONDS = 10.0  # for a keeper to kill what is below it
+NOTE_SECONDS = 1.0  # for a keeper to say how its worker ended
+READ_BYTES = 2**18
+ROOT = str(Path(__file__).parents[2])  # where this package was imported from
+BOOT = (
+    "import json, sys; search, settings = json.loads(sys.argv[1]); sys.path[:] = search;"
+    " from jaxrl_llm.rewards.keeper import Settings, keep; keep(Settings(*settings))"
+)
+
+
+class Launch(NamedTuple):
+    """How workers start: in which folder, with what on `sys.path`, within which limits."""
+
+    folder: str | None = None
+    search: Sequence[str] = ()
+    limits: Limits = DEFAULT_LIMITS
+
+
+HERE = Launch()
+
+
+class Channel:
+    """The pool's end of a connection: bytes go out and lines come in, and neither ever blocks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.closed = False  # by the other side
+        self._outgoing = memoryview(b"")
+        self._incoming = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Send what the other side takes at once; `flush` sends more."""
+        self._outgoing = memoryview(bytes(self._outgoing) + data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send more of what waits."""
+        try:
+            while self._outgoing:
+                self._outgoing = self._outgoing[self.connection.send(self._outgoing) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, which `receive` tells once all that it wrote is read
+            self._outgoing = memoryview(b"")
+
+    def receive(self) -> list[bytes]:
+        """Return the lines that are complete now."""
+        try:
+            data = self.connection.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.closed = self.closed or not data
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._incoming) + lines[0]
+            self._incoming.clear()
+        self._incoming += rest
+        return lines
+
+    @property
+    def midway(self) -> bool:
+        """Whether a part of a line has come."""
+        return bool(self._incoming)
+
+    @property
+    def overfull(self) -> bool:
+        """Whether the line that comes in is longer than any answer."""
+        return len(self._incoming) > LONGEST_LINE
+
+    @property
+    def events(self) -> int:
+        """What to wait for, as `selectors` has it."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+
+
+class ScorerProcess:
+    """A worker with its keeper, the items it was given, and when the first of them is overdue.
+
+    Args:
+        spec: the scorer.
+        timeout_s: seconds that one item may take.
+        launch: how it starts.
+    """
+
+    def __init__(self, spec: FunctionSpec, timeout_s: float, launch: Launch) -> None:
+        ours, answers = socket.socketpair()
+        self._lifeline, lifeline = socket.socketpair()
+        self._group = cgroup.new_folder()
+        limits = launch.limits
+        settings = Settings(
+            answers=answers.fileno(),
+            lifeline=lifeline.fileno(),
+            parent=os.getpid(),
+            memory_gb=limits.memory_gb,
+            max_processes=limits.max_processes,
+            group=self._group,
+        )
+        search = [*launch.search, *sys.path, ROOT]
+        with ExitStack() as undo, answers, lifeline:
+            undo.enter_context(ours)
+            undo.enter_context(self._lifeline)
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-c", BOOT, json.dumps([search, settings])],
+                cwd=launch.folder,
+                env=passed_environment(os.environ, limits.pass_env),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[settings.answers, settings.lifeline],
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+            undo.pop_all()
+        self.channel = Channel(ours)
+        self.timeout_s = timeout_s
+        self.ready = False
+        self.pending: deque[int] = deque()
+        self.deadline = time.monotonic() + START_SECONDS
+        self.channel.send(pickle.dumps(spec))
+
+    def give(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
+        """Send it some items; the first one's time begins."""
+        self.pending.extend(numbers)
+        self.touch()
+        self.channel.send(pickle.dumps([(number, items[number]) for number in numbers]))
+
+    def touch(self) -> None:
+        """Let the next item's time begin."""
+        self.deadline = time.monotonic() + self.timeout_s
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have a selector wait for whatever this process may do next."""
+        selector.register(self.channel.connection, self.channel.events, self)
+        selector.register(self._lifeline, selectors.EVENT_READ, self)
+
+    def stirs(self) -> bool:
+        """Tell whether something came, or it ended, though it has nothing to do."""
+        with selectors.DefaultSelector() as selector:
+            self.watch(selector)
+            return self.channel.midway or bool(selector.select(0))
+
+    def has_ended(self) -> bool:
+        """Tell whether nothing more will come from it."""
+        if self.channel.closed:
+            return True
+        with selectors.DefaultSelector() as selector:
+            self.watch(selector)
+            readable = {key.fileobj for key, _ in selector.select(0)}
+        return self._lifeline in readable and self.channel.connection not in readable
+
+    def ending(self) -> str:
+        """Return what its keeper says of its end."""
+        note = {"exit_code": "none yet", "reason": None}
+        self._lifeline.settimeout(NOTE_SECONDS)
+        with suppress(OSError, ValueError):  # it has closed our pipe, and is still there
+            text = self._lifeline.recv(4096)
+            note |= json.loads(text) if text else {"reason": "ended, for its keeper was killed"}
+        return note["reason"] or f"ended with exit code {note['exit_code']}"
+
+    def kill(self) -> None:
+        """Have its keeper end it, from any thread; `stop` waits until that is done."""
+        with suppress(OSError):  # the keeper, or another thread, was sooner
+            self._lifeline.shutdown(socket.SHUT_WR)
+
+    def stop(self) -> None:
+        """End it with all that it has started."""
+        self.kill()
+        try:
+            self._keeper.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:  # stopped by the scorer, or something can't be killed
+            os.killpg(self._keeper.pid, signal.SIGKILL)
+            self._keeper.wait()
+        if self._group is not None:
+            cgroup.discard(self._group)
+        self.channel.connection.close()
+        self._lifeline.close()

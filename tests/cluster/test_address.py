@@ -1,0 +1,145 @@
+"""Addresses of Ray clusters, and of what is none: each is found out in bounded time."""
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from jaxrl_llm.cluster import address as module
+from jaxrl_llm.cluster.address import PREFACE, SETTINGS, check_answers, check_joins
+from jaxrl_llm.functions import ConfigError
+
+
+@pytest.fixture
+def listen():
+    """(answer, host) -> the port of a server that calls `answer` with each connection."""
+    with contextlib.ExitStack() as stack:
+
+        def run(answer, host="127.0.0.1"):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            server = stack.enter_context(socket.create_server((host, 0), family=family))
+
+            def take():
+                with contextlib.suppress(OSError), contextlib.ExitStack() as taken:
+                    while True:
+                        answer(taken.enter_context(server.accept()[0]))
+
+            threading.Thread(target=take, daemon=True).start()
+            stack.callback(server.shutdown, socket.SHUT_RDWR)  # which ends accept
+            return server.getsockname()[1]
+
+        yield run
+
+
+def closing(connection):
+    connection.recv(100)
+    connection.close()
+
+
+def resetting(connection):
+    connection.recv(100)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def dripping(connection):
+    for byte in SETTINGS:
+        time.sleep(0.1)
+        connection.sendall(bytes([byte]))
+
+
+def test_a_server_of_http_2_is_taken(listen):
+    heard = []
+
+    def greeted(connection):
+        heard.append(connection.recv(100))
+        connection.sendall(SETTINGS[:4])
+        time.sleep(0.05)
+        connection.sendall(SETTINGS[4:] + b"more")
+
+    for prefix in ("", "ray://"):
+        check_answers(f"{prefix}127.0.0.1:{listen(greeted)}")
+    assert heard == [PREFACE] * 2
+    with contextlib.suppress(OSError):  # not every machine has IPv6
+        port = listen(greeted, host="::1")
+        check_answers(f"[::1]:{port}")
+        check_answers(f"ray://::1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda connection: None, "got nothing in 0.5 s"),
+        (closing, "got nothing and then the connection's end"),
+        (resetting, "got nothing and then the connection's end"),
+        (dripping, r"got b'\x00\x00\x00\x04' in 0.5 s"),
+        (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"), r"got b'SSH-2.0-OpenSSH_9.2\r\n' in"),
+        (lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "got b'HTTP/1.1 400 Bad"),
+        (lambda c: c.sendall(SETTINGS[:3] + b"\7" + SETTINGS[4:]), r"got b'\x00\x00\x00\x07"),
+    ],
+    ids=["silent", "closing", "resetting", "dripping", "ssh", "http", "goaway"],
+)
+def test_a_server_that_is_not_ray_is_refused_in_time(listen, answer, got):
+    port = listen(answer)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        check_answers(f"127.0.0.1:{port}", 0.5)
+    assert time.monotonic() - began < 1.5
+    message = str(caught.value)
+    assert message.startswith(f"no Ray cluster answers at cluster.address='127.0.0.1:{port}': ")
+    assert got in message
+    assert message.endswith("wanted a server that speaks HTTP/2, as Ray's do")
+    assert "\n" not in message
+
+
+def test_what_takes_no_connection_is_refused_in_time(monkeypatch):
+    """As behind a firewall: a full backlog takes no more either."""
+    monkeypatch.setattr(module, "CONNECT_S", 0.5)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            full = stack.enter_context(socket.socket())
+            full.setblocking(False)
+            full.connect_ex(server.getsockname())
+        with pytest.raises(ConfigError, match="timed out"):
+            check_answers(f"127.0.0.1:{server.getsockname()[1]}", 60.0)
+
+
+def test_an_encrypted_server_is_not_greeted(listen, monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    check_answers(f"127.0.0.1:{listen(lambda connection: None)}", 0.5)
+    with pytest.raises(ConfigError, match="no Ray cluster answers"):
+        check_answers("127.0.0.1:1", 0.5)
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_a_server_that_answers_no_request_is_refused_in_time(listen, prefix):
+    port = listen(lambda connection: connection.sendall(SETTINGS), host="0.0.0.0")
+    address = f"{prefix}127.0.0.1:{port}"
+    check_answers(address)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        check_joins(address, 1.0)
+    assert time.monotonic() - began < 10
+    assert str(caught.value) == (
+        f"the Ray cluster at cluster.address='{address}' could not be joined in 1 s "
+        "(cluster.start_timeout_s): it takes connections, but does not answer"
+    )
+
+
+def test_what_ray_says_of_an_address_is_the_reason():
+    with pytest.raises(ConfigError, match=r"^can't connect to Ray at cluster.address='a://b': .*a"):
+        check_joins("a://b", 20.0)
+
+
+def test_a_ray_head_is_taken(ray_nodes):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        client_port = free.getsockname()[1]
+    with ray_nodes(count=1, cpus=1, client_port=client_port) as node:
+        for address in (node, f"ray://127.0.0.1:{client_port}"):
+            check_answers(address)
+        check_joins(node, 60.0)

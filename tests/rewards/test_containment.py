@@ -1,0 +1,559 @@
+"""What a scorer's processes can't do: outlive the pool, take all memory, read secrets, fool it."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.keys import ScoringConfig
+from jaxrl_llm.rewards import cgroup, process
+from jaxrl_llm.rewards.limits import Limits
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.scoring import open_pool
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, answer_line, read_answer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
+
+SCORERS = """
+import ctypes, json, os, pickle, resource, signal, stat, subprocess, sys, threading, time
+
+def connection():
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode): return fd
+        except OSError: pass
+
+def write(data):
+    while data: data = data[os.write(connection(), data):]
+
+def forge(**changes):
+    answer = {"number": 1, "failure": None, "message": "", "score": 9.0, "extra": {}, **changes}
+    write(json.dumps(answer).encode() + b"\\n")
+
+def stay(session, middle=False):
+    if os.fork() == 0:
+        if session: os.setsid()
+        if middle and os.fork(): os._exit(0)
+        time.sleep(600)
+
+class Bomb:
+    def __reduce__(self): return os.mkdir, (os.environ["BOMB"],)
+
+def starting():
+    for words in ({}, {"session": True}, {"session": True, "middle": True}):
+        stay(**({"session": False} | words))
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+def act(data_source, solution_str, ground_truth, extra_info=None):
+    word = solution_str
+    if word.startswith("big "): return float(len(word))
+    if word == "list": memory = []
+    while word == "list": memory.append(bytearray(10**6))
+    if word == "array": bytearray(6 * 10**8)
+    if word == "malloc": ctypes.memset(ctypes.create_string_buffer(10**9), 1, 10**9)
+    if word == "null":
+        ctypes.CDLL(None).malloc.restype = ctypes.c_void_p
+        ctypes.memset(ctypes.CDLL(None).malloc(ctypes.c_size_t(2 * 10**9)) or 0, 1, 10**9)
+    if word == "child eats":
+        code = subprocess.run([sys.executable, "-c", "bytearray(6 * 10**8)"], stderr=-3).returncode
+        return {"score": 1.0, "code": code}
+    if word == "limit": return float(resource.getrlimit(resource.RLIMIT_DATA)[0])
+    if word == "pid":
+        return {"score": 1.0, "pid": os.getpid(), "group": open("/proc/self/cgroup").read()}
+    if word == "environment": return {"score": 1.0, **os.environ}
+    if word == "stdin": return float(len(sys.stdin.read()))
+    if word == "start": starting()
+    if word == "start, hang": starting(); time.sleep(600)
+    if word == "start, die": starting(); os._exit(3)
+    if word == "start, kill the keeper":
+        starting(); os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
+    if word == "kill the keeper": os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
+    if word == "start, kill the group": starting(); os.killpg(0, signal.SIGKILL)
+    if word == "stop the keeper": os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)
+    if word == "fork, terminate":
+        child = os.fork()
+        while child == 0: time.sleep(1)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if word == "many":
+        for _ in range(40): stay(session=True)
+        time.sleep(600)
+    if word == "bomb":
+        for _ in range(7): os.fork()
+        time.sleep(600)
+    if word == "stop soon":
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        return 1.0
+    if word == "write soon":
+        threading.Timer(0.1, write, (b"late",)).start()
+        return 1.0
+    if word == "die soon":
+        threading.Timer(0.1, os._exit, (4,)).start()
+        return 1.0
+    if word in ATTACKS: ATTACKS[word](); time.sleep(600)
+    if word == "twice": forge(score=1.0)
+    if word == "report": return {"score": 1.0, "text": "x" * extra_info["size"]}
+    return 1.0
+
+def drip():
+    while True: write(b"1")
+
+def flood():
+    while True: write(b"x" * 2**20)
+
+ATTACKS = {
+    "bytes": lambda: write(bytes(range(256)) * 16),
+    "pickle": lambda: write(pickle.dumps((1, Bomb())) + b"\\n"),
+    "framed pickle": lambda: write(b"\\0\\0\\0\\x40" + pickle.dumps(Bomb()) + b"\\n"),
+    "length": lambda: write((2**62).to_bytes(8)),
+    "flood": flood,
+    "drip": drip,
+    "half": lambda: write(b'{"number": 1, "failure": nu'),
+    "json list": lambda: write(b"[1, null, 1.0]\\n"),
+    "deep": lambda: write(b"[" * 10**5 + b"\\n"),
+    "another's": lambda: forge(number=2),
+}
+"""
+
+
+EACH = 3  # processes of a worker: itself, its keeper, and what waits between that and the pool
+
+
+def can_group():
+    folder = cgroup.new_folder()
+    group = cgroup.make(folder, None, None)
+    if group is not None:
+        cgroup.discard(str(group))
+    return group is not None
+
+
+def items(*replies, **extra_info):
+    return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """A variable that marks all processes of the test's pools: none may be left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("CONTAINMENT_MARK", mark)
+    yield mark
+    assert marked(mark) == []
+
+
+def marked(mark):
+    """List the processes that have inherited a mark."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                pids.append(int(path.parent.name))
+        except OSError:
+            continue
+    return pids
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """The control groups of the test's workers: none may be left."""
+    folders = []
+    new_folder = cgroup.new_folder
+
+    def noted():
+        folders.append(new_folder())
+        return folders[-1]
+
+    monkeypatch.setattr(cgroup, "new_folder", noted)
+    yield
+    assert [folder for folder in folders if folder and Path(folder).exists()] == []
+
+
+@pytest.fixture(params=["group", "no group"])
+def grouped(request, monkeypatch):
+    """Whether each worker has a control group."""
+    if request.param == "no group":
+        monkeypatch.setattr(cgroup, "new_folder", lambda: None)
+    elif not can_group():
+        pytest.skip("there can be no control groups here")
+    return request.param == "group"
+
+
+@pytest.fixture
+def make(scorers, mark, groups):
+    pools = []
+
+    def build(timeout_s=20.0, workers=1, **limits):
+        limits["pass_env"] = ("CONTAINMENT_MARK", "BOMB", *limits.get("pass_env", ()))
+        spec = FunctionSpec(f"{scorers}:act")
+        settings = {"workers": workers, "timeout_s": timeout_s, "on_error": -1.0}
+        pools.append(RewardPool(spec, **settings, limits=Limits(**limits)))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def test_the_mark_is_found(make, mark):
+    pool = make()
+    pool.score(items("1"))
+    assert len(marked(mark)) == EACH
+
+
+def test_a_group_is_taken_where_there_can_be_one(make, grouped):
+    score = make().score(items("pid"))[0]
+    assert ("jaxrl_llm-scorer-" in score.extra["group"]) == grouped
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        ("list", "exception", "MemoryError: ; it may take 0.5 GB (reward.memory_gb) (mine.py:"),
+        ("array", "exception", "MemoryError: ; it may take 0.5 GB (reward.memory_gb) (mine.py:"),
+        ("malloc", "exception", "MemoryError: ; it may take 0.5 GB (reward.memory_gb) ("),
+        ("null", "died", "its process ended with exit code -11"),
+    ],
+)
+def test_a_scorer_that_eats_memory_costs_its_own_answer(make, reply, kind, message):
+    pool = make(memory_gb=0.5)
+    scores = pool.score(items("1", reply, "2"))
+    assert [score.score for score in scores] == [1.0, -1.0, 1.0]
+    assert f"{kind}: {message}" in (scores[1].error or "")
+    assert sum(pool.counts.values()) == pool.counts[kind] == 1
+
+
+def test_the_limit_of_memory_holds_for_children_too(make):
+    pool = make(memory_gb=0.5)
+    assert pool.score(items("limit", "child eats")) == [
+        Score(0.5e9, {}, None),
+        Score(1.0, {"code": 1}, None),
+    ]
+
+
+def test_without_a_limit_of_memory(make):
+    pool = make(memory_gb=None)
+    assert [score.error for score in pool.score(items("array", "child eats"))] == [None, None]
+
+
+def test_a_scorer_that_does_not_fit_is_refused(tmp_path):
+    path = tmp_path / "large.py"
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: held = bytearray(10**9)\n"
+        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
+    )
+    limits = Limits(memory_gb=0.5)
+    with (
+        RewardPool(FunctionSpec(f"{path}:act"), workers=1, limits=limits) as pool,
+        pytest.raises(RewardError, match=r"MemoryError: ; it may take 0.5 GB \(reward.memory_gb"),
+    ):
+        pool.score(items("1"))
+
+
+def test_a_group_gets_the_limits_whose_controllers_it_has(tmp_path):
+    for name in ("memory.max", "memory.swap.max", "pids.max"):
+        (tmp_path / name).write_text("max")
+    cgroup.set_limits(tmp_path, 10**9, 3)
+    values = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
+    assert values.pop("pids.max") >= 4 * 16
+    assert values == {"memory.max": 10**9, "memory.swap.max": 0}
+    for path in tmp_path.iterdir():
+        path.unlink()
+    cgroup.set_limits(tmp_path, 10**9, 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_that_ran_out_of_memory_is_known(tmp_path):
+    assert not cgroup.ran_out_of_memory(tmp_path)
+    for kills in (0, 2):
+        (tmp_path / "memory.events").write_text(f"low 0\noom 1\noom_kill {kills}\n")
+        assert cgroup.ran_out_of_memory(tmp_path) == (kills > 0)
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("reply", ["many", "bomb"])
+def test_too_many_processes_cost_one_answer(make, mark, grouped, reply):
+    pool = make(max_processes=12)
+    scores = pool.score(items("1", reply, "2"))
+    assert [score.score for score in scores] == [1.0, -1.0, 1.0]
+    assert "died: its process had started " in (scores[1].error or "")
+    assert ", wanted at most 12 (reward.max_processes)" in (scores[1].error or "")
+    assert pool.counts["died"] == 1 and len(marked(mark)) == EACH
+
+
+def test_as_many_processes_as_allowed(make):
+    assert make(max_processes=5).score(items("start", "1"))[0].error is None
+    assert make(max_processes=None, timeout_s=1.0).score(items("many"))[0].error == (
+        "timeout: no answer within 1 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("start, hang", "timeout: no answer within 1 s"),
+        ("start, die", "died: its process ended with exit code 3"),
+    ],
+)
+def test_children_end_with_a_lost_worker_whatever_their_session(
+    make, mark, grouped, reply, message
+):
+    scores = (pool := make(timeout_s=1.0)).score(items("1", reply, "2"))
+    assert [score.error for score in scores] == [None, message, None]
+    assert len(marked(mark)) == EACH
+    assert pool.score(items("1")) == [Score(1.0, {}, None)]
+
+
+def test_children_of_good_answers_end_with_the_pool(make, mark, grouped):
+    pool = make(workers=2)
+    assert [score.error for score in pool.score(items(*["start"] * 4))] == [None] * 4
+    wait_until(lambda: len(marked(mark)) == 2 * EACH + 4 * 4)
+    pool.close()
+    assert marked(mark) == []
+
+
+def test_a_scorer_can_end_its_keeper_and_dies_with_it(make, mark, grouped):
+    pool = make()
+    reply = "start, kill the keeper" if grouped else "kill the keeper"
+    scores = pool.score(items("1", reply, "2"))
+    assert scores[1].error == "died: its process ended, for its keeper was killed"
+    assert [scores[0].error, scores[2].error] == [None, None]
+    wait_until(lambda: len(marked(mark)) == EACH)
+
+
+def test_a_scorer_that_stops_its_keeper_is_ended(make, mark, grouped, monkeypatch):
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.5)
+    scores = make(timeout_s=0.5).score(items("1", "stop the keeper", "2"))
+    assert scores[1].error == "timeout: no answer within 0.5 s"
+    wait_until(lambda: len(marked(mark)) == EACH)
+
+
+def test_a_scorer_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
+    monkeypatch.setattr(cgroup, "new_folder", lambda: None)
+    pool = make()
+    scores = pool.score(items("1", "start, kill the group", "2"))
+    message = "died: its process ended with exit code -9"
+    assert [score.error for score in scores] == [None, message, None]
+    assert len(marked(mark)) == EACH  # its keeper has ended what it had started
+
+
+def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
+    monkeypatch.setattr(cgroup, "new_folder", lambda: None)
+    patch = "import jaxrl_llm.rewards.keeper as keeper; keeper._adopt_orphans = lambda: False;"
+    words = "from jaxrl_llm.rewards.keeper import"
+    assert words in process.BOOT
+    monkeypatch.setattr(process, "BOOT", process.BOOT.replace(words, f"{patch} {words}"))
+    pool = make(timeout_s=1.0)
+    scores = pool.score(items("1", "bomb", "2"))  # 128 processes of one group
+    assert [score.error for score in scores] == [None, "timeout: no answer within 1 s", None]
+    wait_until(lambda: len(marked(mark)) == EACH)
+
+
+PROGRAM = """
+import sys
+sys.path[:] = {search!r}
+from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.rewards import cgroup
+from jaxrl_llm.rewards.limits import Limits
+from jaxrl_llm.rewards.pool import RewardItem, RewardPool
+if not {grouped}: cgroup.new_folder = lambda: None
+limits = Limits(pass_env=("CONTAINMENT_MARK",))
+pool = RewardPool(FunctionSpec({scorer!r}), workers=1, timeout_s=60.0, limits=limits)
+pool.score([RewardItem("", "start", "", {{}})])
+print(pool._crew.workers[0]._group, flush=True)
+pool.score([RewardItem("", "start, hang", "", {{}})])
+"""
+
+
+@pytest.mark.parametrize("children", ["alone", "with its children"])
+def test_everything_ends_when_the_trainer_is_killed(scorers, mark, grouped, children):
+    search = [*sys.path, process.ROOT]
+    text = PROGRAM.format(search=search, scorer=f"{scorers}:act", grouped=grouped)
+    trainer = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    with trainer:
+        assert trainer.stdout is not None
+        group = trainer.stdout.readline().decode().strip()
+        assert Path(group).exists() == grouped
+        wait_until(lambda: len(marked(mark)) == 1 + EACH + 4 + 4)
+        killed = psutil.Process(trainer.pid).children() if children != "alone" else []
+        for child in killed:  # as Ray does, when a worker of its own ends
+            child.kill()
+        trainer.kill()
+    wait_until(lambda: marked(mark) == [] and not Path(group).exists())
+
+
+# ------------------------------------------------------------------------------------- environment
+
+
+def test_the_environment_holds_what_is_usual_and_what_is_named(make, monkeypatch):
+    secrets = (
+        *("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HTTPS_PROXY"),
+        *("JAXRL_LLM_API_KEY", "SSH_AUTH_SOCK", "my_url"),
+    )
+    for name in (*secrets, "OMP_NUM_THREADS", "LC_TIME", "MY_URL", "MY_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "1")
+    (score,) = make(pass_env=("MY_*",)).score(items("environment"))
+    assert {"PATH", "OMP_NUM_THREADS", "LC_TIME", "MY_URL", "MY_KEY", "HF_HOME"} <= set(score.extra)
+    assert not {*secrets} & set(score.extra)
+
+
+def test_a_scorer_reads_nothing_from_our_terminal(make):
+    ours, (reading, writing) = os.dup(0), os.pipe()
+    os.write(writing, b"typed")
+    os.close(writing)
+    os.dup2(reading, 0)
+    try:
+        assert make().score(items("stdin"))[0] == Score(0.0, {}, None)
+    finally:
+        os.dup2(ours, 0)
+        os.close(ours)
+        os.close(reading)
+
+
+# -------------------------------------------------------------------------------------- connection
+
+
+FOREIGN = "invalid: its process wrote something else than its answer on the pool's connection"
+SLOW = ("length", "drip", "half")
+WRONG = ("bytes", "pickle", "framed pickle", "flood", "json list", "deep", "another's")
+
+
+@pytest.mark.parametrize("attack", [*SLOW, *WRONG])
+def test_what_is_no_answer_costs_one(make, tmp_path, monkeypatch, attack):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    slow = attack in SLOW
+    pool = make(timeout_s=1.0 if slow else 30.0)
+    scores = pool.score(items("0", attack, "2", "3"))
+    message = "timeout: no answer within 1 s" if slow else FOREIGN
+    assert [score.error for score in scores] == [None, message, None, None]
+    assert [score.score for score in scores] == [1.0, -1.0, 1.0, 1.0]
+    assert sum(pool.counts.values()) == pool.counts["timeout" if slow else "invalid"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_answer_ends_the_worker(make):
+    pool = make()
+    first = pool.score(items("pid", "twice", "1"))
+    assert [score.score for score in first][:2] == [1.0, 1.0]
+    assert sum(pool.counts.values()) <= 1
+    assert pool.score(items("pid"))[0].extra["pid"] != first[0].extra["pid"]
+
+
+@pytest.mark.parametrize("reply", ["write soon", "die soon"])
+def test_a_worker_that_errs_while_idle_is_replaced(make, caplog, reply):
+    pool = make()
+    pool.score(items(reply))
+    (worker,) = pool._crew.workers
+    wait_until(worker.stirs)
+    assert pool.score(items("1")) == [Score(1.0, {}, None)]
+    assert sum(pool.counts.values()) == 0 and worker not in pool._crew.workers
+    assert "a process that had nothing to do" in caplog.text
+
+
+def test_a_worker_that_does_not_read_runs_into_the_time_limit(make):
+    pool = make(timeout_s=1.0)
+    (score,) = pool.score(items("pid"))
+    pool.score(items("stop soon"))
+    wait_until(lambda: psutil.Process(score.extra["pid"]).status() == psutil.STATUS_STOPPED)
+    (late,) = pool.score(items("big " * 10**6))
+    assert late.error == "timeout: no answer within 1 s"
+    assert pool.score(items("big " * 10**6)) == [Score(4e6, {}, None)]
+
+
+def test_reports_of_any_kind_pass_up_to_a_limit(make):
+    pool = make()
+    scores = pool.score(items("report", "report", size=2 * 10**7))
+    assert [len(score.extra["text"]) for score in scores] == [2 * 10**7] * 2
+    (score,) = pool.score(items("report", size=7 * 10**7))
+    assert "bytes beside the score, wanted at most 64000000" in (score.error or "")
+    assert pool.counts["invalid"] == 1
+
+
+# -------------------------------------------------------------------------------------- the config
+
+
+def test_the_configs_limits_are_the_pools_and_hold(scorers, mark, monkeypatch):
+    config = ScoringConfig()
+    assert Limits(config.memory_gb, config.max_processes, config.pass_env) == Limits()
+    monkeypatch.setenv("MY_URL", "1")
+    config = ScoringConfig(
+        workers=1, memory_gb=1.5, max_processes=3, pass_env=("MY_URL", "CONTAINMENT_*")
+    )
+    with open_pool(config, FunctionSpec(f"{scorers}:act")) as pool:
+        scores = pool.score(items("limit", "environment", "start"))
+        assert scores[0].score == 1.5e9 and scores[1].extra["MY_URL"] == "1"
+        wait_until(lambda: len(marked(mark)) == 0)  # four children are more than three
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"memory_gb": 0}, "got memory_gb=0, wanted a number above 0"),
+        ({"memory_gb": float("nan")}, "got memory_gb=nan, wanted a number above 0"),
+        ({"max_processes": 0}, "got max_processes=0, wanted 1 or more"),
+    ],
+)
+def test_limits_are_checked(make, limits, message):
+    with pytest.raises(ValueError, match=message):
+        make(**limits)
+
+
+def test_answers_are_read_exactly():
+    extra = {"tiny": 5e-324, "third": 1 / 3, "text": "\ud800é\n", "none": None, "list": [1, 2.0]}
+    outcome = Outcome(None, "", 0.1 + 0.2, extra)
+    line = answer_line(7, outcome)
+    assert line.count(b"\n") == 1 and read_answer(line, 7) == outcome
+    assert read_answer(line, 8) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"number": 2}, {"number": True}, {"number": 1.0}, {"failure": "timeout"}),
+        *({"failure": ["exception"]}, {"message": None}, {"score": math.nan}, {"score": math.inf}),
+        *({"score": "1"}, {"score": 1}, {"score": None}, {"extra": [1]}, {"more": 1}),
+    ],
+)
+def test_what_has_not_the_form_of_an_answer_is_none(changes):
+    answer = json.loads(answer_line(1, Outcome(None, "", 1.0, {})))
+    assert read_answer(json.dumps(answer).encode(), 1) == Outcome(None, "", 1.0, {})
+    assert read_answer(json.dumps(answer | changes).encode(), 1) is None
+    del answer["extra"]
+    assert read_answer(json.dumps(answer).encode(), 1) is None
+
+
+def test_a_signal_to_all_processes_of_a_job_loses_no_answer(make):
+    """Schedulers send SIGTERM to each of them; the trainer goes on to the end of its step."""
+    pool = make(workers=1)
+    [first] = pool.score(items("pid"))
+    worker = psutil.Process(first.extra["pid"])
+    for each in (worker, *worker.parents()[: EACH - 1]):
+        each.send_signal(signal.SIGTERM)
+    [second] = pool.score(items("pid"))
+    assert (second.extra["pid"], second.error) == (first.extra["pid"], None)
+
+
+def test_a_scorer_can_end_the_processes_that_it_forks(make):
+    """As `multiprocessing` does: its `terminate` sends SIGTERM, to which workers are deaf."""
+    assert make().score(items("fork, terminate")) == [Score(-float(signal.SIGTERM), {}, None)]

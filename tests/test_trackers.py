@@ -1,0 +1,387 @@
+"""Whatever a tracker does, or a disk, a run goes on; and what was not written is counted."""
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import os
+import resource
+import struct
+import sys
+import threading
+import time
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+
+from jaxrl_llm import metrics
+from jaxrl_llm.experience import Rollouts
+from jaxrl_llm.metrics import Display, MetricsLog
+from jaxrl_llm.profiling import Profiler
+from jaxrl_llm.report import RolloutDumps
+from jaxrl_llm.trackers import BackgroundWriter, TensorBoard
+
+STEPS = 1000
+SOON_S = 20.0  # what takes longer hangs
+
+
+class Memory:
+    """A sink that keeps what it is given; `before` is called first."""
+
+    name = "memory"
+
+    def __init__(self, before=lambda call: None):
+        self.before, self.records, self.calls = before, [], []
+
+    def open(self):
+        self._call("open")
+
+    def write(self, record):
+        self._call("write")
+        self.records.append(record)
+
+    def close(self):
+        self._call("close")
+
+    def _call(self, name):
+        self.calls.append(name)
+        self.before(name)
+
+
+@pytest.fixture
+def released():
+    """An event for which hanging calls wait; they are let go at the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What was logged as a warning, so far."""
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def until(condition):
+    end = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def soon():
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < SOON_S
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def events(folder):
+    """Return the events of all files of TensorBoard's, in its order; each must be whole."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        while content:
+            (size,) = struct.unpack("Q", content[:8])
+            assert struct.unpack("I", content[8:12])[0] == masked_crc32c(content[:8])
+            event, content = content[12 : 12 + size], content[12 + size :]
+            assert struct.unpack("I", content[:4])[0] == masked_crc32c(event)
+            content = content[4:]
+            found.append(Event.FromString(event))
+    return found
+
+
+def steps(folder):
+    return [event.step for event in events(folder) if event.summary.value]
+
+
+# --------------------------------------------------------------------------------------- a writer
+
+
+def test_a_slow_sink_gets_everything_in_order_and_only_the_end_waits(warnings):
+    sink = Memory(lambda call: time.sleep(0.001))
+    writer = BackgroundWriter(sink, limit=STEPS)
+    for step in range(STEPS):
+        writer.write(step)
+    assert writer.waiting, "it is slower than we are"
+    writer.close(SOON_S)
+    assert sink.records == list(range(STEPS))
+    assert sink.calls == ["open", *["write"] * STEPS, "close"]
+    assert (writer.dropped, warnings()) == (0, [])
+
+
+def test_of_a_sink_that_hangs_the_newest_records_wait(released, warnings):
+    sink = Memory(lambda call: released.wait() if call == "write" else None)
+    writer = BackgroundWriter(sink, limit=10)
+    writer.write(0)
+    until(lambda: "write" in sink.calls)
+    with soon():
+        for step in range(1, STEPS):
+            writer.write(step)
+    assert (writer.waiting, writer.dropped) == (11, STEPS - 11)
+    assert warnings() == [
+        "memory does not keep up: 10 records wait, the oldest are dropped until it does"
+    ]
+    released.set()
+    until(lambda: len(sink.records) == 11)
+    writer.close(SOON_S)
+    assert sink.records == [0, *range(STEPS - 10, STEPS)]
+    assert warnings()[1:] == [f"memory works again; records dropped: {STEPS - 11}"]
+
+
+def test_a_sink_that_hangs_at_the_end_is_left_alone(released, warnings):
+    writer = BackgroundWriter(Memory(lambda call: released.wait()))
+    for step in range(3):
+        writer.write(step)
+    with soon():
+        writer.close(0.01)
+    assert writer.dropped == 3
+    writer.write(3)
+    assert writer.dropped == 4
+    assert warnings() == [
+        "memory has not ended within 0.01 s and is left alone",
+        "memory: records dropped at the end: 3",
+    ]
+
+
+@pytest.mark.parametrize("at", ["open", "write"])
+def test_a_sink_that_fails_for_a_while(warnings, at):
+    failures = itertools.count()
+
+    def fail(call):
+        if call == at and next(failures) < 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sink = Memory(fail)
+    writer = BackgroundWriter(sink)
+    until(lambda: "open" in sink.calls)
+    for step in range(6):
+        writer.write(step)
+        until(lambda: not writer.waiting)
+    writer.close(SOON_S)
+    dropped = 2 if at == "open" else 3  # it is opened before there is a record
+    assert sink.records == list(range(dropped, 6))
+    assert writer.dropped == dropped
+    assert warnings() == [
+        "can't write to memory: No space left on device; records are dropped until it works",
+        f"memory works again; records dropped: {dropped}",
+    ]
+
+
+def test_a_sink_that_never_works(warnings):
+    def fail(call):
+        raise RuntimeError("no key")
+
+    sink = Memory(fail)
+    writer = BackgroundWriter(sink)
+    for step in range(5):
+        writer.write(step)
+    writer.close(SOON_S)
+    assert sink.records == [] and "close" not in sink.calls
+    assert warnings() == [
+        "can't write to memory: RuntimeError: no key; records are dropped until it works",
+        "memory: records dropped at the end: 5",
+    ]
+
+
+# ------------------------------------------------------------------------------------ TensorBoard
+
+
+def test_a_clock_that_is_set_back_and_forth(tmp_path, monkeypatch, warnings):
+    now = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    log = open_log(tmp_path, tensorboard=True)
+    for step, days in enumerate((0, -60, -60, 120, 0), start=1):
+        now[0] += days * 86400
+        log.write(step, {"loss": 0.5})
+    log.close()
+    assert steps(tmp_path / "tensorboard") == [1, 2, 3, 4, 5]
+    assert warnings() == []
+
+
+def test_a_run_that_is_continued_hides_the_steps_after_its_checkpoint(tmp_path):
+    for step in (0, 5):
+        tracker = TensorBoard(tmp_path, step)
+        tracker.open()
+        tracker.write((step + 1, {"loss": 0.5, "b c": 2.0}))
+        tracker.close()
+    first, second = sorted(tmp_path.iterdir())
+    assert second.name.startswith("events.out.tfevents.") and first != second
+    found = events(tmp_path)
+    assert [event.file_version for event in found[::3]] == ["brain.Event:2"] * 2
+    assert [(e.step, e.session_log.status) for e in found[1::3]] == [
+        (0, SessionLog.START),
+        (5, SessionLog.START),
+    ]
+    values = [(value.tag, value.simple_value) for value in found[2].summary.value]
+    assert values == [("loss", 0.5), ("b_c", 2.0)]
+    assert found[2].step == 1 and found[2].wall_time > 1e9
+
+
+# ---------------------------------------------------------------------------------------- a disk
+
+
+@pytest.fixture
+def disk(small_disk, tmp_path):
+    with small_disk(tmp_path, "256k") as folder:
+        yield folder
+
+
+def fill(path):
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1024))
+
+
+def test_a_disk_that_is_full_and_is_freed(disk, warnings):
+    run_dir = disk / "run"
+    log = open_log(run_dir, tensorboard=True)
+    row = {f"metric/{number}": number + 0.5 for number in range(50)}
+    (writer,), record = log._trackers, log._file
+    for step in range(1, 31):
+        if step == 6:
+            fill(disk / "filling")
+            with (run_dir / "metrics.jsonl").open("ab") as file:  # its last page
+                file.truncate(record.position())
+        if step == 21:
+            with pytest.raises(OSError, match="No space left"):
+                record.position()
+            (disk / "filling").unlink()
+        with soon():
+            log.write(step, row)
+        until(lambda: not writer.waiting)
+    assert record.position() == (run_dir / "metrics.jsonl").stat().st_size
+    log.close()
+    found = lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in found] == list(range(1, 31))
+    assert all(line.items() >= row.items() for line in found)
+    dropped = found[-1]["perf/dropped_log_records"]
+    assert 5 <= dropped <= 20
+    shown = steps(run_dir / "tensorboard")
+    assert len(shown) == 30 - dropped
+    assert shown[:5] == [1, 2, 3, 4, 5] and shown[-10:] == list(range(21, 31))
+    assert sum("No space left" in warning for warning in warnings()) == 2
+    assert sum("works again" in warning for warning in warnings()) == 2
+
+
+def test_a_limit_on_file_sizes(tmp_path, warnings):
+    log = open_log(tmp_path, tensorboard=True)
+    (writer,) = log._trackers
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for step in range(1, 9):
+            limit = {3: 40, 7: before[0]}.get(step)
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            log.write(step, {"a long name of a metric": 0.5})
+            until(lambda: not writer.waiting)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    shown = steps(tmp_path / "tensorboard")
+    assert shown[:2] == [1, 2] and shown[-2:] == [7, 8] and len(shown) < 8
+    assert sum("File too large" in warning for warning in warnings()) == 2
+
+
+# --------------------------------------------------------------------------------- all of them
+
+
+def open_log(folder, **more):
+    settings = {"step": 0, "position": 0, "tensorboard": False, "wandb": None, "config": {}}
+    return MetricsLog(folder, **settings | more)
+
+
+@pytest.mark.parametrize("hangs", ["init", "log", "finish"])
+def test_weights_and_biases_without_a_network(tmp_path, monkeypatch, released, warnings, hangs):
+    client = Memory(lambda call: released.wait() if call == hangs else None)
+
+    class Run:
+        def log(self, values, step):
+            client._call("log")
+            client.records.append(step)
+
+        def finish(self):
+            client._call("finish")
+
+    fake = type(sys)("wandb")
+    fake.init = lambda **settings: client._call("init") or Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(metrics, "TRACKERS_CLOSE_S", 2.0 if hangs == "finish" else 0.1)
+    with soon():
+        log = open_log(tmp_path, wandb="project", tensorboard=True)
+        until(lambda: "init" in client.calls)
+        for step in range(STEPS + 50):
+            log.write(step, {"loss": 0.5})
+        log.close()
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in found] == list(range(STEPS + 50))
+    assert "Weights & Biases has not ended within" in "".join(warnings())
+    if hangs != "finish":
+        assert found[-1]["perf/dropped_log_records"] >= 48
+        assert "Weights & Biases does not keep up: 1000 records wait" in "".join(warnings())
+        assert f"Weights & Biases: records dropped at the end: {STEPS + 50}" in warnings()
+
+
+def test_trackers_do_not_slow_a_run_down(tmp_path, monkeypatch, released):
+    row = {f"metric/{number}": float(number) for number in range(100)}
+
+    def seconds(folder, **more):
+        log, start = open_log(folder, **more), time.monotonic()
+        for step in range(STEPS):
+            log.write(step, row)
+        taken = time.monotonic() - start
+        monkeypatch.setattr(metrics, "TRACKERS_CLOSE_S", 0.1)
+        log.close()
+        return taken
+
+    fake = type(sys)("wandb")
+    fake.init = lambda **settings: released.wait()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    alone = seconds(tmp_path / "alone")
+    assert seconds(tmp_path / "hanging", wandb="project") < 10 * alone + 2.0
+
+
+# ---------------------------------------------------------------------------- answers and profiles
+
+
+def test_answers_that_the_disk_does_not_take(disk, warnings):
+    dump = RolloutDumps(disk / "rollouts")
+    empty = Rollouts([], [], [])
+    dump(1, empty, [])
+    fill(disk / "filling")
+    for step in range(2, 5):
+        dump(step, empty, [])
+    (disk / "filling").unlink()
+    dump(5, empty, [])
+    names = sorted(path.name for path in (disk / "rollouts").iterdir())
+    assert names == ["step_000001.parquet", "step_000005.parquet"]
+    assert dump.dropped == 3
+    assert len(warnings()) == 2 and warnings()[1].endswith("works again; records dropped: 3")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), RuntimeError("No space")])
+def test_a_trace_that_cannot_be_written_is_the_last(tmp_path, monkeypatch, warnings, error):
+    begun = []
+
+    @contextlib.contextmanager
+    def trace(folder, **options):
+        begun.append(folder)
+        yield
+        raise error
+
+    monkeypatch.setattr("jax.profiler.trace", trace)
+    profiler = Profiler(range(1, 5), (2, 4), tmp_path, Display("training", 4))
+    for step in range(1, 5):
+        profiler.turn_to(step)
+    profiler.close()
+    assert len(begun) == 1
+    assert len(warnings()) == 1
+    assert warnings()[0].startswith("can't write the trace of step 2, no step is traced: ")
