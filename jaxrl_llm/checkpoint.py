@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports each step; errors it raises
 
 LONGEST = 160  # characters of a library's error
+NO_TIMEOUT_S = 10**8  # orbax reads the clock that can be set; `stall_timeout_s` bounds a save
 
 
 class CheckpointError(RunError):
@@ -99,6 +100,9 @@ class Checkpoints:
                     cleanup_tmp_directories=not read_only,
                     read_only=read_only,
                     create=not read_only,
+                    async_options=ocp.options.AsyncOptions(
+                        timeout_secs=NO_TIMEOUT_S, create_directories_asynchronously=False
+                    ),
                 ),
                 item_handlers={
                     "state": ocp.PyTreeCheckpointHandler(),

@@ -83,6 +83,7 @@ class Workshop:
     def __init__(self, root):
         self.root = root
         self.count = 0
+        self.running = []
         self.base, self.data = root / "base", root / "data"
         self.cache = {
             "jax_compilation_cache_dir": str(root / "compiled"),
@@ -184,7 +185,7 @@ class Workshop:
         if cached:
             env |= {name.upper(): str(value) for name, value in self.cache.items()}
         words = ["-m", f"jaxrl_llm.{program}", "--config", str(self.root / config)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*prefix, sys.executable, *words, f"run_dir={run_dir}", *overrides],
             cwd=self.root,
             env=env,
@@ -192,6 +193,8 @@ class Workshop:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        self.running.append(process)
+        return process
 
     def finish(self, process, run_dir):
         out, err = process.communicate(timeout=300)
@@ -231,6 +234,16 @@ def workshop(tmp_path_factory):
     made = Workshop(tmp_path_factory.mktemp("workshop"))
     made(program=sft, config="sft.yaml", run_dir=made.root / "base.sft").ok()
     return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on(workshop):
+    """Ends what a test has started and, because it failed, not waited for."""
+    yield
+    for process in workshop.running:
+        with process:
+            process.kill()
+    workshop.running.clear()
 
 
 @pytest.fixture(scope="session")

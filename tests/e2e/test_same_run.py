@@ -120,7 +120,7 @@ def test_told_to_end_at_ten_moments(workshop, undisturbed, same, until):
     moments = [("seconds", dice.uniform(0, 4))]
     moments += [("sft steps", n) for n in sorted(dice.sample(range(1, 36), 3))]
     moments += [("sft save", 1), ("seconds", dice.uniform(1, 5))]
-    moments += [("steps", 1), ("save", 1), ("steps", 4), ("seconds", dice.uniform(2, 4))]
+    moments += [("steps", 1), ("save", 1), ("steps", 4), ("seconds", dice.uniform(0.5, 2))]
     terminate = subprocess.Popen.terminate
     statuses = kill_and_continue(workshop, undisturbed, moments, dice, same, until, terminate)
     assert len(statuses) == 10

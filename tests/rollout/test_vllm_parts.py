@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import itertools
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -270,16 +269,17 @@ def test_a_program_on_another_host_ends_with_its_connection(start, monkeypatch, 
 
 
 LEAVES = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from multiprocessing import shared_memory
 sys.path.insert(0, {code!r})
 import jaxrl_temporary
-folder, lock = jaxrl_temporary.make_folder("token")
+folder, lock = jaxrl_temporary.make_folder()
 {tracker}
 memory = shared_memory.SharedMemory(create=True, size=100)
-import tempfile
-tempfile.mkstemp()
-print(folder, memory.name, flush=True)
+rank = pathlib.Path("/dev/shm", f"vllm_dist_{{folder.name}}-tp:0-[0-1]-cpushm_0")
+rank.touch()
+(folder / f"vllm_dist_{{folder.name}}").touch()
+print(folder, memory.name, rank.name, flush=True)
 time.sleep(60)
 """
 
@@ -294,11 +294,12 @@ def killed_user_of_a_folder(base, *, tracker=True):
     with subprocess.Popen(
         command, stdout=pipe, text=True, env=environ, start_new_session=True
     ) as user:
-        folder, memory = user.stdout.readline().split()
+        folder, *memory = user.stdout.readline().split()
         assert len(list(Path(folder).iterdir())) == 2  # the lock, and its file
-        assert Path("/dev/shm", memory).exists()
+        memory = [Path("/dev/shm", name) for name in memory]
+        assert all(part.exists() for part in memory)
         os.killpg(user.pid, signal.SIGKILL)
-    return Path(folder), Path("/dev/shm", memory)
+    return Path(folder), memory
 
 
 @pytest.fixture
@@ -311,15 +312,15 @@ def base():
 def test_of_a_group_that_is_killed_no_file_or_shared_memory_is_left(base):
     folder, memory = killed_user_of_a_folder(base)
     assert folder.parent == base
-    until(lambda: not folder.exists() and not memory.exists())
+    until(lambda: not folder.exists() and not any(part.exists() for part in memory))
 
 
 def test_what_was_left_is_removed_at_the_next_start(base):
     """As when a whole machine or container ends; what others use or own stays."""
     temporary = sidecar_module("jaxrl_temporary")
     prefix = temporary._prefix()
-    left, memory = killed_user_of_a_folder(base, tracker=False)
-    memory.unlink(missing_ok=True)
+    left, (other_memory, memory) = killed_user_of_a_folder(base, tracker=False)
+    other_memory.unlink(missing_ok=True)
     used, other = base / f"{prefix}used", base / "other"
     other.mkdir()
     (base / f"{prefix}link").symlink_to(other)
@@ -327,6 +328,7 @@ def test_what_was_left_is_removed_at_the_next_start(base):
     assert left.exists()
     temporary.remove_abandoned(base)
     assert not left.exists()
+    assert not memory.exists()
     assert (used / temporary.LOCK).exists()
     assert not list(other.iterdir())
     os.close(lock)
@@ -362,7 +364,7 @@ def test_sockets_have_names_that_are_short_enough(monkeypatch, base):
     for wanted in (long, base / ("x" * (temporary.LONGEST_BASE - len(str(base)) - 1))):
         wanted.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(wanted))
-        folder, lock = temporary.make_folder(secrets.token_hex(6))
+        folder, lock = temporary.make_folder()
         assert folder.parent == (Path("/tmp") if wanted == long else wanted)
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(folder)
         assert len(str(folder / str(uuid.uuid4()))) <= 107
@@ -381,20 +383,6 @@ def test_the_first_process_of_a_container_ends_too():
     command = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as container:
         container.communicate(timeout=10)  # its output ends with the last process that has it
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_the_trainer_removes_what_a_sidecar_could_not_and_nothing_else(start, base, known):
-    hello = CALLS.replace(
-        '{"ready": True, "shared": False}',
-        f'{{"hello": 0, "folder": {str(base)!r} + "/" + settings["token"][{0 if known else 1}:]}}',
-    )
-    sidecar = start(sys.executable, "-c", hello)
-    until(lambda: sidecar._failure)
-    sidecar._folder.mkdir()
-    (sidecar._folder / "file").touch()
-    sidecar.close()
-    assert sidecar._folder.exists() == (not known)
 
 
 def alive(pid):

@@ -14,7 +14,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -44,7 +43,6 @@ class Sidecar:
         self.received: int | None = None  # memory for weights that come through the connection
         self.path = ""  # of the memory that has the weights
         self.freed: list[str] = []  # of vLLM's memory, on the devices
-        self.folder: Path | None = None  # for temporary files
         self._sending = threading.Lock()
 
     def tell(self, **message: Any) -> None:
@@ -53,16 +51,8 @@ class Sidecar:
         with self._sending:
             self.connection.send_bytes(data)
 
-    def prepare(self) -> None:
-        """Make a folder for temporary files, and tell the trainer who is here."""
-        self.folder, lock = make_folder(self.settings["token"])
-        start_tracker(self.folder, lock)
-        self.tell(hello=self.settings["number"], pid=os.getpid(), folder=str(self.folder))
-
     def end(self) -> NoReturn:
-        """End this process and all of its group, and leave no files."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """End this process and all of its group; the tracker then removes its files."""
         os.killpg(0, signal.SIGKILL)
         os._exit(1)  # the first process of a container can't kill itself
 
@@ -289,7 +279,7 @@ def main() -> None:
     connection = connect((host, port), bytes.fromhex(settings["key"]))
     sidecar = Sidecar(connection, settings)
     try:
-        sidecar.prepare()
+        start_tracker(*make_folder())
         asyncio.run(sidecar.run())
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())

@@ -8,6 +8,7 @@ and imports nothing of this library.
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import subprocess
@@ -18,16 +19,14 @@ from pathlib import Path
 
 LOCK = "lock"  # a file that all hold who use the folder
 LONGEST_BASE = 40  # bytes; with this module's and vLLM's names, a socket's path can have 107
+SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def make_folder(token: str) -> tuple[Path, int]:
+def make_folder() -> tuple[Path, int]:
     """Make a folder for temporary files, let this process's files go there, and lock it.
 
     Folders of sidecars that have ended without removing theirs are removed.
-
-    Args:
-        token: end of the folder's name, and of no other's.
 
     Returns:
         the folder, and the descriptor of its lock: whoever has it open holds the lock.
@@ -35,7 +34,7 @@ def make_folder(token: str) -> tuple[Path, int]:
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
-    folder = base / f"{_prefix()}{token}"
+    folder = base / f"{_prefix()}{secrets.token_hex(6)}"
     lock = None
     while lock is None:
         lock = _make_locked(folder)
@@ -56,9 +55,21 @@ def remove_abandoned(base: Path) -> None:
             lock = _open_lock(folder)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                remove(folder)
             finally:
                 os.close(lock)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, and the shared memory that vLLM names after files in it.
+
+    These files are rendezvous of ranks on CPUs. vLLM's extension opens that memory by itself, so
+    that Python's resource tracker does not know it.
+    """
+    for rendezvous in folder.glob("vllm_dist_*"):
+        for memory in SHARED_MEMORY.glob(f"{rendezvous.name}-*"):
+            memory.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_tracker(folder: Path, lock: int) -> None:
@@ -74,7 +85,11 @@ def start_tracker(folder: Path, lock: int) -> None:
     """
 
     def spawn(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-        clean = f"import atexit, shutil; atexit.register(shutil.rmtree, {str(folder)!r}, True); "
+        clean = (
+            f"import atexit, pathlib, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+            "import jaxrl_temporary; "
+            f"atexit.register(jaxrl_temporary.remove, pathlib.Path({str(folder)!r})); "
+        )
         return subprocess.Popen(
             [path, "-I", "-W", "ignore", "-c", clean + arguments[-1]],  # its warnings say "leaked"
             pass_fds=[*descriptors, lock],
