@@ -16,7 +16,14 @@ import hypothesis
 import jax
 import pytest
 
-if not os.environ.get("JAX_PLATFORMS", "").startswith("cuda"):
+ON_CPU = not os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Most of the tests' time is XLA's compilation, which takes a third as long so.
+
+Runs as processes (`Workshop.start`) compile as a user's do.
+"""
+
+if ON_CPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 
@@ -46,6 +53,21 @@ GUARDED = {
 }
 """Files with slow tests, and the paths for which they stand guard."""
 
+LONGEST_FIRST = [
+    *(f"tests/e2e/test_{name}.py" for name in ("cluster", "configs", "processes", "same_run")),
+    "tests/properties/test_meshes.py",
+    *(f"tests/e2e/test_{name}.py" for name in ("lora", "algorithms", "interruptions")),
+]
+"""Files that take minutes begin first, or one worker would be left with one of them."""
+
+
+def pytest_configure(config):
+    if ON_CPU and not hasattr(config, "workerinput") and "XLA_FLAGS" not in os.environ:
+        environ = os.environ | {"XLA_FLAGS": FAST_COMPILATION}
+        probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
+        if not subprocess.run(probe, env=environ, check=False, capture_output=True).returncode:
+            os.environ |= environ  # else this XLA has other flags
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -57,6 +79,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
     revision = config.getoption("--changed-since")
     if revision is None:
         return

@@ -180,14 +180,15 @@ def test_the_mesh_changes_nothing(name, sizes):
         norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)))
         assert norm > LARGEST, "else nothing is clipped"
         step = RATE * LARGEST / norm
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
-        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-5)
-        close = partial(np.testing.assert_allclose, rtol=3e-4, atol=2e-5 * scale)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
+        # rounding alone is 1e-4 of the scale, by processor and compiler; a lost token is 1e-2
+        close = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4 * scale)
         jax.tree.map(close, jax.device_get(state.opt_state[0].trace), gradient)
         moved = jax.tree.map(lambda p, g, by=step: p - by * g, params, gradient)
         jax.tree.map(close, jax.device_get(state.params), jax.device_get(moved))
         found = infer(placed, batch)["logprobs"]
-        np.testing.assert_allclose(found[:, 1:], logprobs[:, 1:], atol=2e-5)
+        np.testing.assert_allclose(found[:, 1:], logprobs[:, 1:], atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- experts
