@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -62,6 +63,8 @@ LONGEST_FIRST = [
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell has in background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # runs as processes inherit it
     if ON_CPU and not hasattr(config, "workerinput") and "XLA_FLAGS" not in os.environ:
         environ = os.environ | {"XLA_FLAGS": FAST_COMPILATION}
         probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]

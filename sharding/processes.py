@@ -108,6 +108,7 @@ def start() -> None:
     found = find_membership(os.environ)
     if found is None or found.total == 1 or global_state.client is not None:
         return
+    settings.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing
     jax.distributed.initialize(*found, cluster_detection_method="deactivate")
     jax.devices()  # the processes tell each other theirs, which takes all of them
     threading.Thread(target=_watch, daemon=True, name="processes").start()

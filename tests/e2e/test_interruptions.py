@@ -158,12 +158,12 @@ def test_a_run_that_hangs_ends_and_goes_on(workshop, tmp_path):
     )
     run_dir = workshop.folder()
     words = [f"reward.scorer={scorer}:waits", "reward.workers=0"]
-    hanging = workshop.start(*words, "stall_timeout_s=8", run_dir=run_dir)
+    hanging = workshop.start(*words, "stall_timeout_s=20", run_dir=run_dir)
     result = workshop.finish(hanging, run_dir)
     assert result.status == 1
     assert "in waits\n" in result.err
     assert result.err.splitlines()[-1].startswith(
-        "error: there was no step for 8 s (stall_timeout_s"
+        "error: there was no step for 20 s (stall_timeout_s"
     )
     (tmp_path / "released").touch()
     workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir).ok()

@@ -169,7 +169,8 @@ def test_a_folder_in_use_is_refused_and_a_signal_to_one_process_saves_all(
     for found in two(*words, run_dir=run_dir):
         assert found.status != 0
         assert "another process is running in" in found.err
-    assert until((run_dir / "metrics.jsonl").exists, running[0])
+    metrics = run_dir / "metrics.jsonl"
+    assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 1, running[0])
     running[1].terminate()
     results = [workshop.finish(process, run_dir) for process in running]
     last = results[0].metrics[-1]["step"]

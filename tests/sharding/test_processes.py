@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +114,8 @@ def program():
     processes.start()
     processes.start()  # again: nothing happens
     me = processes.number()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert not int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1, "SIGTERM would do nothing"
     assert (processes.count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
     mesh = make_mesh({"fsdp": -1})
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
