@@ -21,7 +21,7 @@ ON_CPU = not os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 """Most of the tests' time is XLA's compilation, which takes a third as long so.
 
-Runs as processes (`Workshop.start`) compile as a user's do.
+Some runs that tests start as processes compile as a user's do (`Workshop.start`).
 """
 
 if ON_CPU:
@@ -113,13 +113,18 @@ def _may_wait(item, changed, turn):
 
 
 NODES = """
-import sys
+import contextlib, socket, sys, time
 from ray.cluster_utils import Cluster
 count, cpus, port = map(int, sys.argv[1:])
 head = {"num_cpus": cpus, "include_dashboard": False, "ray_client_server_port": port or None}
 made = Cluster(initialize_head=True, head_node_args=head)
 for _ in range(count - 1):
     made.add_node(num_cpus=cpus)
+for _ in range(600 if port else 0):
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection((made.address.rpartition(":")[0], port)).close()
+        break
+    time.sleep(0.1)
 print("address", made.address, flush=True)
 sys.stdin.read()
 made.shutdown()

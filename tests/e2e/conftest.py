@@ -147,8 +147,10 @@ class Workshop:
     def mine(self, name):
         return f"{self.root}/mine.py:{name}"
 
-    def __call__(self, *overrides, program=train, config="train.yaml", run_dir=None, devices=1):
-        """Run a program in this process."""
+    def __call__(
+        self, *overrides, program=train, config="train.yaml", run_dir=None, devices=1, compiled=None
+    ):
+        """Run a program in this process, with a folder of compiled programs or with that of all."""
         run_dir = run_dir or self.folder()
         words = ["--config", str(self.root / config), f"run_dir={run_dir}", *overrides]
         out, err = io.StringIO(), io.StringIO()
@@ -156,7 +158,7 @@ class Workshop:
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
-            self.caching(),
+            self.caching(compiled),
         ):
             some = jax.devices()[:devices]
             patch.setattr("jax.devices", lambda: some)
@@ -164,10 +166,12 @@ class Workshop:
         return Result(status, out.getvalue(), err.getvalue(), run_dir)
 
     @contextlib.contextmanager
-    def caching(self):
+    def caching(self, folder=None):
         before = {name: getattr(jax.config, name) for name in self.cache}
         for name, value in self.cache.items():
             jax.config.update(name, value)
+        if folder:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
         compilation_cache.reset_cache()
         try:
             yield
@@ -179,9 +183,12 @@ class Workshop:
     def start(
         self, *overrides, run_dir, program="train", config="train.yaml", cached=True, prefix=()
     ):
-        """Start a program as a process; `finish` waits for it."""
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
-        env = kept | {"JAX_PLATFORMS": "cpu"}
+        """Start a program as a process; `finish` waits for it.
+
+        It shares compiled programs with the other runs; if not, it compiles them as a user's does.
+        """
+        without = {"PYTHONPATH"} if cached else {"PYTHONPATH", "XLA_FLAGS"}
+        env = {k: v for k, v in os.environ.items() if k not in without} | {"JAX_PLATFORMS": "cpu"}
         if cached:
             env |= {name.upper(): str(value) for name, value in self.cache.items()}
         words = ["-m", f"jaxrl_llm.{program}", "--config", str(self.root / config)]
