@@ -273,7 +273,7 @@ import os, pathlib, signal, sys, time
 from multiprocessing import shared_memory
 sys.path.insert(0, {code!r})
 import jaxrl_temporary
-folder, lock = jaxrl_temporary.make_folder()
+folder, lock = jaxrl_temporary.make_folder("token")
 {tracker}
 memory = shared_memory.SharedMemory(create=True, size=100)
 rank = pathlib.Path("/dev/shm", f"vllm_dist_{{folder.name}}-tp:0-[0-1]-cpushm_0")
@@ -364,7 +364,7 @@ def test_sockets_have_names_that_are_short_enough(monkeypatch, base):
     for wanted in (long, base / ("x" * (temporary.LONGEST_BASE - len(str(base)) - 1))):
         wanted.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(wanted))
-        folder, lock = temporary.make_folder()
+        folder, lock = temporary.make_folder(uuid.uuid4().hex[:12])
         assert folder.parent == (Path("/tmp") if wanted == long else wanted)
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(folder)
         assert len(str(folder / str(uuid.uuid4()))) <= 107
@@ -383,6 +383,21 @@ def test_the_first_process_of_a_container_ends_too():
     command = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as container:
         container.communicate(timeout=10)  # its output ends with the last process that has it
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_trainer_removes_what_a_sidecar_could_not_and_nothing_else(start, base, known):
+    told = f'{{"folder": {str(base)!r} + "/" + settings["token"][{0 if known else 1}:]}}'
+    calls = CALLS.replace('{"ready": True, "shared": False}', told)
+    sidecar = start(sys.executable, "-c", calls)
+    until(lambda: sidecar._failure)
+    sidecar._folder.mkdir()
+    rank = Path(f"/dev/shm/vllm_dist_{sidecar._token}-cpushm_0")
+    for path in (rank, sidecar._folder / f"vllm_dist_{sidecar._token}"):
+        path.touch()
+    sidecar.close()
+    assert sidecar._folder.exists() == rank.exists() == (not known)
+    rank.unlink(missing_ok=True)
 
 
 def alive(pid):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -67,6 +68,8 @@ class Sidecar:
         self._log, self._timeout_s, self._receive = log, timeout_s, receive
         self.shared = False
         self._key = secrets.token_bytes(32)
+        self._token = secrets.token_hex(6)  # ends the name of the folder for its temporary files
+        self._folder: Path | None = None
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
         self._address: tuple[str, int] = self._listener.getsockname()
         self._connection: Connection | None = None
@@ -81,7 +84,7 @@ class Sidecar:
         self._progress: Any = None
         self._progressed = self._heard = time.monotonic()
         address = (host, self._address[1])
-        identity = {"address": address, "key": self._key.hex()}
+        identity = {"address": address, "key": self._key.hex(), "token": self._token}
         try:
             with log.open("ab") as output:
                 self._log_start = output.tell()
@@ -176,7 +179,16 @@ class Sidecar:
         self._hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
+        self._remove_folder()
         self._fail_answers("was closed")
+
+    def _remove_folder(self) -> None:
+        """Remove what its resource tracker would, which has ended, too, if a container has."""
+        if self._folder is not None and self._folder.name.endswith(self._token):
+            for rendezvous in self._folder.glob("vllm_dist_*"):  # as `jaxrl_temporary.remove`
+                for memory in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
+                    memory.unlink(missing_ok=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _hang_up(self) -> None:
         """Tell the other side that this is the end, even while a thread waits for what it says."""
@@ -228,6 +240,8 @@ class Sidecar:
         if "beat" in message:
             if message["beat"] != self._progress:
                 self._progress, self._progressed = message["beat"], self._heard
+        elif "folder" in message:
+            self._folder = Path(message["folder"])
         elif "ready" in message:
             self.shared = message["shared"]
             self._ready.set()

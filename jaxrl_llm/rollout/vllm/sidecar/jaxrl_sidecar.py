@@ -279,7 +279,9 @@ def main() -> None:
     connection = connect((host, port), bytes.fromhex(settings["key"]))
     sidecar = Sidecar(connection, settings)
     try:
-        start_tracker(*make_folder())
+        folder, lock = make_folder(settings["token"])
+        start_tracker(folder, lock)
+        sidecar.tell(folder=str(folder))
         asyncio.run(sidecar.run())
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())

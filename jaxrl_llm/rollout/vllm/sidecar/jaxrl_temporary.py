@@ -8,7 +8,6 @@ and imports nothing of this library.
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import stat
 import subprocess
@@ -23,10 +22,13 @@ SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def make_folder() -> tuple[Path, int]:
+def make_folder(token: str) -> tuple[Path, int]:
     """Make a folder for temporary files, let this process's files go there, and lock it.
 
     Folders of sidecars that have ended without removing theirs are removed.
+
+    Args:
+        token: end of the folder's name, and of no other's.
 
     Returns:
         the folder, and the descriptor of its lock: whoever has it open holds the lock.
@@ -34,7 +36,7 @@ def make_folder() -> tuple[Path, int]:
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
-    folder = base / f"{_prefix()}{secrets.token_hex(6)}"
+    folder = base / f"{_prefix()}{token}"
     lock = None
     while lock is None:
         lock = _make_locked(folder)
