@@ -9,7 +9,6 @@ import select
 import signal
 import threading
 import time
-from types import TracebackType
 from typing import NoReturn
 
 from jaxrl_llm.cluster import member
@@ -48,12 +47,7 @@ class Preemption:
             threading.Thread(target=self._take, daemon=True, name="preemption").start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Let the signal do again what it did before."""
         if self._listens:
             self._listens = False

@@ -4,7 +4,6 @@ import faulthandler
 import os
 import threading
 import time
-from types import TracebackType
 
 STDERR = 2
 BACKUP_S = 30.0  # after which faulthandler ends a process whose interpreter lock is never free
@@ -33,12 +32,7 @@ class Watchdog:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Watch no more."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()

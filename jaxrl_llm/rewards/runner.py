@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from jaxrl_llm.functions import ConfigError, FunctionSpec, RunError
@@ -63,12 +62,7 @@ class RewardRunner(ABC):
     def __enter__(self) -> "RewardRunner":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @abstractmethod

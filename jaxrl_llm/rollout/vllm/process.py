@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from typing import IO, Any, NoReturn
 
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.vllm.authentication import accept_authenticated
+from jaxrl_llm.rollout.vllm.sidecar.jaxrl_temporary import remove
 
 CODE = Path(__file__).parent / "sidecar"
 LOG_LINES = 10
@@ -185,10 +185,7 @@ class Sidecar:
     def _remove_folder(self) -> None:
         """Remove what its resource tracker would, which has ended, too, if a container has."""
         if self._folder is not None and self._folder.name.endswith(self._token):
-            for rendezvous in self._folder.glob("vllm_dist_*"):  # as `jaxrl_temporary.remove`
-                for memory in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
-                    memory.unlink(missing_ok=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove(self._folder)
 
     def _hang_up(self) -> None:
         """Tell the other side that this is the end, even while a thread waits for what it says."""
