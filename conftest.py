@@ -42,7 +42,7 @@ MODEL = [
 LAYOUT = [f"sharding/{name}.py" for name in ("layout", "mesh", "reshard", "rules")]
 UPDATE = [
     "algorithms/*",
-    *(f"jaxrl_llm/{name}.py" for name in ("experience", "objective", "roles", "step", "wiring")),
+    "jaxrl_llm/training/*",
     "jaxrl_llm/data/packing.py",
     "jaxrl_llm/data/balance.py",
 ]

@@ -23,8 +23,8 @@ from unittest import mock
 import jax
 import numpy as np
 
-from jaxrl_llm import checkpoint
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.runs import checkpoint
+from jaxrl_llm.runs.checkpoint import Checkpoints
 
 
 def make_state(gb: float) -> dict[str, Any]:

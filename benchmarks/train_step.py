@@ -38,14 +38,14 @@ from peers.rate import seconds as seconds_of
 
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.cli import take_huge_pages
+from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import RowShape, padding, plan, row_shape
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
-from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import Learner, make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective
+from jaxrl_llm.training.step import Learner, make_learner
 from jaxrl_llm.types import Batch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of gradients, relative to their norm

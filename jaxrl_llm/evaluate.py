@@ -6,20 +6,20 @@ docs/evaluate.md has the estimators and what is written.
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.cli import config_main
-from jaxrl_llm.keys import EvaluateConfig
+from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.config.keys import EvaluateConfig
 
 FLAGS = {"model": "store", "data": "append"}
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Run a whole evaluation from its config."""
-    from jaxrl_llm.sharding import processes  # jax is slow to import, and errors should not wait
+    from jaxrl_llm.sharding import distributed  # jax is slow to import, and errors should not wait
 
-    processes.start()
-    from jaxrl_llm.evaluation import run_evaluation
+    distributed.start()
+    from jaxrl_llm.evaluation.evaluation import run_evaluation
 
-    with processes.together():
+    with distributed.together():
         run_evaluation(config)
 
 

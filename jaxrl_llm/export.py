@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxrl_llm.config import build, read_yaml
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import LoraConfig
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import LoraConfig
+from jaxrl_llm.config.load import build, read_yaml
 
 if TYPE_CHECKING:  # which loads jax
     from jaxrl_llm.models.spec import ModelSpec
@@ -46,11 +46,11 @@ def restore(run_dir: str | Path, *, step: int | None, role: str = "actor") -> Tr
     """
     import jax
 
-    from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
     from jaxrl_llm.models.hf_config import read_spec
     from jaxrl_llm.models.lora import split_adapter
     from jaxrl_llm.models.spec import initialize
-    from jaxrl_llm.setup import adapted_spec
+    from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
+    from jaxrl_llm.training.setup import adapted_spec
 
     folder = Path(run_dir)
     if not (folder / "checkpoints").is_dir():
@@ -107,7 +107,7 @@ def export(
 
     from jaxrl_llm.models.hf import save_params
     from jaxrl_llm.models.hf_adapter import save_adapter
-    from jaxrl_llm.setup import merged_into_base
+    from jaxrl_llm.training.setup import merged_into_base
 
     params, spec, source, found = restore(run_dir, step=step, role=role)
     kind = jax.numpy.dtype(dtype)

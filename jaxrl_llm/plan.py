@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrl_llm.config import load
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import load
 
 
 def simulate(devices: int) -> None:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
     options = parser.parse_intermixed_args(arguments)
 
-    from jaxrl_llm.setup import quiet_libraries  # which imports jax
+    from jaxrl_llm.training.setup import quiet_libraries  # which imports jax
 
     def change(more: Sequence[str]) -> TrainConfig:
         own = [*options.overrides, "model.attention=xla"]  # no GPU's kernel compiles here

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.cli import config_main
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import MeshConfig, ServeConfig
+from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import MeshConfig, ServeConfig
 
 API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"
 KEEP_ALIVE_S = 60  # longer than clients keep a connection, or they would write to a closed one
@@ -32,7 +32,7 @@ def serve(config: ServeConfig) -> None:
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
     from jaxrl_llm.serving.app import make_app
-    from jaxrl_llm.setup import quiet_libraries  # which imports jax
+    from jaxrl_llm.training.setup import quiet_libraries  # which imports jax
 
     quiet_libraries()
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
@@ -64,10 +64,10 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any]:
     Raises:
         ConfigError: the directory can't be read, or it does not fit the mesh.
     """
-    from jaxrl_llm import policy
-    from jaxrl_llm.serving.ask import Served
+    from jaxrl_llm.evaluation import policy
     from jaxrl_llm.serving.length import text_limit
-    from jaxrl_llm.setup import open_layout
+    from jaxrl_llm.serving.requests import Served
+    from jaxrl_llm.training.setup import open_layout
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)

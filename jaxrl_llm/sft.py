@@ -3,19 +3,19 @@
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.cli import config_main
-from jaxrl_llm.functions import Preempted
-from jaxrl_llm.keys import SftConfig
+from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.config.functions import Preempted
+from jaxrl_llm.config.keys import SftConfig
 
 
 def sft(config: SftConfig) -> None:
     """Run a whole supervised training from its config; continue where one left off."""
-    from jaxrl_llm.sharding import processes  # jax is slow to import, and errors should not wait
+    from jaxrl_llm.sharding import distributed  # jax is slow to import, and errors should not wait
 
-    processes.start()
-    from jaxrl_llm.supervised import run_sft
+    distributed.start()
+    from jaxrl_llm.training.supervised import run_sft
 
-    with processes.together(agreed=(Preempted,)):
+    with distributed.together(agreed=(Preempted,)):
         run_sft(config)
 
 

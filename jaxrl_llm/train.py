@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.cli import config_main
-from jaxrl_llm.functions import Preempted
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.config.functions import Preempted
+from jaxrl_llm.config.keys import TrainConfig
 
 
 def train(config: TrainConfig) -> None:
@@ -25,12 +25,12 @@ def train(config: TrainConfig) -> None:
 
 def run_here(config: TrainConfig) -> None:
     """Run it by this process, and the others that the environment tells of."""
-    from jaxrl_llm.sharding import processes  # jax is slow to import, a wrong key should not wait
+    from jaxrl_llm.sharding import distributed  # jax is slow to import, a wrong key should not wait
 
-    processes.start()
-    from jaxrl_llm.job import run_job
+    distributed.start()
+    from jaxrl_llm.training.build import run_job
 
-    with processes.together(agreed=(Preempted,)):
+    with distributed.together(agreed=(Preempted,)):
         run_job(config)
 
 

@@ -30,7 +30,7 @@ from jaxrl_llm.models.hf_files import (
 )
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ArrayDecl, Declarations, ModelSpec, Params, declare
-from jaxrl_llm.sharding.processes import gather, is_first, once, share, whole
+from jaxrl_llm.sharding.distributed import gather, is_first, once, share, whole
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
 NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model

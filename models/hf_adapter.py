@@ -31,7 +31,7 @@ from jaxrl_llm.models.hf_files import (
 )
 from jaxrl_llm.models.lora import PEFT_PREFIX, adaptable, split_adapter, without_adapter
 from jaxrl_llm.models.spec import ArrayDecl, LoraSpec, ModelSpec, Params, declare
-from jaxrl_llm.sharding.processes import fetch
+from jaxrl_llm.sharding.distributed import fetch
 
 PEFT_CONFIG = {
     "peft_type": "LORA",

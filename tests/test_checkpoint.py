@@ -18,9 +18,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.checkpoint import CheckpointError, Checkpoints
+from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.step import TrainState
+from jaxrl_llm.training.step import TrainState
 
 # Where one array can't be read, orbax abandons its reads of the others, which then complain.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -455,7 +455,7 @@ UNFINISHED = """
 import os, sys
 from pathlib import Path
 import jax.numpy as jnp
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.runs.checkpoint import Checkpoints
 
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 state = {"a": jnp.arange(2_000_000.0)}

@@ -7,11 +7,12 @@ import sys
 import pytest
 import yaml
 
-from jaxrl_llm import cli, evaluate, sft, train
-from jaxrl_llm.cli import config_main
-from jaxrl_llm.config import describe, load
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import SftConfig, TrainConfig
+from jaxrl_llm import evaluate, sft, train
+from jaxrl_llm.config import cli
+from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import SftConfig, TrainConfig
+from jaxrl_llm.config.load import describe, load
 
 FILES = {
     "train": "run_dir: runs/a\nmodel: {path: m}\ndata: {train: t.parquet}\n",
@@ -113,7 +114,7 @@ def test_the_config_goes_to_the_run_whatever_the_order(order, config_file):
 
 @BOTH
 def test_main_runs_what_it_should(name, config_file, monkeypatch):
-    module = {"train": "jaxrl_llm.job", "sft": "jaxrl_llm.supervised"}[name]
+    module = {"train": "jaxrl_llm.training.build", "sft": "jaxrl_llm.training.supervised"}[name]
     runner = {"train": "run_job", "sft": "run_sft"}[name]
     seen = []
     fake = type(sys)(module)

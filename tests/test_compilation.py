@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import ahead
-from jaxrl_llm.keys import DataConfig, MeshConfig, MeshSizes, PolicyConfig, TrainConfig
-from jaxrl_llm.metrics import CompileCounter
-from jaxrl_llm.runs import compiled_into, programs_in, run_folder
+from jaxrl_llm.config.keys import DataConfig, MeshConfig, MeshSizes, PolicyConfig, TrainConfig
+from jaxrl_llm.monitoring.metrics import CompileCounter
+from jaxrl_llm.runs.directory import compiled_into, programs_in, run_folder
+from jaxrl_llm.training import precompile
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = "jax_compilation_cache_dir"
@@ -107,7 +107,7 @@ def model(tmp_path):
 def asked(monkeypatch):
     """The configs whose steps are compiled ahead."""
     found = []
-    monkeypatch.setattr(ahead, "compile_steps", lambda config, stopped: found.append(config))
+    monkeypatch.setattr(precompile, "compile_steps", lambda config, stopped: found.append(config))
     return found
 
 
@@ -118,13 +118,13 @@ def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
     drawn = dataclasses.replace(config, model=dataclasses.replace(model, random_init=True))
 
     def go(config):
-        with ahead.compiling_ahead(config, tmp_path) as wait:
+        with precompile.compiling_ahead(config, tmp_path) as wait:
             wait()
         return len(asked)
 
     with compiled_into(programs_in(tmp_path)):
         assert go(config) == 0, "small"
-        monkeypatch.setattr(ahead, "LARGE", 1)
+        monkeypatch.setattr(precompile, "LARGE", 1)
         assert go(drawn) == 0, "nothing is read"
         assert go(config) == 1
         programs_in(tmp_path).mkdir(parents=True)
@@ -135,10 +135,10 @@ def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
 def test_what_can_not_be_compiled_ahead_is_compiled_when_it_is_needed(
     tmp_path, model, monkeypatch, caplog
 ):
-    monkeypatch.setattr(ahead, "LARGE", 1)
+    monkeypatch.setattr(precompile, "LARGE", 1)
     config = dataclasses.replace(config_of(tmp_path), model=model)
     wrong = dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3)))
-    with compiled_into(programs_in(tmp_path)), ahead.compiling_ahead(wrong, tmp_path) as wait:
+    with compiled_into(programs_in(tmp_path)), precompile.compiling_ahead(wrong, tmp_path) as wait:
         wait()
     assert "the run's steps were not compiled ahead: mesh.train: " in caplog.text
 

@@ -11,7 +11,9 @@ import pytest
 import yaml
 from hypothesis import given
 
-from jaxrl_llm.config import (
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import (
     apply_override,
     as_tree,
     build,
@@ -24,8 +26,6 @@ from jaxrl_llm.config import (
     section,
     to_yaml,
 )
-from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.keys import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

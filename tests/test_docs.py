@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxrl_llm import loop
 from jaxrl_llm.algorithms import (
     advantages,
     correction,
@@ -25,20 +24,21 @@ from jaxrl_llm.algorithms import (
     shaping,
     values,
 )
-from jaxrl_llm.config import describe, load
-from jaxrl_llm.dataflow import asks_for
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.job import run_job
-from jaxrl_llm.keys import EvaluateConfig, TrainConfig
+from jaxrl_llm.config.fields import asks_for
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import EvaluateConfig, TrainConfig
+from jaxrl_llm.config.load import describe, load
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import declare
-from jaxrl_llm.objective import PolicyObjective, as_token_loss
-from jaxrl_llm.setup import own_rules
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
+from jaxrl_llm.training import loop
+from jaxrl_llm.training.build import run_job
+from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
+from jaxrl_llm.training.resolve import SCORED, Functions
+from jaxrl_llm.training.setup import own_rules
 from jaxrl_llm.types import FIELDS
-from jaxrl_llm.wiring import SCORED, Functions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -519,7 +519,7 @@ def test_every_metric_is_documented(written):
 def test_every_documented_metric_exists(written):
     everything = written | diagnostics()
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
-    files = ("metrics", "supervised", "cluster/member")
+    files = ("monitoring/metrics", "training/supervised", "cluster/context")
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)
     assert [name for name in nowhere if f'"{name}"' not in source] == []
     elsewhere = ("train/", "cluster/")

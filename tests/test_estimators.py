@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxrl_llm.estimators import best_at, interval, majority_at, read_scores
+from jaxrl_llm.evaluation.estimators import best_at, interval, majority_at, read_scores
 from jaxrl_llm.rewards.runner import Score
 
 VALUES = arrays(

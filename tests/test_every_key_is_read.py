@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import keys
-from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.keys import EvaluateConfig, ServeConfig, SftConfig, TrainConfig
+from jaxrl_llm.config import keys
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import EvaluateConfig, ServeConfig, SftConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 

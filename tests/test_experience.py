@@ -9,7 +9,9 @@ import pytest
 
 from jaxrl_llm.algorithms.advantages import gae, grpo
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.experience import (
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.training.experience import (
     AdvantageError,
     Rollouts,
     advantage_step,
@@ -18,8 +20,6 @@ from jaxrl_llm.experience import (
     sample,
     with_scores,
 )
-from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.types import Completion, Request, Sampling
 
 

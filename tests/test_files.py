@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from jaxrl_llm import files
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.data import files
+from jaxrl_llm.data.files import PARTIAL, remove_partials, whole_file
 from jaxrl_llm.data.prepare import arithmetic
 from jaxrl_llm.data.rows import read_rows, write_rows
-from jaxrl_llm.files import PARTIAL, remove_partials, whole_file
-from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.setup import made_once, prepare_files
+from jaxrl_llm.training.setup import made_once, prepare_files
 
 SIZES = {"train_rows": 40, "validation_rows": 10, "sft_rows": 20}
 NAMES = ("train.parquet", "validation.parquet", "sft.parquet")
@@ -105,8 +105,8 @@ def test_two_preparations_at_once(tmp_path):
 KILLED = """
 import os, signal, sys
 import pyarrow.parquet
-from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.setup import prepare_files
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.training.setup import prepare_files
 write, replace, left = pyarrow.parquet.write_table, os.replace, 0
 def passes():
     global left

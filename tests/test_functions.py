@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.functions import ConfigError, FunctionSpec, closest, load_function
-from jaxrl_llm.keys import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec, closest, load_function
+from jaxrl_llm.config.keys import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
 
 MINE = '''
 """A user's file."""

@@ -20,11 +20,12 @@ FEW = {"jax", "flax", "optax", "numpy", "jaxtyping", "chex", "safetensors"}
 FEW |= {"jaxlib", "ml_dtypes"}  # installed with jax
 FEWER = {"jax", "numpy", "chex", "jaxtyping"}
 CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
-CORE += ("jaxrl_llm/objective.py", "jaxrl_llm/step.py", "jaxrl_llm/types.py")
+CORE += ("jaxrl_llm/training/objective.py", "jaxrl_llm/training/step.py", "jaxrl_llm/types.py")
 SIDECAR = "jaxrl_llm/rollout/vllm/sidecar/"  # runs in vLLM's environment, without us
 HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
 HEAVY |= {"wandb", "tensorboardX", "math_verify"}
-ON_RAY = tuple(f"jaxrl_llm/cluster/{name}.py" for name in ("launch", "placement", "engine"))
+ON_RAY = ("jaxrl_llm/cluster/launch.py", "jaxrl_llm/cluster/resources.py")
+ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
 
 
@@ -92,7 +93,7 @@ def test_all_files_are_walked():
         "algorithms/losses.py",
         "models/hf.py",
         "sharding/rules.py",
-        "jaxrl_llm/loop.py",
+        "jaxrl_llm/training/loop.py",
         "jaxrl_llm/rollout/native/engine.py",
     } <= set(files())
     assert not any(path.startswith("jaxrl_llm/models") for path in files())
@@ -116,19 +117,23 @@ def test_imports_point_one_way_and_the_core_needs_few_packages():
         ("algorithms/kl.py", "import jaxrl_llm.types", "a wrong arrow"),
         ("algorithms/kl.py", "import jaxrl_llm", "a wrong arrow"),
         ("algorithms/kl.py", "def f():\n    import optax", "algorithms use"),
-        ("jaxrl_llm/loop.py", "from jaxrl_llm.algorithms import kl", ""),
-        ("jaxrl_llm/loop.py", "def f():\n    import models.hf", "bare"),
+        ("jaxrl_llm/training/loop.py", "from jaxrl_llm.algorithms import kl", ""),
+        ("jaxrl_llm/training/loop.py", "def f():\n    import models.hf", "bare"),
         ("jaxrl_llm/data/rows.py", "from sharding import mesh", "bare"),
         ("tests/test_x.py", "import configs", "bare"),
         ("tests/test_x.py", "import torch", ""),
-        ("jaxrl_llm/loop.py", "import rich", ""),
-        ("jaxrl_llm/step.py", "import rich", "outside a function"),
-        ("jaxrl_llm/step.py", "async def f():\n    import rich", ""),
+        ("jaxrl_llm/training/loop.py", "import rich", ""),
+        ("jaxrl_llm/training/step.py", "import rich", "outside a function"),
+        ("jaxrl_llm/training/step.py", "async def f():\n    import rich", ""),
         ("jaxrl_llm/rollout/native/engine.py", "class A:\n    import yaml", "outside a function"),
-        ("jaxrl_llm/loop.py", "try:\n    import torch.nn\nexcept Exception: ...", "outside a"),
-        ("jaxrl_llm/loop.py", "def f():\n    import torch", ""),
+        (
+            "jaxrl_llm/training/loop.py",
+            "try:\n    import torch.nn\nexcept Exception: ...",
+            "outside",
+        ),
+        ("jaxrl_llm/training/loop.py", "def f():\n    import torch", ""),
         ("jaxrl_llm/cluster/launch.py", "import ray", ""),
-        ("jaxrl_llm/cluster/hosts.py", "import ray", "outside a"),
+        ("jaxrl_llm/cluster/actors.py", "import ray", "outside a"),
         ("models/hf.py", "import json, safetensors.numpy, ml_dtypes", ""),
         (f"{SIDECAR}a.py", "import json, torch, vllm.inputs, jaxrl_temporary", ""),
         (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch and vllm"),
@@ -151,7 +156,7 @@ def test_the_core_imports_where_nothing_else_is_installed():
 
         sys.meta_path.insert(0, Blocked)
         import jaxrl_llm.algorithms.losses, jaxrl_llm.models.transformer, jaxrl_llm.models.hf
-        import jaxrl_llm.sharding.reshard, jaxrl_llm.rollout.native.engine, jaxrl_llm.step
+        import jaxrl_llm.sharding.reshard, jaxrl_llm.rollout.native.engine, jaxrl_llm.training.step
         import torch
     """
     command = [sys.executable, "-c", source]
@@ -163,7 +168,7 @@ def test_the_core_imports_where_nothing_else_is_installed():
 def test_without_a_cluster_nothing_of_ray_is_imported():
     source = """if True:
         import sys
-        import jaxrl_llm.cluster.hosts, jaxrl_llm.job, jaxrl_llm.rollout.vllm.engine
+        import jaxrl_llm.cluster.actors, jaxrl_llm.training.build, jaxrl_llm.rollout.vllm.engine
         print([name for name in sys.modules if name.partition(".")[0] == "ray"])
     """
     command = [sys.executable, "-c", source]

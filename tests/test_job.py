@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from jaxrl_llm.config import build
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import build
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.job import Functions, check_sources, make_sampler, warm_start
-from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.loop import extra_metrics
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.training.build import Functions, check_sources, make_sampler, warm_start
+from jaxrl_llm.training.loop import extra_metrics
 from jaxrl_llm.types import Completion, Receipt, Sampling
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config import apply_override, build, describe, load, read_yaml, to_yaml
-from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.keys import SftConfig, TrainConfig, divisors
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.keys import SftConfig, TrainConfig, divisors
+from jaxrl_llm.config.load import apply_override, build, describe, load, read_yaml, to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -272,12 +272,12 @@ def test_every_ready_config_loads(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_function_that_a_ready_config_names_is_found(path):
     if path.name.endswith("_sft.yaml"):
-        from jaxrl_llm.setup import make_optimizer
+        from jaxrl_llm.training.setup import make_optimizer
 
         make_optimizer(load(SftConfig, path).optim)
     else:
-        from jaxrl_llm.job import Functions
         from jaxrl_llm.rewards.worker import load_scorer
+        from jaxrl_llm.training.build import Functions
 
         config = load(TrainConfig, path)
         Functions(config)

@@ -7,15 +7,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import build
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import build
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.experience import Rollouts, lay_out, with_scores
-from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.loop import Job, assess, gather, push
-from jaxrl_llm.metrics import Clock
+from jaxrl_llm.monitoring.metrics import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.step import TrainState
+from jaxrl_llm.training.experience import Rollouts, lay_out, with_scores
+from jaxrl_llm.training.loop import Job, assess, gather, push
+from jaxrl_llm.training.step import TrainState
 from jaxrl_llm.types import Completion, Receipt
 
 LIMIT = 10.0  # seconds

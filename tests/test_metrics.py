@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import metrics
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.metrics import (
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.monitoring import metrics
+from jaxrl_llm.monitoring.metrics import (
     Clock,
     CompileCounter,
     Display,

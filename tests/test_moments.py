@@ -6,16 +6,16 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import OptimConfig
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.keys import OptimConfig
 from jaxrl_llm.models.spec import ModelSpec, declare
-from jaxrl_llm.objective import Forward, PolicyObjective
-from jaxrl_llm.setup import make_optimizer
+from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.step import make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective
+from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.step import make_learner
 
 SPEC = ModelSpec(
     vocab_size=32,

@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import plan as planner
-from jaxrl_llm.config import load
-from jaxrl_llm.job import microbatch_shape
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import load
 from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.moe import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec, initialize, parameter_count
@@ -26,14 +25,15 @@ from jaxrl_llm.planning.lowering import bytes_on_device, halves
 from jaxrl_llm.planning.memory import lay_out, phases, workload
 from jaxrl_llm.planning.program import Collective, count, replica_groups
 from jaxrl_llm.planning.steps import read_step
-from jaxrl_llm.roles import make_roles
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.programs import PAGE
-from jaxrl_llm.setup import open_layouts, open_model
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.step import microbatches
+from jaxrl_llm.training.build import microbatch_shape
+from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.roles import make_roles
+from jaxrl_llm.training.setup import open_layouts, open_model
+from jaxrl_llm.training.step import microbatches
 from jaxrl_llm.types import Batch
-from jaxrl_llm.wiring import Functions
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = ModelSpec(

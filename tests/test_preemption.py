@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from jaxrl_llm.preemption import Preemption
-from jaxrl_llm.watchdog import Watchdog
+from jaxrl_llm.runs.preemption import Preemption
+from jaxrl_llm.runs.watchdog import Watchdog
 
 PROGRAM = """
 import ctypes, sys, time
-from jaxrl_llm.preemption import Preemption
+from jaxrl_llm.runs.preemption import Preemption
 
 with Preemption(float(sys.argv[1])) as preemption:
     print("listens", flush=True)
@@ -104,7 +104,7 @@ def test_other_threads_take_no_signal():
 
 HANG = """
 import re, sys, time
-from jaxrl_llm import watchdog
+from jaxrl_llm.runs import watchdog
 
 watchdog.BACKUP_S = 0.5
 def hang():

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.metrics import Clock, Display
-from jaxrl_llm.profiling import Profiler, phases_of, summarize, timeline, tracing
-from jaxrl_llm.traces import GROUPS, Operation, Phase, Trace, group_of, read_programs, read_trace
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.monitoring.metrics import Clock, Display
+from jaxrl_llm.monitoring.profiler import Profiler, phases_of, summarize, timeline, tracing
+from jaxrl_llm.monitoring.trace_reader import (
+    GROUPS,
+    Operation,
+    Phase,
+    Trace,
+    group_of,
+    read_programs,
+    read_trace,
+)
 
 DEVICES = 2
 

@@ -14,11 +14,11 @@ from jaxrl_llm.algorithms.values import clipped_value_loss
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward, logits
-from jaxrl_llm.objective import Forward, PolicyObjective, ValueObjective
-from jaxrl_llm.roles import LabelError, check_labels, covariance_marker, old_logprob_step
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import TrainState, logprob_pass, make_learner, value_pass
+from jaxrl_llm.training.objective import Forward, PolicyObjective, ValueObjective
+from jaxrl_llm.training.roles import LabelError, check_labels, covariance_marker, old_logprob_step
+from jaxrl_llm.training.step import TrainState, logprob_pass, make_learner, value_pass
 from jaxrl_llm.types import Batch
 
 SPEC = ModelSpec(

@@ -16,10 +16,10 @@ from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.moe import MoeSpec, RouterStats, SigmoidRouter
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward_with_router, logits
-from jaxrl_llm.objective import Forward, PolicyObjective, ValueObjective
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import TrainState, apply_gradients, make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective, ValueObjective
+from jaxrl_llm.training.step import TrainState, apply_gradients, make_learner
 from jaxrl_llm.types import Batch
 
 EXPERTS, TOP, LAYERS, COEF, RATE = 6, 2, 2, 20.0, 0.003

@@ -13,12 +13,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm import runs
-from jaxrl_llm.cluster import member
-from jaxrl_llm.cluster.member import Member
-from jaxrl_llm.config import load, read_yaml, to_yaml
-from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.keys import (
+from jaxrl_llm.cluster import context
+from jaxrl_llm.cluster.context import Member
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.keys import (
     DataConfig,
     LoraConfig,
     MeshConfig,
@@ -28,9 +26,12 @@ from jaxrl_llm.keys import (
     RolloutSizes,
     TrainConfig,
 )
+from jaxrl_llm.config.load import load, read_yaml, to_yaml
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.runs import restore_or_start, run_folder
-from jaxrl_llm.setup import (
+from jaxrl_llm.runs import directory
+from jaxrl_llm.runs.directory import restore_or_start, run_folder
+from jaxrl_llm.sharding.rules import DEFAULT_RULES
+from jaxrl_llm.training.setup import (
     adapted_spec,
     blamed_on,
     made_once,
@@ -43,7 +44,6 @@ from jaxrl_llm.setup import (
     prepare_files,
     write_text,
 )
-from jaxrl_llm.sharding.rules import DEFAULT_RULES
 
 
 def config_of(folder, **more):
@@ -88,8 +88,8 @@ def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     program = (
         "import sys\n"
-        "from jaxrl_llm.keys import *\n"
-        "from jaxrl_llm.runs import run_folder\n"
+        "from jaxrl_llm.config.keys import *\n"
+        "from jaxrl_llm.runs.directory import run_folder\n"
         "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
         " data=DataConfig(train=('t',)))\n"
         "with run_folder(config.run_dir, config):\n"
@@ -119,12 +119,12 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path,
     config, waited = config_of(tmp_path), []
     with contextlib.ExitStack() as other:
         other.enter_context(run_folder(tmp_path, config))
-        monkeypatch.setattr(member, "_members", [again._replace(restarts=0)])
+        monkeypatch.setattr(context, "_members", [again._replace(restarts=0)])
         assert "another process is running" in refusal(enter, tmp_path, config)
-        monkeypatch.setattr(member, "_members", [again])
-        monkeypatch.setattr(runs, "LEASE_S", 0.0)
+        monkeypatch.setattr(context, "_members", [again])
+        monkeypatch.setattr(directory, "LEASE_S", 0.0)
         assert "another process is running" in refusal(enter, tmp_path, config)
-        monkeypatch.setattr(runs, "LEASE_S", 60.0)
+        monkeypatch.setattr(directory, "LEASE_S", 60.0)
         monkeypatch.setattr("time.sleep", lambda seconds: waited.append(other.close()))
         with run_folder(tmp_path, config):
             assert len(waited) == 1

@@ -13,12 +13,12 @@ from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import LEAST_FLOPS, RowShape, row_shape
-from jaxrl_llm.metrics import CompileCounter
 from jaxrl_llm.models.spec import ModelSpec, declare
-from jaxrl_llm.objective import Forward, PolicyObjective, as_token_loss, token_fields
+from jaxrl_llm.monitoring.metrics import CompileCounter
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import (
+from jaxrl_llm.training.objective import Forward, PolicyObjective, as_token_loss, token_fields
+from jaxrl_llm.training.step import (
     TrainingError,
     TrainState,
     apply_gradients,

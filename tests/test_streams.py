@@ -14,18 +14,18 @@ import time
 
 import pytest
 
-from jaxrl_llm import metrics
-from jaxrl_llm.metrics import Display
-from jaxrl_llm.streams import StderrHandler, Stream, log_to_stderr
-from jaxrl_llm.trackers import BackgroundWriter
+from jaxrl_llm.monitoring import metrics
+from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.monitoring.streams import StderrHandler, Stream, log_to_stderr
+from jaxrl_llm.monitoring.trackers import BackgroundWriter
 
 SOON_S = 20.0  # what takes longer hangs
 LINES = 2000
 
 PROGRAM = f"""
 import logging, sys
-from jaxrl_llm import metrics
-from jaxrl_llm.streams import StderrHandler
+from jaxrl_llm.monitoring import metrics
+from jaxrl_llm.monitoring.streams import StderrHandler
 logging.basicConfig(handlers=[StderrHandler()])
 metrics.SCREEN_CLOSE_S = 0.2
 print("before", flush=True)
@@ -64,7 +64,7 @@ def test_stdout_that_is_closed_by_its_reader():
     process.stdout.close()
     status, said = end(process)
     assert status == 3
-    assert "WARNING:jaxrl_llm.trackers:can't write to stdout: Broken pipe; " in said
+    assert "WARNING:jaxrl_llm.monitoring.trackers:can't write to stdout: Broken pipe; " in said
     assert said.count("can't write") == 1 and "ignored" not in said
 
 

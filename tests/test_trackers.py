@@ -16,12 +16,12 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxrl_llm import metrics
-from jaxrl_llm.experience import Rollouts
-from jaxrl_llm.metrics import Display, MetricsLog
-from jaxrl_llm.profiling import Profiler
-from jaxrl_llm.report import RolloutDumps
-from jaxrl_llm.trackers import BackgroundWriter, TensorBoard
+from jaxrl_llm.monitoring import metrics
+from jaxrl_llm.monitoring.metrics import Display, MetricsLog
+from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.monitoring.report import RolloutDumps
+from jaxrl_llm.monitoring.trackers import BackgroundWriter, TensorBoard
+from jaxrl_llm.training.experience import Rollouts
 
 STEPS = 1000
 SOON_S = 20.0  # what takes longer hangs

@@ -36,11 +36,11 @@ from jaxrl_llm.models.kernels import (
     this_machine,
 )
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
-from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.step import make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective
+from jaxrl_llm.training.step import make_learner
 from jaxrl_llm.types import Batch, Request, Sampling
 
 LEARNING_RATE = 1e-6
@@ -150,8 +150,12 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
 
 def profile(job: dict[str, Any]) -> dict[str, Any]:
     """Trace one update, and share its time out by kinds of operations."""
-    from jaxrl_llm.profiling import summarize, timeline, tracing  # which read configs, too
-    from jaxrl_llm.traces import read_trace
+    from jaxrl_llm.monitoring.profiler import (  # which read configs, too
+        summarize,
+        timeline,
+        tracing,
+    )
+    from jaxrl_llm.monitoring.trace_reader import read_trace
 
     learner, state, choice = learner_of(job)
     batch, coefs = batch_of(job), {"kl_coef": 0.0, "entropy_coef": 0.0}

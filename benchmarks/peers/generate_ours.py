@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import jaxrl_llm
-from jaxrl_llm import cli
+from jaxrl_llm.config import cli
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh

@@ -23,18 +23,18 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 import jax
 
-from jaxrl_llm.cli import take_huge_pages
-from jaxrl_llm.config import apply_override, build
+from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import apply_override, build
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.job import build as build_job
-from jaxrl_llm.job import make_sampler, training_sampler
-from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.loop import run
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.runs import run_folder
-from jaxrl_llm.setup import quiet_libraries
+from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.training.build import build as build_job
+from jaxrl_llm.training.build import make_sampler, training_sampler
+from jaxrl_llm.training.loop import run
+from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.setup import quiet_libraries
 from jaxrl_llm.types import Completion, Request
-from jaxrl_llm.wiring import Functions
 
 
 class FixedLengths:

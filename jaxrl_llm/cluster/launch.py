@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.functions import ConfigError, Preempted, RunError
+from jaxrl_llm.config.functions import ConfigError, Preempted, RunError
 
 # Ray shows a line of several processes once; of stacks all are wanted, of Gloo's greetings none
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r"Thread 0x|recent call first|^\s*File \"")
@@ -27,11 +27,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jaxrl_llm.cluster.actors import DUMP, EngineHost, Machine, TrainProcess
 from jaxrl_llm.cluster.address import check_answers, check_joins
-from jaxrl_llm.cluster.board import Board
-from jaxrl_llm.cluster.hosts import DUMP, EngineHost, Machine, TrainProcess
-from jaxrl_llm.cluster.member import Member, comes_again
-from jaxrl_llm.cluster.placement import (
+from jaxrl_llm.cluster.context import Member, comes_again
+from jaxrl_llm.cluster.coordinator import Board
+from jaxrl_llm.cluster.resources import (
     LostError,
     actor,
     answers,
@@ -44,10 +44,10 @@ from jaxrl_llm.cluster.placement import (
     requirements,
     reserve,
 )
-from jaxrl_llm.keys import ClusterConfig, TrainConfig
-from jaxrl_llm.metrics import Display
-from jaxrl_llm.preemption import Preemption
-from jaxrl_llm.sharding.processes import VARIABLES
+from jaxrl_llm.config.keys import ClusterConfig, TrainConfig
+from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.runs.preemption import Preemption
+from jaxrl_llm.sharding.distributed import VARIABLES
 
 LOOK_S = 0.5  # between two looks at what the processes say
 GRACE_S = 15.0  # for other processes to report, too, when one has failed

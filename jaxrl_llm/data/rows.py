@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.files import whole_file
-from jaxrl_llm.functions import FunctionSpec, load_function
+from jaxrl_llm.config.functions import FunctionSpec, load_function
+from jaxrl_llm.data.files import whole_file
 
 Row = dict[str, Any]
 

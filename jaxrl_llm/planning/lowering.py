@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
+from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.job import microbatch_shape, native_engine
-from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
-from jaxrl_llm.objective import Forward, MicroBatch
-from jaxrl_llm.roles import inference_of, learner_of
-from jaxrl_llm.setup import forward_settings
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.step import logprob_pass
+from jaxrl_llm.training.build import microbatch_shape, native_engine
+from jaxrl_llm.training.objective import Forward, MicroBatch
+from jaxrl_llm.training.resolve import Functions, abstract_fields
+from jaxrl_llm.training.roles import inference_of, learner_of
+from jaxrl_llm.training.setup import forward_settings
+from jaxrl_llm.training.step import logprob_pass
 from jaxrl_llm.types import Rows
-from jaxrl_llm.wiring import Functions, abstract_fields
 
 
 class Role(NamedTuple):

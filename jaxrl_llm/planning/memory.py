@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import forward_flops
@@ -19,10 +19,10 @@ from jaxrl_llm.planning.lowering import (
     plan_role,
     shapes_of,
 )
-from jaxrl_llm.setup import Layouts, adapted_spec, blamed_on, open_layouts
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.wiring import Functions
+from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.setup import Layouts, adapted_spec, blamed_on, open_layouts
 
 
 class Held(NamedTuple):

@@ -17,7 +17,7 @@ from jaxrl_llm.planning.estimate import (
     forward_flops,
 )
 from jaxrl_llm.planning.program import PASSES
-from jaxrl_llm.rollout.routing import BLOCK, Router
+from jaxrl_llm.rollout.router import BLOCK, Router
 
 STEP_S, REDUCE_S = 1e-3, 1e-5
 """Assumed seconds of a decode step on the host, and of an all-reduce before its first byte."""

@@ -12,19 +12,19 @@ from jaxtyping import Array
 
 from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.experience import Rollouts, side_by_side
 from jaxrl_llm.models.heads import sequence_scores
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes, declare
-from jaxrl_llm.objective import Forward, hidden_states
 from jaxrl_llm.rewards.runner import SCORER, RewardError, Score
 from jaxrl_llm.rewards.worker import shorten
-from jaxrl_llm.setup import blamed_on, read_model
-from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.step import Rehearsal, microbatches
+from jaxrl_llm.training.experience import Rollouts, side_by_side
+from jaxrl_llm.training.objective import Forward, hidden_states
+from jaxrl_llm.training.setup import blamed_on, read_model
+from jaxrl_llm.training.step import Rehearsal, microbatches
 from jaxrl_llm.types import Batch, Rows
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def score_pass(
         ]
         scores = np.zeros(len(batch.sizes), np.float32)
         for indices, found in pending:
-            scores[indices] = processes.fetch(found)[: len(indices)]
+            scores[indices] = distributed.fetch(found)[: len(indices)]
         return scores
 
     return score

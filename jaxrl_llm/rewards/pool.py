@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
 from jaxrl_llm.rewards.process import HERE, Launch, ScorerProcess

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import cgroup
 from jaxrl_llm.rewards.keeper import Settings
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, passed_environment

@@ -3,11 +3,10 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
-from jaxrl_llm.cluster import member
+from jaxrl_llm.cluster import context
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.keys import RewardConfig, ScoringConfig
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.experience import Rollouts
-from jaxrl_llm.functions import ConfigError, FunctionSpec
-from jaxrl_llm.keys import RewardConfig, ScoringConfig
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.model import RewardModel, judge
 from jaxrl_llm.rewards.pool import RewardPool
@@ -15,7 +14,8 @@ from jaxrl_llm.rewards.runner import RewardRunner, Score
 from jaxrl_llm.rewards.scorers import SOURCES
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem
-from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.experience import Rollouts
 
 Scoring = Callable[[Rollouts], list[Score]]
 
@@ -51,9 +51,9 @@ def make_scorer(
     def score(rollouts: Rollouts) -> list[Score]:
         pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
         items = [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
-        mine, before = processes.share(len(items)), pool.counts.get("retried", 0)
-        parts = processes.gather(pool.score(items[mine], first=mine.start))
-        member.count("reward_retries", pool.counts.get("retried", 0) - before)
+        mine, before = distributed.share(len(items)), pool.counts.get("retried", 0)
+        parts = distributed.gather(pool.score(items[mine], first=mine.start))
+        context.count("reward_retries", pool.counts.get("retried", 0) - before)
         return [found for part in parts for found in part]
 
     return score
@@ -61,7 +61,7 @@ def make_scorer(
 
 def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
     """Start what calls the scorer: processes here, or tasks on a cluster that is to score."""
-    job = member.current()
+    job = context.current()
     limits = Limits(reward.memory_gb, reward.max_processes, tuple(reward.pass_env))
     if job is not None and job.reward_tasks:
         return RewardTasks(

@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
 from jaxrl_llm.rewards.pool import Crew
 from jaxrl_llm.rewards.process import Launch

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.functions import FunctionSpec, load_function
+from jaxrl_llm.config.functions import FunctionSpec, load_function
 
 HOME = "jaxrl_llm.rewards.scorers"
 LONGEST_REFUSAL = 2000

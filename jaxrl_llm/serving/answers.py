@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.serving.ask import Ask
+from jaxrl_llm.serving.requests import Ask
 from jaxrl_llm.serving.text import AnswerText, Vocabulary
 from jaxrl_llm.types import Completion
 

@@ -17,12 +17,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrl_llm.keys import LimitsConfig
+from jaxrl_llm.config.keys import LimitsConfig
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.serving.answers import Choice, Envelope, event
-from jaxrl_llm.serving.ask import Ask, Served, read_chat, read_completion
 from jaxrl_llm.serving.fields import Refusal, parse
 from jaxrl_llm.serving.limits import Disconnected, Gate, all_answers, all_pieces, attended
+from jaxrl_llm.serving.requests import Ask, Served, read_chat, read_completion
 from jaxrl_llm.serving.text import Vocabulary
 
 CLIENT_GONE = 499

@@ -14,12 +14,12 @@ from ray.exceptions import (
 )
 
 from jaxrl_llm.cluster import launch
-from jaxrl_llm.cluster.hosts import Machine
+from jaxrl_llm.cluster.actors import Machine
 from jaxrl_llm.cluster.launch import Job, check_end
-from jaxrl_llm.cluster.placement import LostError
-from jaxrl_llm.config import build
-from jaxrl_llm.functions import ConfigError, RunError
-from jaxrl_llm.keys import TrainConfig
+from jaxrl_llm.cluster.resources import LostError
+from jaxrl_llm.config.functions import ConfigError, RunError
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import build
 
 
 class Board:

@@ -9,12 +9,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from jaxrl_llm.cluster import member
-from jaxrl_llm.cluster.board import Board
-from jaxrl_llm.cluster.hosts import ending_on_faults
-from jaxrl_llm.cluster.member import Member
-from jaxrl_llm.functions import ConfigError, RunError
-from jaxrl_llm.metrics import LauncherDisplay, open_display
+from jaxrl_llm.cluster import context
+from jaxrl_llm.cluster.actors import ending_on_faults
+from jaxrl_llm.cluster.context import Member
+from jaxrl_llm.cluster.coordinator import Board
+from jaxrl_llm.config.functions import ConfigError, RunError
+from jaxrl_llm.monitoring.metrics import LauncherDisplay, open_display
 
 
 class Handle:
@@ -39,7 +39,7 @@ def board(monkeypatch):
     """The board of a job whose only process this is."""
     handle = Handle()
     place = Member(handle, (), 2, 0, engine_devices=0, reward_tasks=3, retries=1)
-    monkeypatch.setattr(member, "_members", [place])
+    monkeypatch.setattr(context, "_members", [place])
     monkeypatch.setattr(ray, "get", lambda found: found)
     return handle
 
@@ -56,7 +56,7 @@ def board(monkeypatch):
     ids=lambda error: type(error).__name__,
 )
 def test_the_launcher_learns_of_errors_that_are_no_other_processs(board, error, told):
-    with pytest.raises(type(error)), member.reporting():
+    with pytest.raises(type(error)), context.reporting():
         raise error
     assert board.failure.remote() == told
 
@@ -66,9 +66,9 @@ def test_what_is_shown_and_counted_is_on_the_board(board):
     assert isinstance(display, LauncherDisplay)
     display.advance("step 3")
     assert board.take.remote() == [("open", ("training", 5, 2)), ("advance", ("step 3",))]
-    member.count("reward_retries", 0)
-    member.count("reward_retries", 4)
-    assert member.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 5.0}
+    context.count("reward_retries", 0)
+    context.count("reward_retries", 4)
+    assert context.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 5.0}
 
 
 def test_what_the_first_process_leaves_is_kept_until_the_others_have_it(board):
@@ -83,11 +83,11 @@ def test_what_the_first_process_leaves_is_kept_until_the_others_have_it(board):
 
 
 def test_engines_that_come_in_anothers_place_are_counted(board, monkeypatch):
-    place = member.current()._replace(hosts=("first", "second"))
-    monkeypatch.setattr(member, "_members", [place])
+    place = context.current()._replace(hosts=("first", "second"))
+    monkeypatch.setattr(context, "_members", [place])
     for number, machine in ((0, "a"), (1, "b"), (0, "c")):
         board.came.remote(number, machine)
-    assert member.metrics()["cluster/engine_restarts"] == 1.0
+    assert context.metrics()["cluster/engine_restarts"] == 1.0
     assert board.engines.remote() == ["c", "b"]
 
 

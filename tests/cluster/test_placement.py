@@ -5,14 +5,14 @@ import math
 import pytest
 import ray
 
-from jaxrl_llm.cluster import placement
-from jaxrl_llm.cluster.hosts import Machine
+from jaxrl_llm.cluster import resources
+from jaxrl_llm.cluster.actors import Machine
 from jaxrl_llm.cluster.launch import check_answers, connected
-from jaxrl_llm.cluster.placement import await_nodes, check_alike, most_gpus, requirements
-from jaxrl_llm.config import build
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.sharding.processes import find_membership
+from jaxrl_llm.cluster.resources import await_nodes, check_alike, most_gpus, requirements
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import build
+from jaxrl_llm.sharding.distributed import find_membership
 
 HEAD = {"Alive": True, "Resources": {"CPU": 4.0}}
 NODE = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}
@@ -50,7 +50,7 @@ def test_nodes_that_join_late_are_waited_for(monkeypatch):
     """Else a head without GPUs, which is there first, would have the job train on its CPUs."""
     joined = iter([[HEAD], [HEAD, NODE | {"Alive": False}], [HEAD, NODE]])
     monkeypatch.setattr(ray, "nodes", lambda: next(joined))
-    monkeypatch.setattr(placement, "LOOK_S", 0.0)
+    monkeypatch.setattr(resources, "LOOK_S", 0.0)
     assert most_gpus(await_nodes(2, math.inf)) == 8
     monkeypatch.setattr(ray, "nodes", lambda: [HEAD])
     assert await_nodes(2, until=0.0) == [HEAD]

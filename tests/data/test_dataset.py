@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
 from jaxrl_llm.data import dataset
 from jaxrl_llm.data.dataset import (
     Example,
@@ -26,7 +27,6 @@ from jaxrl_llm.data.dataset import (
     tokenize_prompts,
     verl_rows,
 )
-from jaxrl_llm.functions import ConfigError, FunctionSpec
 
 
 def row(question="1+2=", answer="3", **more):

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl_llm.cli import PREEMPTED
+from jaxrl_llm.config.cli import PREEMPTED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

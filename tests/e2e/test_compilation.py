@@ -8,12 +8,12 @@ from threading import Event
 import jax
 import pytest
 
-from jaxrl_llm.ahead import compile_steps
-from jaxrl_llm.config import load
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import load
 from jaxrl_llm.data import packing
-from jaxrl_llm.job import native_engine
-from jaxrl_llm.keys import TrainConfig
 from jaxrl_llm.planning.memory import lay_out
+from jaxrl_llm.training.build import native_engine
+from jaxrl_llm.training.precompile import compile_steps
 
 COMPILED, FOUND = "perf/compilations", "perf/compilation_cache_hits"
 STEPS = ("jit_accumulate", "jit_infer", "jit_apply", "jit_read", "jit_chunk")

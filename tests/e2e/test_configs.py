@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config import load
-from jaxrl_llm.keys import TrainConfig
-from jaxrl_llm.wiring import Functions
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.training.resolve import Functions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

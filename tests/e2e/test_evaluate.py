@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm import evaluate, export
-from jaxrl_llm.config import describe
+from jaxrl_llm.config.keys import EvaluateConfig
+from jaxrl_llm.config.load import describe
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.rows import read_rows
-from jaxrl_llm.keys import EvaluateConfig
 from jaxrl_llm.rewards.scorers import arithmetic
 
 

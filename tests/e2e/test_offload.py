@@ -2,8 +2,8 @@
 
 import jax
 
-from jaxrl_llm import loop
 from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.training import loop
 
 CRITIC = (
     "algorithm.advantage=gae",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxrl_llm.cli import PREEMPTED
+from jaxrl_llm.config.cli import PREEMPTED
 
 EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
 MESH = ("mesh.train={data: 2, fsdp: 4}",)

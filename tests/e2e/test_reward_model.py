@@ -11,9 +11,9 @@ import transformers
 
 from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.experience import Rollouts, lay_out, with_scores
 from jaxrl_llm.rewards.model import judge
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.training.experience import Rollouts, lay_out, with_scores
 from jaxrl_llm.types import Completion
 
 ALONE = ("reward.scorer=null", "steps=1")

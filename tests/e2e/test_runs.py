@@ -8,9 +8,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from jaxrl_llm.config import load
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.load import load
 from jaxrl_llm.data.rows import read_rows
-from jaxrl_llm.keys import TrainConfig
 
 
 def trained(result):

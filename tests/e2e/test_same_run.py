@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_llm.cli import PREEMPTED
+from jaxrl_llm.config.cli import PREEMPTED
 
 LONG = (
     "steps=6",

@@ -22,13 +22,13 @@ from jaxrl_llm.models.kernels import (
     this_machine,
 )
 from jaxrl_llm.models.spec import ModelSpec, declare, initialize
-from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import logprob_pass, make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective
+from jaxrl_llm.training.step import logprob_pass, make_learner
 from jaxrl_llm.types import Batch, Request, Sampling
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import setup
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import ModelConfig
 from jaxrl_llm.data.packing import SEQUENCES_PER_ROW
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import ModelConfig
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.kernels import (
@@ -27,6 +26,7 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.training import setup
 
 HOPPER = Machine("cuda", (9, 0), (0, 11, 2))
 SPEC = ModelSpec(

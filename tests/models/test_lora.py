@@ -30,11 +30,11 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe import MoeSpec
 from jaxrl_llm.models.spec import LoraSpec, compute_dtypes, declare, initialize
 from jaxrl_llm.models.transformer import forward, logits
-from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import logprob_pass, make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective
+from jaxrl_llm.training.step import logprob_pass, make_learner
 from jaxrl_llm.types import Batch
 
 transformers.utils.logging.disable_progress_bar()

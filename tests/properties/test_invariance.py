@@ -23,10 +23,10 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward, logits
-from jaxrl_llm.objective import Forward, PolicyObjective
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import logprob_pass, make_learner
+from jaxrl_llm.training.objective import Forward, PolicyObjective
+from jaxrl_llm.training.step import logprob_pass, make_learner
 from jaxrl_llm.types import Batch
 
 SPEC = ModelSpec(

@@ -19,11 +19,11 @@ from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.moe import MoeSpec, mixture
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.models.transformer import forward, forward_with_router, logits
-from jaxrl_llm.objective import Forward, PolicyObjective, token_fields
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.step import logprob_pass, make_learner, microbatches
+from jaxrl_llm.training.objective import Forward, PolicyObjective, token_fields
+from jaxrl_llm.training.step import logprob_pass, make_learner, microbatches
 from jaxrl_llm.types import Batch
 
 DENSE = ModelSpec(

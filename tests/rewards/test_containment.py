@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxrl_llm.functions import FunctionSpec
-from jaxrl_llm.keys import ScoringConfig
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import ScoringConfig
 from jaxrl_llm.rewards import cgroup, process
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
@@ -373,7 +373,7 @@ def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkey
 PROGRAM = """
 import sys
 sys.path[:] = {search!r}
-from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import cgroup
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool

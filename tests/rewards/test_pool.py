@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxrl_llm.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.functions import ConfigError, FunctionSpec
 from jaxrl_llm.rewards import pool as pool_module
 from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.pool import RewardPool
@@ -361,7 +361,7 @@ def test_closing_ends_a_call_in_another_thread(scorers, tmp_path, when):
 PROGRAM = """
 import sys, threading
 sys.path[:] = {search!r}
-from jaxrl_llm.functions import FunctionSpec
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import pool as m
 pool = m.RewardPool(FunctionSpec({scorer!r}), workers=1, timeout_s=60.0, on_error=0.0)
 print(pool.score([m.RewardItem("", "pid", "", {{}})])[0].extra["pid"], flush=True)

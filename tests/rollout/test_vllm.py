@@ -21,20 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.keys import VllmConfig
-from jaxrl_llm.loop import check_agreement
+from jaxrl_llm.config.keys import VllmConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.vllm import parcel, process, push
+from jaxrl_llm.rollout.vllm import process, sync, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import HOME
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.step import TrainingError
+from jaxrl_llm.training.loop import check_agreement
+from jaxrl_llm.training.step import TrainingError
 from jaxrl_llm.types import Batch, Request, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -440,9 +440,9 @@ def test_a_push_that_fails_is_an_error_and_the_next_one_repairs(engine, monkeypa
         other = "model.layers.1.mlp.sideways.weight"
         return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
 
-    tell = push._told
+    tell = sync._told
     with monkeypatch.context() as patch:
-        patch.setattr(push, "_told", spoiled)
+        patch.setattr(sync, "_told", spoiled)
         with pytest.raises(EngineError, match=told):
             engine.load(SECOND, version=1)
     with pytest.raises(EngineError, match="no weights"):
@@ -473,10 +473,10 @@ def mapped(group):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
     """Wherever it ended: in the trainer, or with an array that one or all ranks do not know."""
-    monkeypatch.setattr(parcel, "BUCKET_BYTES", 2**13)  # less than any matrix
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)  # less than any matrix
     with opened(tmp_path, tensor_parallel=ranks) as engine:
         engine.load(FIRST, version=0)
-        sent, write, tell = engine._parcel, engine._parcel.write, push._told
+        sent, write, tell = engine._parcel, engine._parcel.write, sync._told
         assert len(sent.buckets) > 12
         waiting = []
 
@@ -504,7 +504,7 @@ def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, rank
                 return tell(e._replace(name=e.name.replace(renamed, "x.weight")) for e in entries)
 
             with monkeypatch.context() as patch, pytest.raises(EngineError, match="no module or"):
-                patch.setattr(push, "_told", other)
+                patch.setattr(sync, "_told", other)
                 engine.load(THIRD, version=100)
             repairs(version)
         assert engine.stats().restarts == 0
@@ -513,7 +513,7 @@ def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, rank
 @pytest.mark.parametrize("sleep", [False, True])
 def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, sleep):
     """Neither by `resume` nor by `wake`, until a push works."""
-    monkeypatch.setattr(parcel, "BUCKET_BYTES", 2**13)
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)
     with opened(tmp_path, sleep=sleep) as engine:
         engine.load(FIRST, version=0)
         worker, found = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
@@ -599,14 +599,14 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, monkeypatch):
-    killed, tell = pid_of(engine), push._told
+    killed, tell = pid_of(engine), sync._told
 
     def deadly(entries):
         monkeypatch.undo()
         os.killpg(killed, signal.SIGKILL)
         return tell(entries)
 
-    monkeypatch.setattr(push, "_told", deadly)
+    monkeypatch.setattr(sync, "_told", deadly)
     assert engine.load(SECOND, version=5).version == 5
     assert pid_of(engine) != killed
     [found] = engine.sample([ask()])

@@ -26,19 +26,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_llm.config import build
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import TrainConfig, VllmConfig
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import TrainConfig, VllmConfig
+from jaxrl_llm.config.load import build
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.rollout.routing import Router
-from jaxrl_llm.rollout.vllm import authentication, environment, parcel, process, setup
+from jaxrl_llm.rollout.router import Router
+from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.parcel import Parcel
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.wiring import corrections
+from jaxrl_llm.rollout.vllm.weights import Parcel
+from jaxrl_llm.training.resolve import corrections
 
 SPEC = ModelSpec(
     vocab_size=32,
@@ -91,7 +91,7 @@ def start(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_parcel_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
     """Compared with a file that transformers and vLLM read; cut into buckets on the way."""
-    monkeypatch.setattr(parcel, "BUCKET_BYTES", 2000)
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 2000)
     params = initialize(SPEC, key=jax.random.key(0))
     save_params(tmp_path / "saved", params, SPEC, source=None, dtype=dtype)
     saved = load_file(tmp_path / "saved" / "model.safetensors")

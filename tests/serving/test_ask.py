@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl_llm.serving.ask import Ask, choice_seeds, read_chat, read_completion
 from jaxrl_llm.serving.fields import NEUTRAL, NOTHING_CHANGES, Refusal, parse
+from jaxrl_llm.serving.requests import Ask, choice_seeds, read_chat, read_completion
 from jaxrl_llm.types import Sampling
 
 HI = [{"role": "user", "content": "Hi"}]

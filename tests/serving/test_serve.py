@@ -20,12 +20,12 @@ import torch
 import transformers
 
 from jaxrl_llm import serve
-from jaxrl_llm.config import build, describe
-from jaxrl_llm.functions import ConfigError
-from jaxrl_llm.keys import ServeConfig
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import ServeConfig
+from jaxrl_llm.config.load import build, describe
 from jaxrl_llm.serve import bind, open_engine
 from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app
-from jaxrl_llm.serving.ask import choice_seeds
+from jaxrl_llm.serving.requests import choice_seeds
 from jaxrl_llm.types import Request, Sampling
 
 transformers.utils.logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from jaxrl_llm.rollout.native.pages import Pages
 from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, touched
 from jaxrl_llm.rollout.native.sampler import Chances
 from jaxrl_llm.rollout.native.scheduler import Answer, Counts, Scheduler
-from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding import distributed
 
 READ_BETWEEN_CHUNKS = 4096
 """Tokens of prompts read before sequences that decode get their turn again."""
@@ -172,7 +172,7 @@ class Batches:
         assert rows is not None  # `_place` gathers them
         self.rows = None  # donated
         self.pool, self.rows, drawn = self._programs.decode(params, pool, rows, *inputs)
-        return placed, processes.fetch(drawn)
+        return placed, distributed.fetch(drawn)
 
     def _note(self, placed: Sequence[Answer | None], drawn: Drawn, version: int) -> None:
         """Append what was drawn to the sequences, and end those that have ended."""
@@ -216,7 +216,7 @@ class Batches:
         return np.full((rows, pages), self._programs.sizes.pages, np.int32)
 
     def _put(self, tree: Any) -> Any:
-        return processes.put(tree, self._programs.by_row)
+        return distributed.put(tree, self._programs.by_row)
 
     def _take_pool(self) -> Cache:
         """Return the pool, to be donated; make it after a start, a sleep or a failure."""

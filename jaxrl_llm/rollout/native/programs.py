@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.native.decode import (
     read_prompts,
 )
 from jaxrl_llm.rollout.native.sampler import Chances
-from jaxrl_llm.sharding import processes
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
@@ -201,7 +201,7 @@ class Programs:
     def warm_up(self) -> None:
         """Compile everything but what few requests ask for, several programs at a time."""
         keys = list(self._keys())
-        at_once = 1 if processes.count() > 1 else os.cpu_count()  # several keep the same order
+        at_once = 1 if distributed.count() > 1 else os.cpu_count()  # several keep the same order
         with ThreadPoolExecutor(at_once) as threads:
             compiled = [threads.submit(self.lower(*key).compile) for key in keys]
         self._compiled |= {key: one.result() for key, one in zip(keys, compiled, strict=True)}

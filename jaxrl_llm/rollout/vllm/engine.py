@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.keys import VllmConfig
+from jaxrl_llm.config.keys import VllmConfig
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
-from jaxrl_llm.rollout.routing import Router
+from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm.answers import Asked
 from jaxrl_llm.rollout.vllm.environment import (
     engine_arguments,
@@ -26,9 +26,9 @@ from jaxrl_llm.rollout.vllm.environment import (
     is_cpu_build,
     prefixes,
 )
-from jaxrl_llm.rollout.vllm.parcel import Parcel
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.push import Group, push
+from jaxrl_llm.rollout.vllm.sync import Group, push
+from jaxrl_llm.rollout.vllm.weights import Parcel
 from jaxrl_llm.types import Completion, Receipt, Request
 
 MOST_TOP_LOGPROBS = 20

@@ -1,0 +1,222 @@
+"""What a job needs of a Ray cluster, where its processes go, and whether these fit together."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from jaxrl_llm.cluster.actors import Machine, Settings
+from jaxrl_llm.config.functions import ConfigError, RunError
+from jaxrl_llm.config.keys import ClusterConfig, TrainConfig
+from jaxrl_llm.sharding import distributed
+
+TAKEN_OVER = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")
+"""How the names of variables begin that all processes take over from the launcher."""
+LOOK_S = 0.5  # between two looks at the nodes
+LEAST_S = 1.0  # for a reservation
+
+
+class LostError(RunError):
+    """A process or node was lost, or the job hung: it can be started again."""
+
+
+class Needs(NamedTuple):
+    """What the processes of a job need.
+
+    Attributes:
+        process: Ray's resources of a training process.
+        engine: of an engine.
+        nodes: of all together on each node.
+        devices: of a training process and of an engine.
+        on_cpus: whether devices are the CPU's, as no node of the cluster has a GPU.
+    """
+
+    process: dict[str, float]
+    engine: dict[str, float]
+    nodes: list[dict[str, float]]
+    devices: tuple[int, int]
+    on_cpus: bool
+
+    def settings(self, cluster: ClusterConfig, engine_of: TrainConfig | None = None) -> Settings:
+        """Return what a training process, or an engine of a run, takes over from here."""
+        found = {name: v for name, v in os.environ.items() if name.startswith(TAKEN_OVER)}
+        is_vllm = engine_of is not None and engine_of.rollout.engine == "vllm"
+        if self.on_cpus or is_vllm:  # whose sidecars have the GPUs
+            found["JAX_PLATFORMS"] = "cpu"
+        if self.on_cpus:
+            found["JAX_NUM_CPU_DEVICES"] = str(self.devices[engine_of is not None])
+        if engine_of is not None:  # whatever the variables of the launcher or the node say
+            found |= dict(zip(distributed.VARIABLES, ("localhost:1", "1", "0"), strict=True))
+        found |= {name: str(value) for name, value in cluster.env.items()}
+        return Settings(str(Path.cwd()), found)
+
+
+def await_nodes(count: int, until: float) -> list[Any]:
+    """Return what Ray knows of its nodes when so many are there, or the time has come.
+
+    Args:
+        count: of nodes that a job needs.
+        until: by `time.monotonic`.
+    """
+    while True:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) >= count or time.monotonic() > until:
+            return nodes
+        time.sleep(LOOK_S)
+
+
+def most_gpus(nodes: Sequence[Any]) -> int:
+    """Return how many GPUs the node has that has most.
+
+    >>> most_gpus([{"Resources": {"CPU": 8.0}}, {"Resources": {"CPU": 8.0, "GPU": 4.0}}])
+    4
+    """
+    return max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
+
+
+def requirements(config: TrainConfig, cluster: ClusterConfig, gpus: int) -> Needs:
+    """Return what a job needs of a cluster's nodes.
+
+    Args:
+        config: of the run.
+        cluster: the same's.
+        gpus: of a node.
+    """
+    here = cluster.devices or max(gpus // cluster.processes_per_node, 1)
+    there = config.rollout.devices or max(gpus, 1)
+
+    def resources(count: int, devices: int) -> dict[str, float]:
+        found = {"CPU": float(count * cluster.cpus)}
+        return found | ({"GPU": float(count * devices)} if gpus else {})
+
+    each, engine = resources(1, here), resources(1, there)
+    training = [resources(cluster.processes_per_node, here)] * cluster.nodes
+    return Needs(
+        each, engine, training + [engine] * config.rollout.nodes, (here, there), on_cpus=not gpus
+    )
+
+
+def reserve(needs: Needs, seconds: float, until: float) -> Any:
+    """Reserve a part of a node for each of the job's nodes, each on another one.
+
+    Args:
+        needs: of the job.
+        seconds: that it was given to start.
+        until: when these end, by `time.monotonic`.
+
+    Raises:
+        RunError: they did not come in time.
+    """
+    group = placement_group(needs.nodes, strategy="STRICT_SPREAD")
+    if not group.wait(max(until - time.monotonic(), LEAST_S)):
+        remove_placement_group(group)
+        has = [_told(n["Resources"], needs.nodes[0]) for n in ray.nodes() if n["Alive"]]
+        wants = " or ".join(dict.fromkeys(_told(node, node) for node in needs.nodes))
+        raise RunError(
+            f"the cluster did not give {len(needs.nodes)} nodes with {wants} each in {seconds:g} s "
+            f"(cluster.start_timeout_s): it has {len(has)} ({'; '.join(has)}), some of which may "
+            "be in use"
+        )
+    return group
+
+
+def _told(resources: Mapping[str, float], kinds: Iterable[str]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
+
+
+def check_spare_cpus(needs: Needs, tasks: int) -> None:
+    """Refuse a cluster in which no CPU is left for tasks that score.
+
+    Raises:
+        RunError: all are reserved for the job's processes.
+    """
+    there = ray.cluster_resources().get("CPU", 0)
+    taken = sum(node["CPU"] for node in needs.nodes)
+    if tasks and there - taken < 1:
+        raise RunError(
+            f"cluster.reward_tasks={tasks}, but the job's processes take {taken:g} of the "
+            f"cluster's {there:g} CPUs: lower cluster.cpus, or add nodes"
+        )
+
+
+def actor(cls: type, group: Any, bundle: int, resources: dict[str, float], **options: Any) -> Any:
+    """Return an actor class that goes to one of the reserved nodes."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=bundle
+    )
+    return ray.remote(cls).options(
+        num_cpus=resources["CPU"],
+        num_gpus=resources.get("GPU", 0),
+        scheduling_strategy=strategy,
+        **options,
+    )
+
+
+def answers(tasks: list[Any], cluster: ClusterConfig) -> list[Any]:
+    """Return what processes answer while the job starts.
+
+    Raises:
+        RunError: they don't in time.
+        LostError: one died.
+    """
+    try:
+        return ray.get(tasks, timeout=cluster.start_timeout_s)
+    except GetTimeoutError as error:
+        raise RunError(
+            f"the job's processes did not start in {cluster.start_timeout_s:g} s "
+            "(cluster.start_timeout_s)"
+        ) from error
+    except RayTaskError as error:
+        raise as_raised(error) from error
+    except RayError as error:
+        if error.args and isinstance(error.args[0], RayTaskError):  # an actor's that was not made
+            raise as_raised(error.args[0]) from error
+        raise LostError(f"a process was lost while it started: {error}") from error
+
+
+def as_raised(error: Any) -> Exception:
+    """Return the error that a process raised; one of a bug keeps the process's traceback."""
+    ours = isinstance(error.cause, ConfigError | RunError | OSError)
+    return error.cause if ours else error
+
+
+def check_alike(machines: Sequence[Machine]) -> None:
+    """Refuse nodes on which other versions are installed.
+
+    Raises:
+        ConfigError: naming the first difference.
+    """
+    first = machines[0]
+    for other in machines[1:]:
+        for name, version in first.versions.items():
+            if other.versions[name] != version:
+                raise ConfigError(
+                    f"the nodes differ: {name} is {version} on {first.address} (node "
+                    f"{first.node[:8]}), but {other.versions[name]} on {other.address} (node "
+                    f"{other.node[:8]}): install the same on all"
+                )
+
+
+def check_shared_folder(run_dir: str, actors: Sequence[Any], cluster: ClusterConfig) -> None:
+    """Refuse a run's folder that is another one on each node.
+
+    Raises:
+        ConfigError: a process does not see what the first one writes there.
+    """
+    name = f".seen_by_all_{os.getpid()}"
+    [path] = answers([actors[0].mark.remote(run_dir, name)], cluster)
+    try:
+        seen = answers([other.sees.remote(path) for other in actors], cluster)
+    finally:
+        answers([actors[0].unmark.remote(path)], cluster)
+    if not all(seen):
+        raise ConfigError(
+            f"run_dir={run_dir!r} is not one folder: process {seen.index(False)} does not see what "
+            f"process 0 writes to {path}; it must be on a file system that all nodes share"
+        )

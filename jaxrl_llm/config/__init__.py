@@ -1,0 +1,1 @@
+"""Config files, keys, and the functions that they name."""

@@ -1,0 +1,1 @@
+"""Evaluation and validation: sampling, scores, estimators."""

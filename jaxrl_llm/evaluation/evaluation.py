@@ -1,0 +1,227 @@
+"""Evaluation: k answers to each prompt, their scores, and what these say of a model."""
+
+import contextlib
+import datetime
+import functools
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.keys import EvaluateConfig, SftMeshConfig
+from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.data.dataset import Prompt, check_prompt_row, load_rows, tokenize_prompts
+from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
+from jaxrl_llm.evaluation.policy import Policy, open_engine, read_policy
+from jaxrl_llm.monitoring.report import answer_rows
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import check_sources, make_scorer
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.experience import Rollouts, answer_seeds, sample
+from jaxrl_llm.training.setup import blamed_on, open_layout, quiet_libraries, write_text
+from jaxrl_llm.types import Completion, Sampling
+
+METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores outside 0 to 1"
+
+Report = dict[str, Any]
+
+
+def run_evaluation(config: EvaluateConfig) -> Report:
+    """Sample, score, print and write; return what is in metrics.json."""
+    quiet_libraries()
+    out = distributed.once(functools.partial(new_folder, config.out))
+    with contextlib.ExitStack() as stack:
+        score = make_scorer(config.reward, config.reward.scorer, stack)
+        layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
+        policy = read_policy(config.model, layout, step=config.step)
+        prompts = read_prompts(config, policy)
+        engine = open_engine(
+            policy,
+            layout,
+            slots=config.slots,
+            max_tokens=max(len(p.tokens) for p in prompts) + config.max_new_tokens,
+            dtype=config.dtype,
+            cache_gb=config.cache_gb,
+        )
+        stack.callback(engine.close)
+        rollouts = sample(
+            engine,
+            prompts,
+            sampling(config, policy),
+            samples=config.samples,
+            seed=(config.seed,),
+            decode=functools.partial(policy.tokenizer.decode, skip_special_tokens=True),
+        )
+        scores = score(rollouts)
+    report = {
+        "model": config.model,
+        "step": policy.step,
+        "interval": {"level": LEVEL, "method": METHOD},
+        **tables(rollouts, scores, samples=config.samples, ks=sizes(config)),
+        "config": as_tree(config),
+    }
+    if distributed.is_first():
+        write_rows(out / "samples.parquet", rows(config, rollouts, scores))
+        write_text(out / "metrics.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        sys.stdout.write(f"{as_text(report)}written to {out}\n")
+    return report
+
+
+def new_folder(out: str | None) -> Path:
+    """Make the folder of the results.
+
+    Raises:
+        ConfigError: it holds results already.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    folder = Path(out or f"runs/evaluate/{now:%Y-%m-%d_%H-%M-%S}")
+    if (folder / "metrics.json").exists():
+        raise ConfigError(f"out: {str(folder)!r} holds results; remove it or name another one")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def read_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
+    """Read and tokenise the prompts.
+
+    Raises:
+        ConfigError: a file can't be read, a prompt is too long, or no scorer knows its source.
+    """
+    room = policy.spec.max_positions - config.max_new_tokens
+    if config.max_prompt_tokens is not None:
+        room = min(room, config.max_prompt_tokens)
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's "
+            f"{policy.spec.max_positions} positions (max_position_embeddings)"
+        )
+    with blamed_on("data"):
+        prompts, _ = tokenize_prompts(
+            load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows],
+            policy.tokenizer,
+            max_prompt_tokens=room,
+            filter_overlong=config.max_prompt_tokens is not None,
+            template_kwargs=config.template,
+        )
+    check_sources(config.reward.scorer, prompts)
+    return prompts
+
+
+def sampling(config: EvaluateConfig, policy: Policy) -> Sampling:
+    """Return how each answer is sampled."""
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop_ids=policy.stops,
+    )
+
+
+def sizes(config: EvaluateConfig) -> list[int]:
+    """Return the k of pass@k and maj@k, in rising order.
+
+    >>> sizes(EvaluateConfig(model="m", data=("d",), samples=6, temperature=1.0))
+    [2, 4, 6]
+    """
+    n = config.samples
+    return sorted({*config.k} or {*(2**i for i in range(1, n.bit_length())), n} - {1})
+
+
+def tables(
+    rollouts: Rollouts, scores: Sequence[Score], *, samples: int, ks: Sequence[int]
+) -> Report:
+    """Return the metrics of all answers, and of those to the prompts of each data source.
+
+    Args:
+        rollouts: the answers; the n of a prompt lie side by side.
+        scores: one for each answer.
+        samples: n.
+        ks: k of pass@k and maj@k.
+    """
+    sources = [prompt.data_source for prompt in rollouts.prompts]
+
+    def of(source: str | None) -> Report:
+        chosen = [i for i, name in enumerate(sources) if source in (None, name)]
+        answers = [rollouts.completions[i] for i in chosen]
+        return table([scores[i] for i in chosen], answers, samples=samples, ks=ks)
+
+    return {"all": of(None), "sources": {name: of(name) for name in dict.fromkeys(sources)}}
+
+
+def table(
+    scores: Sequence[Score], answers: Sequence[Completion], *, samples: int, ks: Sequence[int]
+) -> Report:
+    """Return mean@n, pass@k and maj@k with their intervals, and what went wrong.
+
+    pass@k is called best@k where scores are not all 0 or 1. maj@k needs the scorers' `pred`.
+    """
+    groups = [scores[first : first + samples] for first in range(0, len(scores), samples)]
+    quantity, values, votes = read_scores(groups)
+    best = "pass" if np.isin(values, (0, 1)).all() else "best"
+    found = {f"mean@{samples}": values.mean(1)}
+    found |= {f"{best}@{k}": best_at(values, k) for k in ks}
+    if votes is not None:
+        found |= {f"maj@{k}": majority_at(values, votes, k) for k in ks}
+    failures = (score.error.partition(":")[0] for score in scores if score.error is not None)
+    return {
+        "quantity": quantity,
+        "prompts": len(groups),
+        "samples": samples,
+        "metrics": {name: estimate(by_prompt) for name, by_prompt in found.items()},
+        "scorer_errors": dict(Counter(failures)),
+        "cut_off": float(np.mean([answer.finish == "length" for answer in answers])),
+        "mean_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
+    }
+
+
+def estimate(by_prompt: np.ndarray) -> Report:
+    """Return a mean over prompts with its interval; a single prompt has none."""
+    low, high = interval(by_prompt) or (None, None)
+    return {"value": float(by_prompt.mean()), "low": low, "high": high}
+
+
+def rows(config: EvaluateConfig, rollouts: Rollouts, scores: Sequence[Score]) -> list[Report]:
+    """Return a row of samples.parquet for each answer."""
+    seeds = answer_seeds((config.seed,), len(scores))
+    return [
+        {
+            "row": prompt.index,
+            "sample": number % config.samples,
+            "seed": seed,
+            "token_count": len(row["tokens"]),
+            **row,
+        }
+        for number, (prompt, seed, row) in enumerate(
+            zip(rollouts.prompts, seeds, answer_rows(rollouts, scores), strict=True)
+        )
+    ]
+
+
+def as_text(report: Report) -> str:
+    """Return the tables as text for a terminal."""
+    parts = report["sources"]
+    if len(parts) > 1:
+        parts = {**parts, "all sources": report["all"]}
+    return "".join(_part(name, part) for name, part in parts.items())
+
+
+def _part(name: str, part: Report) -> str:
+    lines = [
+        f"{name}: {part['prompts']} prompts, {part['samples']} answers each; {part['quantity']}"
+    ]
+    for metric, found in part["metrics"].items():
+        ends = "" if found["low"] is None else f"  [{found['low']:.4f}, {found['high']:.4f}]"
+        lines.append(f"  {metric:<10} {found['value']:.4f}{ends}")
+    lines.append(f"  answers of {part['mean_tokens']:.0f} tokens, {part['cut_off']:.1%} cut off")
+    if part["scorer_errors"]:
+        counts = ", ".join(f"{count} {kind}" for kind, count in part["scorer_errors"].items())
+        lines.append(f"  the scorer failed: {counts}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,58 @@
+"""Validation: mean@k, best@k and maj@k of the policy on held-out prompts, while it is trained."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.evaluation.estimators import best_at, majority_at, read_scores
+from jaxrl_llm.rewards.runner import Score
+
+
+def by_source(
+    prompts: Sequence[Prompt], scores: Sequence[Score], *, samples: int
+) -> dict[str, list[Sequence[Score]]]:
+    """Return the scores of each prompt's answers, by data source.
+
+    Args:
+        prompts: of all answers; the k answers of a prompt lie side by side.
+        scores: one for each answer.
+        samples: k.
+    """
+    groups: defaultdict[str, list[Sequence[Score]]] = defaultdict(list)
+    for first in range(0, len(prompts), samples):
+        groups[prompts[first].data_source].append(scores[first : first + samples])
+    return dict(groups)
+
+
+def validation_metrics(
+    prompts: Sequence[Prompt], scores: Sequence[Score], *, samples: int
+) -> dict[str, float]:
+    """Return `val-core/<source>/<acc or reward>/{mean,best,maj}@k` for each data source.
+
+    mean@k is the mean over all answers, best@k the mean over prompts of the best of k, maj@k the
+    mean over prompts of the answer that most of the k agree on (by the scorer's `pred`; on a tie
+    the one that came first). The quantity is the scorer's `acc` where it gives one; an answer whose
+    scorer failed has `acc` 0 and no `pred`.
+
+    Args:
+        prompts: of all answers; the k answers of a prompt lie side by side.
+        scores: one for each answer.
+        samples: k.
+    """
+    metrics = {}
+    for source, groups in by_source(prompts, scores, samples=samples).items():
+        name, values, votes = read_scores(groups)
+        prefix = f"val-core/{source}/{name}"
+        metrics[f"{prefix}/mean@{samples}"] = float(values.mean())
+        if samples > 1:
+            metrics[f"{prefix}/best@{samples}"] = float(best_at(values, samples).mean())
+        if samples > 1 and votes is not None:
+            metrics[f"{prefix}/maj@{samples}"] = float(majority_at(values, votes, samples).mean())
+    return metrics
+
+
+def headline(metrics: dict[str, float]) -> float:
+    """Return the mean over data sources of mean@k, by which the best checkpoint is chosen."""
+    return float(np.mean([v for k, v in metrics.items() if "/mean@" in k]))

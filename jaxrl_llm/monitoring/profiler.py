@@ -1,0 +1,230 @@
+"""Traces of chosen steps, for XProf and Perfetto, and summaries of where their time went."""
+
+import contextlib
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.monitoring.trace_reader import GROUPS, Operation, Phase, Trace, read_trace
+from jaxrl_llm.sharding.distributed import is_first
+from jaxrl_llm.training.setup import write_text
+
+log = logging.getLogger(__name__)
+
+STEP = "step"
+OUTSIDE = "outside of phases"
+LISTED = 15
+
+
+class Profiler:
+    """Traces chosen steps of a run; of several processes the first one, about its own devices.
+
+    A trace that can't be written, as on a full disk, is the last one: a warning says so, and the
+    run goes on.
+
+    Args:
+        steps: that the run has still to do.
+        chosen: numbers of steps.
+        run_dir: `profile/step_<n>` in it holds a step's trace, and summary.txt.
+        display: shows the beginning of the summary.
+
+    Raises:
+        ConfigError: a chosen step comes after the last one.
+    """
+
+    def __init__(
+        self, steps: range, chosen: Sequence[int], run_dir: str | Path, display: Display
+    ) -> None:
+        """Look at what is chosen; nothing is traced yet."""
+        late = [step for step in chosen if step >= steps.stop]
+        if late:
+            raise ConfigError(
+                f"log.profile_steps={list(chosen)}, but the run ends after {steps.stop - 1} steps"
+            )
+        for step in sorted(set(chosen)):
+            if step < steps.start:
+                log.info("step %d is not profiled: the run goes on at %d", step, steps.start)
+        self._chosen = set(chosen) if is_first() else set()
+        self._folder, self._display = Path(run_dir) / "profile", display
+        self._tracing, self._step = contextlib.ExitStack(), 0
+
+    def turn_to(self, step: int) -> None:
+        """End the trace of the step before, if there is one; begin that of this step, if chosen."""
+        self.close()
+        if step in self._chosen:
+            with self._giving_up(step):
+                self._tracing.enter_context(tracing(self._folder / f"step_{step}", step))
+                self._step = step
+
+    def close(self) -> None:
+        """End the trace of the last step."""
+        step, self._step = self._step, 0
+        if step:
+            with self._giving_up(step):
+                self._tracing.close()
+                self._report(self._folder / f"step_{step}", step)
+
+    @contextlib.contextmanager
+    def _giving_up(self, step: int) -> Iterator[None]:
+        """Trace no other step after an error of the disk or of jax, which can't begin again."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self._chosen = set()
+            log.warning("can't write the trace of step %d, no step is traced: %s", step, error)
+
+    def _report(self, folder: Path, step: int) -> None:
+        (path,) = folder.rglob("*.xplane.pb")
+        text = summarize(read_trace(path), step)
+        write_text(folder / "summary.txt", text)
+        self._display.line(text.partition("\n\n")[0] + f"\nmore in {folder / 'summary.txt'}")
+
+
+@contextlib.contextmanager
+def tracing(folder: Path, step: int) -> Iterator[None]:
+    """Write a trace of what happens, in place of one that is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function would be an event
+    with (
+        jax.profiler.trace(str(folder), profiler_options=options),
+        jax.profiler.StepTraceAnnotation(STEP, step_num=step),
+    ):
+        yield
+
+
+# ------------------------------------------------------------------------------------ the summary
+
+
+class Timeline(NamedTuple):
+    """What a device did.
+
+    Attributes:
+        operations: in the trace's order.
+        seconds: of each of them, less what others had of it.
+        times: at which an operation begins or ends, in nanoseconds.
+        worked: seconds that the device was busy until then.
+    """
+
+    operations: list[Operation]
+    seconds: np.ndarray
+    times: np.ndarray
+    worked: np.ndarray
+
+    def busy(self, span: Phase) -> float:
+        """Return the seconds of a span in which the device ran at least one operation."""
+        first, last = np.interp([span.start, span.end], self.times, self.worked)
+        return float(last - first)
+
+
+def timeline(trace: Trace, device: str) -> Timeline:
+    """Return what one of a trace's devices did.
+
+    With n(t) operations at time t, one from a to b has the integral of 1 / n(t) from a to b.
+
+    >>> spans = [(0, 3e9), (2e9, 4e9), (6e9, 7e9)]
+    >>> ops = [Operation("0", "", "", "", "other", *span) for span in spans]
+    >>> found = timeline(Trace(Phase("step", 0, 9e9), [], ops), "0")
+    >>> found.seconds.tolist(), found.busy(Phase("gen", 1e9, 6.5e9))
+    ([2.5, 1.5, 1.0], 3.5)
+    """
+    operations = [operation for operation in trace.operations if operation.device == device]
+    times = np.array([o.start for o in operations] + [o.end for o in operations])
+    order = np.argsort(times, kind="stable")
+    begun = np.repeat([1, -1], len(operations))[order]
+    times, running = times[order], np.cumsum(begun)[:-1]
+    gaps = np.diff(times) / 1e9 * (running > 0)
+    divided = np.concatenate([[0.0], np.cumsum(gaps / np.maximum(running, 1))])
+    place = np.argsort(order)
+    first, last = place[: len(operations)], place[len(operations) :]
+    worked = np.concatenate([[0.0], np.cumsum(gaps)])
+    return Timeline(operations, divided[last] - divided[first], times, worked)
+
+
+def summarize(trace: Trace, number: int) -> str:
+    """Return the text that says where a step's time went.
+
+    In a phase's line stands how much of its time the devices were busy, with whatever. Where a
+    device runs several operations at once, each gets its part of that time: their seconds add up to
+    the time that the device was busy. Seconds of several devices are their mean.
+
+    >>> span = Phase("step", 0.0, 4e9)
+    >>> product = Operation("0", "f", "dot.1", "f/dot", "matrix products", 1e9, 2e9)
+    >>> print(summarize(Trace(span, [Phase("gen", 0.0, 2e9)], [product]), 5).partition("\\n\\n")[0])
+    step 5: 4.000 s, devices busy 25.0 %
+    phase                 seconds    share   devices busy
+    gen                     2.000   50.0 %         50.0 %
+    outside of phases       2.000   50.0 %          0.0 %
+    """
+    names = sorted({operation.device for operation in trace.operations})
+    devices = [timeline(trace, name) for name in names]
+    parts = (_phases(trace, devices, number), *_operations(devices))
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+
+def _phases(trace: Trace, devices: Sequence[Timeline], number: int) -> list[str]:
+    def busy(spans: Sequence[Phase]) -> str:
+        times = [device.busy(span) for device in devices for span in spans]
+        return _share(sum(times) / max(1, len(devices)), sum(map(_seconds, spans)))
+
+    whole = _seconds(trace.step)
+    lines = [
+        f"step {number}: {whole:.3f} s, devices busy {busy([trace.step])}",
+        f"{'phase':<20}{'seconds':>9}{'share':>9}{'devices busy':>15}",
+    ]
+    for name, spans in phases_of(trace).items():
+        length = sum(map(_seconds, spans))
+        lines.append(f"{name:<20}{length:>9.3f}{_share(length, whole):>9}{busy(spans):>15}")
+    return lines
+
+
+def _operations(devices: Sequence[Timeline]) -> tuple[list[str], list[str]]:
+    spent: defaultdict[str, float] = defaultdict(float)
+    runs: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+    for device in devices:
+        for operation, length in zip(device.operations, device.seconds, strict=True):
+            spent[operation.group] += length / len(devices)
+            runs[operation[1:5]].append(length / len(devices))
+    total = sum(spent.values())
+    groups = [f"{'operations':<20}{'seconds':>9}{'share':>9}"]
+    groups += [f"{name:<20}{spent[name]:>9.3f}{_share(spent[name], total):>9}" for name in GROUPS]
+    listed = [f"{'seconds':>9}{'share':>9}{'times':>8}  {'of':<16}operation"]
+    longest = sorted(runs.items(), key=lambda item: -sum(item[1]))[:LISTED]
+    for (program, name, source, group), found in longest:
+        length, times = sum(found), len(found)
+        line = f"{length:>9.3f}{_share(length, total):>9}{times:>8}  {group:<16}"
+        listed.append(f"{line}{program} {name}  {source[-80:]}".rstrip())
+    return groups, listed
+
+
+def phases_of(trace: Trace) -> dict[str, list[Phase]]:
+    """Return the spans of each phase, and those of the step that are in none; they tile the step.
+
+    >>> found = phases_of(Trace(Phase("step", 0, 9), [Phase("gen", 1, 4), Phase("adv", 4, 6)], []))
+    >>> [tuple(span) for span in found["outside of phases"]]
+    [('outside of phases', 0, 1), ('outside of phases', 6, 9)]
+    """
+    found: dict[str, list[Phase]] = {}
+    outside, at = [], trace.step.start
+    for phase in sorted(trace.phases, key=lambda phase: phase.start):
+        found.setdefault(phase.name, []).append(phase)
+        outside.append(Phase(OUTSIDE, at, phase.start))
+        at = phase.end
+    outside.append(Phase(OUTSIDE, at, trace.step.end))
+    return found | {OUTSIDE: [span for span in outside if span.end > span.start]}
+
+
+def _seconds(span: Phase) -> float:
+    return (span.end - span.start) / 1e9
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

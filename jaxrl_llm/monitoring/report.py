@@ -1,0 +1,76 @@
+"""What a run leaves for people to read: answers in parquet files, and a table at the end."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.monitoring.trackers import Outages
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.training.experience import Rollouts
+
+
+def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
+    """Write a step's answers to `folder/step_NNNNNN.parquet`, one row for each."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"step": step, **row} for row in answer_rows(rollouts, scores)]
+    write_rows(folder / f"step_{step:06d}.parquet", rows)
+
+
+class RolloutDumps:
+    """Writes the answers of chosen steps; those that the disk does not take are counted.
+
+    Args:
+        folder: of the parquet files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Write nothing yet."""
+        self._folder, self.dropped = folder, 0
+        self._outages = Outages(str(folder), "answers are not kept")
+
+    def __call__(self, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
+        """Write a step's answers, or log once that it is not possible."""
+        try:
+            dump_rollouts(self._folder, step, rollouts, scores)
+        except OSError as error:
+            self.dropped += 1
+            self._outages.begin(error)
+        else:
+            self._outages.end(self.dropped)
+
+
+def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """Return a row for each answer, as parquet can hold it."""
+    return [
+        {
+            "prompt": json.dumps(prompt.messages, ensure_ascii=False),
+            "answer": text,
+            "tokens": completion.tokens.tolist(),
+            "finish": completion.finish,
+            "data_source": prompt.data_source,
+            "ground_truth": json.dumps(prompt.ground_truth, ensure_ascii=False),
+            "score": score.score,
+            "extra": json.dumps(score.extra, ensure_ascii=False),
+            "error": score.error,
+        }
+        for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
+    ]
+
+
+def print_before_and_after(folder: Path, display: Display) -> None:
+    """Print a table of the first, the last and the best validation and training score."""
+    with (folder / "metrics.jsonl").open() as file:
+        lines = [json.loads(line) for line in file]
+    names = dict.fromkeys(n for line in lines for n in line if "@" in n or n == "critic/score/mean")
+    rows = []
+    for name in names:
+        found = [(line["step"], line[name]) for line in lines if name in line]
+        (first, before), (last, after) = found[0], found[-1]
+        best = max(value for _, value in found)
+        rows.append(
+            [name, f"{before:.3f} (step {first})", f"{after:.3f} (step {last})", f"{best:.3f}"]
+        )
+    display.table("before and after", ["metric", "before", "after", "best"], rows)

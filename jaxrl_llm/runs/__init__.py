@@ -1,0 +1,1 @@
+"""A run's directory: locks, checkpoints, how it resumes and ends."""

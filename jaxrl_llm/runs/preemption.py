@@ -1,0 +1,99 @@
+"""What a run does when it is told to end: it saves at the next step's border.
+
+Schedulers send SIGTERM some time before they kill: Slurm when a job is preempted or out of time,
+Kubernetes when a pod is evicted, clouds when a spot machine is taken back.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from typing import NoReturn
+
+from jaxrl_llm.cluster import context
+from jaxrl_llm.sharding import distributed
+
+KILLED = 128 + signal.SIGTERM
+"""The exit status of a run that could not save in time, or was told twice, as shells show it."""
+
+
+class Preemption:
+    """Listens for SIGTERM while it is open; a second one ends the process at once.
+
+    A thread of its own takes the signals, as the main one may wait for the devices for long. Where
+    no signal can be taken, in another thread than the main one and in processes of a cluster, whose
+    launcher takes it, only `requested` works.
+
+    Args:
+        grace_s: seconds until the process ends even if it has not come to a step's border.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        """Don't listen yet."""
+        self._grace_s = grace_s
+        self._told = threading.Event()
+        self._listens = False
+
+    def __enter__(self) -> "Preemption":
+        """Begin to listen."""
+        in_main = threading.current_thread() is threading.main_thread()
+        self._listens = in_main and context.current() is None
+        if self._listens:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._handler = signal.signal(signal.SIGTERM, _ignore)
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._take, daemon=True, name="preemption").start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Let the signal do again what it did before."""
+        if self._listens:
+            self._listens = False
+            signal.set_wakeup_fd(self._wakeup)
+            known = self._handler is not None  # else it was set by another language's code
+            signal.signal(signal.SIGTERM, self._handler if known else signal.SIG_DFL)
+            os.close(self._writer)  # which ends the thread
+
+    def is_told(self) -> bool:
+        """Return whether this process was told to end."""
+        return self._told.is_set()
+
+    def requested(self) -> bool:
+        """Return whether any process of the run was told to end; all of them ask together."""
+        return any(distributed.gather(self.is_told() or context.is_told_to_end()))
+
+    def _take(self) -> None:
+        """Take signals until `close`, or until the grace is over."""
+        until = None
+        while True:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._reader], [], [], left)[0]:
+                _end(f"it has not come to a step's border in checkpoint.grace_s={self._grace_s:g}")
+            signals = os.read(self._reader, 64)
+            if not signals:
+                os.close(self._reader)
+                return
+            for _ in range(signals.count(signal.SIGTERM)):
+                if until is not None:
+                    _end("it was told twice")
+                until = time.monotonic() + self._grace_s
+                self._told.set()
+                _write(
+                    f"SIGTERM: the run saves at the end of this step, within {self._grace_s:g} s "
+                    "(checkpoint.grace_s); a second one ends it at once"
+                )
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing: the thread does it."""
+
+
+def _write(text: str) -> None:
+    os.write(2, f"{text}\n".encode())
+
+
+def _end(why: str) -> NoReturn:
+    _write(f"SIGTERM: {why}; the same command continues from the newest checkpoint")
+    os._exit(KILLED)

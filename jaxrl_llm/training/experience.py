@@ -1,0 +1,295 @@
+"""From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
+from jaxrl_llm.config.fields import call, describe
+from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.rewards.runner import SCORER, Score
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.types import Batch, Completion, Request, Sampling
+
+
+class Rollouts(NamedTuple):
+    """B sampled answers; those of one prompt lie side by side."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    texts: list[str]
+
+    def take(self, rows: Sequence[int]) -> "Rollouts":
+        """Return some of the answers, by index."""
+        return Rollouts(
+            [self.prompts[i] for i in rows],
+            [self.completions[i] for i in rows],
+            [self.texts[i] for i in rows],
+        )
+
+    def join(self, other: "Rollouts") -> "Rollouts":
+        """Return these answers, then the other's."""
+        return Rollouts(
+            self.prompts + other.prompts,
+            self.completions + other.completions,
+            self.texts + other.texts,
+        )
+
+
+def sample(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    samples: int,
+    seed: tuple[int, ...],
+    decode: Callable[[Any], str],
+) -> Rollouts:
+    """Draw G answers for each prompt.
+
+    Args:
+        engine: holds the policy.
+        prompts: P prompts.
+        sampling: how to sample.
+        samples: G.
+        seed: entropy of this call; each answer gets a seed of its own from it.
+        decode: answer's token ids, without the stop token, to text.
+    """
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    seeds = answer_seeds(seed, len(repeated))
+    completions = engine.sample(
+        [Request(p.tokens, sampling, s) for p, s in zip(repeated, seeds, strict=True)]
+    )
+    ends = [len(c.tokens) - isinstance(c.stopped_by, int) for c in completions]
+    texts = [decode(c.tokens[:end]) for c, end in zip(completions, ends, strict=True)]
+    return Rollouts(repeated, completions, texts)
+
+
+def answer_seeds(seed: tuple[int, ...], count: int) -> list[int]:
+    """Return the seeds of so many answers, from the entropy of a call.
+
+    >>> answer_seeds((0, 1), 3)[:2] == answer_seeds((0, 1), 2)
+    True
+    """
+    return np.random.SeedSequence(seed).generate_state(count).tolist()
+
+
+def side_by_side(rollouts: Rollouts, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids of prompts and answers [B T], T = `max_tokens`, and their numbers [B]."""
+    tokens = np.zeros((len(rollouts.prompts), max_tokens), np.int32)
+    sizes = np.zeros(len(tokens), np.int32)
+    for i, (prompt, answer) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
+        sizes[i] = len(prompt.tokens) + len(answer.tokens)
+        tokens[i, : sizes[i]] = (*prompt.tokens, *answer.tokens)
+    return tokens, sizes
+
+
+class ScoreError(RunError):
+    """A scorer that does not report what the config says it does."""
+
+
+def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
+    """Lay prompts and answers out as a batch [B T], T = `max_tokens`.
+
+    Args:
+        rollouts: B answers.
+        samples: G.
+        max_tokens: T.
+    """
+    tokens, sizes = side_by_side(rollouts, max_tokens)
+    mask, logprobs = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
+    for i, (answer, end) in enumerate(zip(rollouts.completions, sizes, strict=True)):
+        start = end - len(answer.tokens)
+        mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
+    return Batch(
+        tokens,
+        sizes,
+        {
+            "mask": mask,
+            "lengths": mask.sum(1, dtype=np.int32),
+            "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
+            "rollout_logprobs": logprobs,
+        },
+    )
+
+
+def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[str] = ()) -> Batch:
+    """Add the scores of a batch's answers, and the rewards that they are.
+
+    Args:
+        batch: B answers.
+        scores: of each answer.
+        components: names of the scorers' numbers that become `score_components` [B C]; where a
+            scorer failed, reward.on_error stands for each.
+
+    Raises:
+        ScoreError: a scorer did not report one of the components.
+    """
+    values = np.array([score.score for score in scores], np.float32)
+    rewards = _on_last_token(values, batch["mask"])
+    batch = batch.add(scores=values, raw_scores=values, rewards=rewards)
+    return batch.add(score_components=_components(scores, components)) if components else batch
+
+
+def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
+    def number(score: Score, name: str) -> float:
+        if score.error is not None and name != "score":
+            return score.extra.get(SCORER, score.score)
+        found = score.extra.get(name, score.score if name == "score" else None)
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            reported = f"{name}={found!r}" if name in score.extra else sorted(score.extra)
+            raise ScoreError(
+                f"reward.components names {name!r}, but the scorer reported "
+                f"{reported or 'a bare number'}: wanted a finite number under that name"
+            )
+        return float(found)
+
+    return np.array([[number(score, name) for name in names] for score in scores], np.float32)
+
+
+def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.asarray(rewards_from_scores(jnp.asarray(scores), jnp.asarray(mask)))
+
+
+def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
+    """Add a penalty [B] to the scores, and to the reward of each answer's last token."""
+    return batch.add(
+        scores=batch["scores"] + values,
+        rewards=batch["rewards"] + _on_last_token(values, batch["mask"]),
+    )
+
+
+def penalize(batch: Batch, kl: np.ndarray, coef: float) -> Batch:
+    """Subtract the KL penalty from the token rewards, and its sum from the scores."""
+    arrays = map(jnp.asarray, (batch["rewards"], kl, batch["mask"]))
+    rewards = np.asarray(kl_penalized_rewards(*arrays, coef=coef))
+    return batch.add(rewards=rewards, scores=rewards.sum(1))
+
+
+def per_answer(
+    function: Callable[..., Any], key: str, kind: type[np.generic]
+) -> Callable[[Batch], np.ndarray]:
+    """Return a jitted function from a batch to what `function` returns, checked: [B] of a kind.
+
+    Args:
+        function: asks for fields of a batch.
+        key: its config key, for messages.
+        kind: np.floating or np.bool_.
+    """
+    compute = jax.jit(lambda fields: call(function, fields))
+
+    def checked(batch: Batch) -> np.ndarray:
+        result = compute(dict(batch.fields))
+        found = np.asarray(result) if isinstance(result, jax.Array) else None
+        if (
+            found is None
+            or found.shape != batch.sizes.shape
+            or not np.issubdtype(found.dtype, kind)
+        ):
+            got = type(result).__name__ if found is None else f"{found.dtype}{list(found.shape)}"
+            raise ScoreError(
+                f"{key}: {describe(function)!r} returned {got}; wanted one "
+                f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
+                f"here [{len(batch.sizes)}]"
+            )
+        if kind is not np.bool_ and not np.isfinite(found).all():
+            raise ScoreError(f"{key}: {describe(function)!r} returned NaN or infinity")
+        return found
+
+    return checked
+
+
+def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch], Batch]:
+    """Return a jitted step that adds the product of the functions' weights, `correction` [B T]."""
+
+    @jax.jit
+    def compute(fields: dict[str, Any]) -> Any:
+        weights = jnp.ones(fields["mask"].shape, jnp.float32)
+        for function in functions:
+            weights = weights * _weights(function, fields)
+        return weights
+
+    def add(batch: Batch) -> Batch:
+        weights = np.asarray(compute(dict(batch.fields)))
+        if not np.isfinite(weights[batch["mask"]]).all():
+            names = ", ".join(describe(function) for function in functions)
+            raise ScoreError(f"algorithm.correction: {names} returned NaN or infinity")
+        return batch.add(correction=weights)
+
+    return add
+
+
+def _weights(function: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    found, shape = call(function, fields), fields["mask"].shape
+    if not isinstance(found, jax.Array) or found.shape != shape:
+        got = f"{found.dtype}{list(found.shape)}" if isinstance(found, jax.Array) else repr(found)
+        raise ScoreError(
+            f"algorithm.correction: {describe(function)!r} returned {got}; wanted one weight for "
+            f"each token [B T], here {list(shape)}"
+        )
+    return found
+
+
+class AdvantageError(RunError):
+    """An advantage function that returned something else than advantages."""
+
+
+def advantage_step(
+    function: Callable[..., Any], *, with_returns: bool = False
+) -> Callable[[Batch], Batch]:
+    """Return a jitted step that adds `advantages` [B T] to a batch, and `returns` if it has them.
+
+    The function returns [B] (every token of an answer gets its advantage), [B T], or a pair of
+    advantages and returns, both [B T].
+
+    Args:
+        function: asks for fields of a batch.
+        with_returns: whether it must return a pair, since a critic learns from the returns.
+    """
+
+    @jax.jit
+    def compute(fields: dict[str, Any]) -> dict[str, Any]:
+        result, mask = call(function, fields), fields["mask"]
+        parts = result if isinstance(result, tuple) else (result,)
+        if len(parts) != 2 and (with_returns or isinstance(result, tuple)):
+            raise AdvantageError(
+                f"advantage {describe(function)!r} returned {len(parts)} array(s); wanted a pair "
+                "(advantages, returns): the critic learns from the returns"
+            )
+        named = zip(("advantages", "returns"), parts, strict=False)
+        return {name: _per_token(function, name, array, mask) for name, array in named}
+
+    def add(batch: Batch) -> Batch:
+        found = {name: np.asarray(array) for name, array in compute(dict(batch.fields)).items()}
+        for name, array in found.items():
+            wrong = np.flatnonzero(~np.isfinite(array).all(1))
+            if wrong.size:
+                raise AdvantageError(
+                    f"advantage {describe(function)!r} returned NaN or infinity as {name} for "
+                    f"{len(wrong)} of {len(array)} answers, the first one number {wrong[0]} "
+                    f"with score {batch['scores'][wrong[0]]}"
+                )
+        return batch.add(**found)
+
+    return add
+
+
+def _per_token(function: Callable[..., Any], name: str, array: Any, mask: Any) -> Any:
+    kinds = (jax.Array, np.ndarray)
+    if not isinstance(array, kinds) or array.shape not in (mask.shape, mask.shape[:1]):
+        got = f"shape {list(array.shape)}" if hasattr(array, "shape") else repr(type(array))
+        raise AdvantageError(
+            f"advantage {describe(function)!r} returned {got} as {name}; wanted an array [B] or "
+            f"[B T], here [{mask.shape[0]}] or {list(mask.shape)}"
+        )
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise AdvantageError(
+            f"advantage {describe(function)!r} returned {array.dtype} as {name}, wanted floating "
+            "point"
+        )
+    return jnp.where(mask, array[:, None] if array.ndim == 1 else array, 0.0).astype(jnp.float32)

@@ -1,0 +1,93 @@
+"""A new run's steps, compiled in another thread while its weights are read."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxrl_llm.config.keys import ModelConfig, TrainConfig
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.spec import declare
+from jaxrl_llm.runs.directory import programs_in
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.setup import blamed_on
+
+if TYPE_CHECKING:
+    from jaxrl_llm.planning.memory import Shapes
+
+log = logging.getLogger(__name__)
+
+LARGE = 500_000_000
+"""Parameters from which on reading them takes longer than lowering the steps a second time."""
+
+
+@contextlib.contextmanager
+def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], None]]:
+    """Compile a run's steps from shapes alone, into its folder, where the first step finds them.
+
+    The steps are lowered twice then, which costs some seconds. So it is done for large models only,
+    and where there is no compiled program yet. Several processes compile when they need to.
+
+    Args:
+        config: of the run.
+        folder: of the run, as `run_folder` gives it.
+
+    Yields:
+        A function that waits until all are compiled. On an error nothing is waited for but the
+        program that is being compiled.
+    """
+    settings: Any = jax.config
+    into = programs_in(folder)
+    is_kept = settings.jax_compilation_cache_dir == str(into) and not into.exists()
+    if not is_kept or distributed.count() > 1 or not is_large(config.model):
+        yield lambda: None
+        return
+    stopped = Event()
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(compile_steps, config, stopped)
+
+        def wait() -> None:
+            if error := done.exception():
+                log.warning("the run's steps were not compiled ahead: %s", error)
+
+        try:
+            yield wait
+        finally:
+            stopped.set()
+
+
+def is_large(config: ModelConfig) -> bool:
+    """Tell whether it takes long to read a model's weights."""
+    with blamed_on("model.path"):
+        arrays = jax.tree.leaves(declare(read_spec(config.path)))
+    return not config.random_init and sum(math.prod(a.shape) for a in arrays) >= LARGE
+
+
+def compile_steps(config: TrainConfig, stopped: Event) -> None:
+    """Compile the steps of a run from shapes, one after another, until it is stopped."""
+    from jaxrl_llm.planning.memory import lay_out  # which imports what builds a run
+
+    for program in programs(lay_out(config)):
+        if stopped.is_set():
+            return
+        program.compile()
+
+
+def programs(shapes: "Shapes") -> Iterator[Any]:
+    """Lower the steps that a run takes, for every bucket of shapes of micro-batches."""
+    for name, lower in shapes.lower.items():
+        model, _, step = name.partition(" ")
+        if step in ("accumulate", "infer"):
+            role = shapes.roles[model]
+            if step == "accumulate" or role.is_asked:
+                yield from map(lower, role.shape.buckets)
+        elif step == "apply":
+            yield lower()
+        else:  # of the engine
+            yield from lower().values()

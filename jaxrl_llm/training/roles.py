@@ -1,0 +1,251 @@
+"""The models of a run that are trained: the actor, the critic, the implicit reward model."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config.fields import call, describe
+from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.heads import with_value_head
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.runs.directory import Trainee
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.training.objective import Forward
+from jaxrl_llm.training.resolve import Functions, Learning, with_key
+from jaxrl_llm.training.setup import (
+    Layouts,
+    Model,
+    blamed_on,
+    forward_settings,
+    laid_out,
+    read_model,
+)
+from jaxrl_llm.training.step import (
+    Inference,
+    Learner,
+    TrainState,
+    logprob_pass,
+    make_learner,
+    value_pass,
+)
+from jaxrl_llm.types import Batch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A model that is trained: the actor, the critic or the implicit reward model.
+
+    Attributes:
+        name: of its metrics and in checkpoints.
+        learner: its update.
+        infer: (params, batch) -> what it says of each token [B T], by name.
+        learning_rate: of an update, by its number.
+        max_skipped: updates in a row that may be skipped.
+        mark: (state, mini-batch) -> the mini-batch with what its loss needs of the whole of it.
+    """
+
+    name: str
+    learner: Learner
+    infer: Callable[[Any, Batch], dict[str, np.ndarray]]
+    learning_rate: Callable[[int], Any]
+    max_skipped: int
+    mark: Callable[[TrainState, Batch], Batch] | None = None
+
+
+def make_roles(
+    config: TrainConfig,
+    functions: Functions,
+    actor: Model,
+    layouts: Layouts,
+    shape_on: Callable[[Layout], RowShape],
+) -> tuple[dict[str, Role], dict[str, Trainee]]:
+    """Build every model that is trained, and say what it starts from.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        actor: the policy's model.
+        layouts: where each model stands.
+        shape_on: shape of micro-batches in a layout.
+    """
+    roles, trainees = {}, {}
+    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    for name, how in functions.learning.items():
+        is_critic, path = name == "critic", paths.get(name)
+        layout = layouts.train if name == "actor" else getattr(layouts, name)
+        key = f"{name}.path" if path else "model.path"
+        if actor.frozen is not None and name != "actor":
+            path = path or config.model.path  # these begin at the base, and have no adapter
+        model = actor
+        if path:
+            model = read_role(path, key, layout, actor.spec, value_head=is_critic)
+        elif layout is not layouts.train:
+            placed = reshard(actor.params, layout.of(declare(actor.spec)))
+            model = laid_out(actor.spec, placed, layout)
+        if is_critic:
+            model = as_critic(model, key, layout)
+        settings = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
+        shape = shape_on(layout)
+        learner = learner_of(how, settings, shape, layout, model.like, model.frozen)
+        infer = inference_of(name, functions, settings, shape, layout, model.frozen)
+        roles[name] = Role(
+            name=name,
+            learner=learner,
+            infer=infer,
+            learning_rate=how.schedule,
+            max_skipped=how.max_skipped,
+        )
+        trainees[name] = Trainee(model, learner, key)
+    if functions.mark:
+        mark = covariance_marker(functions.mark, roles["actor"].infer, config.seed)
+        roles["actor"] = dataclasses.replace(roles["actor"], mark=mark)
+    if functions.learns_labels:
+        roles["reward_model"] = dataclasses.replace(roles["reward_model"], mark=check_labels)
+    return roles, trainees
+
+
+def learner_of(
+    how: Learning,
+    settings: Forward,
+    shape: RowShape,
+    layout: Layout,
+    params_like: Any,
+    frozen: Any = None,
+) -> Learner:
+    """Build the update of a model as its functions say; the last two are `make_learner`'s."""
+    return make_learner(
+        how.objective,
+        settings,
+        how.optimizer,
+        reduce=how.reduce,
+        shape=shape,
+        mesh=layout.mesh,
+        params_like=params_like,
+        frozen=frozen,
+    )
+
+
+def inference_of(
+    name: str,
+    functions: Functions,
+    settings: Forward,
+    shape: RowShape,
+    layout: Layout,
+    frozen: Any = None,
+) -> Inference:
+    """Build what says of each token what the functions ask a role for; see `logprob_pass`."""
+    if name == "critic":
+        return value_pass(settings, shape, layout.mesh)
+    names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
+    return logprob_pass(settings, shape, layout.mesh, names, frozen=frozen)
+
+
+def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool) -> Model:
+    """Load the model of a critic or of a reward model.
+
+    Args:
+        path: Hugging Face directory.
+        key: its config key, for messages.
+        layout: where it stands.
+        actor: the policy, whose tokens and positions it must know.
+        value_head: whether the model may end in a value head.
+    """
+    with blamed_on(key):
+        spec = read_spec(path)
+        if (spec.value_head or spec.reward_head) and not value_head:
+            raise ValueError(f"{path} ends in a value head, wanted a language model")
+        for name in ("vocab_size", "max_positions"):
+            got, wanted = getattr(spec, name), getattr(actor, name)
+            if got < wanted:
+                raise ValueError(f"{path} has {name}={got}, wanted the policy's {wanted} or more")
+        return read_model(path, spec, layout)
+
+
+def as_critic(model: Model, key: str, layout: Layout) -> Model:
+    """Return a model with a value head: its own, or one of zeros."""
+    if model.spec.value_head:
+        return model
+    log.info("the critic starts from %s, with a new value head of zeros", key)
+    params, spec = with_value_head(model.params, model.spec)
+    return laid_out(spec, distributed.put(params, layout.of(declare(spec))), layout)
+
+
+class LabelError(RunError):
+    """Marks or labels that an update can't learn from."""
+
+
+def check_labels(state: TrainState, batch: Batch) -> Batch:
+    """Raise LabelError unless every score can be the label of an implicit reward model."""
+    del state
+    scores = batch["raw_scores"]
+    if scores.min() < 0 or scores.max() > 1:
+        raise LabelError(
+            f"reward_model: scores from {scores.min()} to {scores.max()}; an implicit reward model "
+            "learns from labels in [0, 1]: rescale what the scorer returns, or reward.on_error"
+        )
+    return batch
+
+
+def covariance_marker(
+    select: Callable[..., Any], infer: Callable[..., Any], seed: int
+) -> Callable[[TrainState, Batch], Batch]:
+    """Return a function that adds `high_covariance` to a mini-batch, by the current log-probs."""
+
+    @jax.jit
+    def compute(fields: dict[str, Any], key: Any) -> Any:
+        return call(with_key(select, key), fields)
+
+    def mark(state: TrainState, batch: Batch) -> Batch:
+        key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
+        fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
+        marked = np.asarray(compute(fields, key))
+        if marked.shape != batch.tokens.shape or marked.dtype != bool:
+            raise LabelError(
+                f"algorithm.high_covariance: {describe(select)!r} returned "
+                f"{marked.dtype}{list(marked.shape)}; wanted true or false for each token [B T], "
+                f"here {list(batch.tokens.shape)}"
+            )
+        return batch.add(high_covariance=marked)
+
+    return mark
+
+
+def old_logprob_step(
+    infer: Callable[..., dict[str, np.ndarray]], *, bypass: bool, probe_tokens: int
+) -> Callable[[Any, Batch], tuple[Batch, Batch]]:
+    """Return the step that adds `old_logprobs` and what else the policy says of a batch.
+
+    Args:
+        infer: (params, batch) -> `logprobs` and more [B T].
+        bypass: take the engine's log-probs; the policy then runs over the first sequences only, to
+            compare the two.
+        probe_tokens: the most tokens that these sequences hold.
+
+    Returns:
+        (params, batch) -> the batch with the fields, and the part of it that holds `logprobs` and
+        `entropy` under the policy.
+    """
+
+    def add(params: Any, batch: Batch) -> tuple[Batch, Batch]:
+        if bypass:
+            # the same number in every step, or what compares the two would compile again
+            part = batch.take(slice(0, max(1, probe_tokens // batch.tokens.shape[1])))
+            probe = part.add(**infer(params, part))
+            return batch.add(old_logprobs=batch["rollout_logprobs"]), probe
+        found = infer(params, batch)
+        rest = {name: values for name, values in found.items() if name != "logprobs"}
+        return batch.add(old_logprobs=found["logprobs"], **rest), batch.add(**found)
+
+    return add

@@ -1,0 +1,481 @@
+"""The jitted steps: log-probs of a batch, and updates by accumulated gradients.
+
+A mini-batch is cut into micro-batches of packed rows. The reduction's weights are computed over
+the whole mini-batch first, so a micro-batch adds `sum(weights * loss)` and the sum over them is
+exactly the mini-batch's loss, however it is cut. The load-balance loss of experts is a product of
+means over the mini-batch. One of them, how often each expert is chosen, has no gradient: a pass
+before the update counts it, and with that held constant this loss is such a sum too.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.fields import describe
+from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.data.packing import RowShape, in_bucket, pack_rows, plan
+from jaxrl_llm.models.lora import join
+from jaxrl_llm.models.moe import (
+    RouterStats,
+    balance_weights,
+    load_balance_loss,
+    router_metrics,
+    update_bias,
+)
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.mesh import over_batch, replicated
+from jaxrl_llm.training.objective import (
+    Fields,
+    Forward,
+    LossError,
+    MicroBatch,
+    Objective,
+    Params,
+    per_token,
+    router_totals,
+    token_fields,
+    value_fields,
+)
+from jaxrl_llm.types import Batch, Rows
+
+
+class TrainState(NamedTuple):
+    """What an update changes.
+
+    Attributes:
+        params: float32 master weights of what is trained: the whole model, or its adapter.
+        opt_state: the optimizer's.
+        updates: updates that were applied.
+        skipped: updates in a row that were skipped because the gradient was not finite.
+    """
+
+    params: Params
+    opt_state: Any
+    updates: jax.Array
+    skipped: jax.Array
+
+
+class TrainingError(RunError):
+    """A run that must not go on."""
+
+
+def microbatches(
+    batch: Batch, names: set[str], shape: RowShape, mesh: Mesh
+) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+    """Cut a batch into micro-batches on the devices, each with the indices of its sequences.
+
+    Raises:
+        ValueError: a batch wider than a row.
+    """
+    if batch.tokens.shape[1] > shape.length:
+        raise ValueError(
+            f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
+        )
+    sharding = over_batch(mesh)
+    for planned in plan(batch.sizes, shape):
+        members, bucket = in_bucket(batch.sizes, planned, shape)
+        indices, micro = _laid_out(batch, names, members, bucket)
+        yield indices, distributed.put(micro, sharding)
+
+
+def _laid_out(
+    batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
+) -> tuple[np.ndarray, MicroBatch]:
+    indices = np.array([i for row in members for i in row], np.int32)
+    rows = pack_rows(batch.tokens, batch.sizes, members, bucket)
+    return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
+
+
+def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
+    widths = [(0, shape.sequences - len(values))]
+    if values.ndim > 1:
+        values = values[:, : shape.length]
+        widths.append((0, shape.length - values.shape[1]))
+    return np.pad(values, widths)
+
+
+class Rehearsal:
+    """Compiles a step for all buckets of micro-batches when it is first run, none of them later.
+
+    Args:
+        shape: of the micro-batches.
+        mesh: the devices.
+    """
+
+    def __init__(self, shape: RowShape, mesh: Mesh) -> None:
+        """Begin without any."""
+        self._shape, self._mesh = shape, mesh
+        self._seen: set[Any] = set()
+
+    def __call__(
+        self,
+        run: Callable[[MicroBatch], Any],
+        params: Params,
+        batch: Batch,
+        names: Iterable[str] = (),
+    ) -> None:
+        """Run a step on a micro-batch without sequences in each bucket.
+
+        Nothing is run where these parameters' layout and dtypes were met before.
+
+        Args:
+            run: the step; what it returns is fetched, and forgotten.
+            params: what it runs with.
+            batch: with the fields that it asks for.
+            names: of these fields.
+        """
+        kind = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
+        if kind in self._seen or len(self._shape.buckets) == 1:
+            return
+        self._seen.add(kind)
+        for bucket in self._shape.buckets:
+            _, micro = _laid_out(batch, names, [], bucket)
+            distributed.fetch(run(distributed.put(micro, over_batch(self._mesh))))
+
+
+def logprob_pass(
+    model: Forward,
+    shape: RowShape,
+    mesh: Mesh,
+    names: tuple[str, ...] = ("logprobs", "entropy"),
+    *,
+    frozen: Params | None = None,
+) -> "Inference":
+    """Return a function from parameters and a batch to some of its TokenStats [B T], by name.
+
+    Args:
+        model: how the model is run.
+        shape: of the micro-batches.
+        mesh: the devices.
+        names: of TokenStats.
+        frozen: the parameters that are not in those given at each call.
+    """
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        stats = token_fields(join(params, rest), rows, model, mesh)._asdict()
+        return {name: stats[name] for name in names}
+
+    return Inference(infer, shape, mesh, frozen or {})
+
+
+def value_pass(model: Forward, shape: RowShape, mesh: Mesh) -> "Inference":
+    """Return a function from a critic's parameters and a batch to its `values` [B T]."""
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        return {"values": value_fields(join(params, rest), rows, model, mesh)}
+
+    return Inference(infer, shape, mesh, {})
+
+
+class Inference:
+    """A pass without gradients: (params, batch) -> what a model says of each token [B T], by name.
+
+    Args:
+        compute: (params, frozen, rows) -> the same of a micro-batch [b T].
+        shape: of the micro-batches.
+        mesh: the devices.
+        frozen: the parameters that are not in those given at each call.
+
+    Attributes:
+        run: `compute`, jitted.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Params, Params, Rows], dict[str, Array]],
+        shape: RowShape,
+        mesh: Mesh,
+        frozen: Params,
+    ) -> None:
+        """Compile nothing yet."""
+        self.run: Any = jax.jit(compute)
+        self._shape, self._mesh, self._frozen = shape, mesh, frozen
+        self._rehearse = Rehearsal(shape, mesh)
+
+    def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
+        """Run over a batch, in micro-batches."""
+        frozen = self._frozen
+        self._rehearse(lambda micro: self.run(params, frozen, micro.rows), params, batch)
+        cut = microbatches(batch, set(), self._shape, self._mesh)
+        said = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
+        return _whole(said, batch)
+
+
+def _whole(
+    parts: Iterable[tuple[np.ndarray, dict[str, Array]]], batch: Batch
+) -> dict[str, np.ndarray]:
+    """Put what micro-batches say of their tokens together, once all of them are on their way."""
+    found: dict[str, np.ndarray] = {}
+    for indices, results in list(parts):
+        for name, values in distributed.fetch(results).items():
+            whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+            width = min(values.shape[1], whole.shape[1])
+            whole[indices, :width] = values[: len(indices), :width]
+    return found
+
+
+def balance_pass(
+    model: Forward, shape: RowShape, mesh: Mesh, frozen: Params
+) -> Callable[[Params, Batch], Fields]:
+    """Return a function from parameters and a mini-batch to the coefficients of its balance loss.
+
+    They are the constant part of `load_balance_loss` times the model's coefficient. Without experts
+    or with a coefficient of 0 there are none, and nothing is run.
+    """
+    everywhere, rehearse = replicated(mesh), Rehearsal(shape, mesh)
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
+        return router_totals(join(params, rest), rows, model, mesh)
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def weigh(total: RouterStats) -> Array:
+        return model.router_loss_coef * balance_weights(total)
+
+    def find(params: Params, batch: Batch) -> Fields:
+        if model.spec.moe is None or model.router_loss_coef == 0:
+            return {}
+        rehearse(lambda micro: count(params, frozen, micro.rows), params, batch)
+        cut = microbatches(batch, set(), shape, mesh)
+        counted = (count(params, frozen, micro.rows) for _, micro in cut)
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
+        return {"balance_weights": weigh(total)}
+
+    return find
+
+
+class Learner(NamedTuple):
+    """The jitted parts of an update, and how to start.
+
+    Attributes:
+        init: params -> TrainState.
+        update: (state, batch, coefficients) -> (state, metrics). Donates the state. Where the
+            objective reports what the policy says of each token, the metrics hold it as `policy`,
+            [B T] by name.
+        state_shardings: the layout of a TrainState.
+        begin: (params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches.
+        accumulate: (sum, params, frozen, micro, coefficients) -> (sum of gradients and metrics,
+            what the policy says of the tokens [b T] by name), jitted. Donates the sum.
+        apply: (state, gradients, router statistics) -> (state, metrics), jitted.
+    """
+
+    init: Callable[[Params], TrainState]
+    update: Callable[[TrainState, Batch, dict[str, float]], tuple[TrainState, dict[str, Any]]]
+    state_shardings: TrainState
+    begin: Any
+    accumulate: Any
+    apply: Any
+
+
+def make_learner(
+    objective: Objective,
+    model: Forward,
+    optimizer: optax.GradientTransformation,
+    *,
+    reduce: Callable[..., Any],
+    shape: RowShape,
+    mesh: Mesh,
+    params_like: Any,
+    frozen: Params | None = None,
+) -> Learner:
+    """Build the update for one objective.
+
+    Args:
+        objective: what an update minimises.
+        model: how the model is run.
+        optimizer: with gradient clipping and learning rate already in it.
+        reduce: mask [B T] -> weights [B T], over a whole mini-batch.
+        shape: of the micro-batches.
+        mesh: the devices.
+        params_like: shape, dtype and sharding of each parameter; gradients and moments follow it.
+        frozen: the model's other parameters, which have neither. They are read, never donated, so
+            that others may share them.
+    """
+    rest = frozen or {}
+    names = objective.asks_for() | {"mask", "weights", "token_weights"}
+    param_shardings = jax.tree.map(lambda like: like.sharding, params_like)
+    state_shardings = _state_shardings(optimizer, params_like, mesh)
+    everywhere = replicated(mesh)
+
+    @functools.partial(jax.jit, out_shardings=state_shardings)
+    def init(params: Params) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), zero, zero)
+
+    differentiate = _differentiator(objective, model, mesh)
+    total_shardings = param_shardings, everywhere
+    begin = _zeros_for(differentiate, total_shardings)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(total_shardings, None))
+    def accumulate(
+        total: tuple[Params, Fields], params: Params, rest: Params, micro: MicroBatch, coefs: Fields
+    ) -> tuple[tuple[Params, Fields], Fields]:
+        part, said = differentiate(params, rest, micro, coefs)
+        return jax.tree.map(jnp.add, total, part), said
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings, everywhere))
+    def apply(
+        state: TrainState, grads: Params, router: RouterStats | None
+    ) -> tuple[TrainState, Fields]:
+        state, metrics = apply_gradients(
+            state, grads, optimizer, router, router_bias_rate=model.router_bias_rate
+        )
+        return state, metrics | ({} if router is None else _router_summary(router))
+
+    balance, rehearse = balance_pass(model, shape, mesh, rest), Rehearsal(shape, mesh)
+
+    @jax.jit
+    def weigh(mask: Array) -> tuple[Array, Array]:
+        return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
+
+    def update(
+        state: TrainState, batch: Batch, coefs: dict[str, float]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        weights, token_weights = map(np.asarray, weigh(batch["mask"]))
+        if not np.isfinite(weights[batch["mask"]]).all():
+            raise LossError(f"reduce {describe(reduce)!r} returned NaN or infinity as a weight")
+        batch = batch.add(weights=weights, token_weights=token_weights)
+        coefs = coefs | balance(state.params, batch)
+
+        def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
+            inputs = state.params, rest, micro, coefs
+            return accumulate(begin(*inputs) if total is None else total, *inputs)
+
+        rehearse(lambda micro: add(None, micro)[1], state.params, batch, names)
+        total, said = None, []
+        for indices, micro in microbatches(batch, names, shape, mesh):
+            total, found = add(total, micro)
+            said.append((indices, found))
+        assert total is not None, "a mini-batch holds at least one sequence"
+        grads, metrics = total
+        state, applied = apply(state, grads, metrics.pop("router", None))
+        policy = _whole(said, batch)
+        return state, metrics | applied | ({"policy": policy} if policy else {})
+
+    return Learner(init, update, state_shardings, begin, accumulate, apply)
+
+
+def _zeros_for(differentiate: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Return a function from an update's inputs to zeros, which are the same in every bucket."""
+    made: list[Callable[[], Any]] = []
+
+    def zeros(*inputs: Any) -> Any:
+        if not made:
+            like, _ = jax.eval_shape(differentiate, *inputs)
+            zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
+            made.append(jax.jit(zero, out_shardings=shardings))
+        return made[0]()
+
+    return zeros
+
+
+def _differentiator(
+    objective: Objective, model: Forward, mesh: Mesh
+) -> Callable[[Params, Params, MicroBatch, Fields], tuple[tuple[Params, Fields], Fields]]:
+    """Return the gradient and metrics of a micro-batch, and what the policy says of its tokens."""
+
+    def differentiate(
+        params: Params, rest: Params, micro: MicroBatch, coefs: Fields
+    ) -> tuple[tuple[Params, Fields], Fields]:
+        def loss(params: Params) -> tuple[Array, Fields]:
+            return objective(join(params, rest), micro, coefs, model, mesh)
+
+        grads, metrics = jax.grad(loss, has_aux=True)(params)
+        said = metrics.pop("policy", {})
+        return (grads, metrics), said
+
+    return differentiate
+
+
+def apply_gradients(
+    state: TrainState,
+    grads: Params,
+    optimizer: optax.GradientTransformation,
+    router: RouterStats | None = None,
+    *,
+    router_bias_rate: float = 0.001,
+) -> tuple[TrainState, Fields]:
+    """Apply an update, or skip it where the gradient is not finite.
+
+    The bias of sigmoid routers has no gradient. It is not the optimizer's, with its weight decay:
+    `update_bias` moves it by what the routers chose in the mini-batch.
+    """
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+
+    def move(state: TrainState) -> TrainState:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        if router is not None:
+            params = _move_bias(state.params, params, router, router_bias_rate)
+        return TrainState(params, opt_state, state.updates + 1, jnp.zeros_like(state.skipped))
+
+    def skip(state: TrainState) -> TrainState:
+        return state._replace(skipped=state.skipped + 1)
+
+    # a branch updates in place; choosing between whole trees would hold both
+    state = jax.lax.cond(jnp.isfinite(norm), move, skip, state)
+    return state, {"grad_norm": norm, "skipped": state.skipped}
+
+
+def _move_bias(before: Params, after: Params, router: RouterStats, rate: float) -> Params:
+    bias = before.get("layers", {}).get("router_bias")
+    if bias is None:  # another router, or frozen beside an adapter
+        return after
+    moved = update_bias(bias, router.choices, rate=rate)
+    return after | {"layers": after["layers"] | {"router_bias": moved}}
+
+
+def _router_summary(router: RouterStats) -> Fields:
+    """Return the busiest expert's load, idle experts and entropy over all layers, and the loss."""
+    found = router_metrics(router)
+    return {
+        "router_loss": load_balance_loss(router),
+        "router_max_load": found["max_load"].max(),
+        "router_idle": jnp.mean(found["tokens_per_expert"] == 0),
+        "router_entropy": found["router_entropy"].mean(),
+    }
+
+
+def check_skipped(skipped: int, limit: int, key: str = "optim") -> None:
+    """Raise TrainingError when more than `limit` updates in a row were skipped.
+
+    Args:
+        skipped: updates in a row.
+        limit: the most that may be.
+        key: the config key of the optimizer.
+    """
+    if skipped > limit:
+        raise TrainingError(
+            f"{skipped} updates in a row had a gradient that is not finite "
+            f"({key}.max_skipped={limit}); the last checkpoint is untouched. "
+            "Look at the loss's inputs, lower the learning rate, or compute in float32"
+        )
+
+
+def _state_shardings(
+    optimizer: optax.GradientTransformation, params_like: Any, mesh: Mesh
+) -> TrainState:
+    scalar: Any = replicated(mesh)
+
+    def masked(leaf: Any) -> bool:  # what an optimizer for some of the parameters has of the others
+        return isinstance(leaf, optax.MaskedNode)
+
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, like: leaf if masked(leaf) else like.sharding,
+        jax.eval_shape(optimizer.init, params_like),
+        params_like,
+        transform_non_params=lambda _: scalar,
+        is_leaf=masked,
+    )
+    return TrainState(
+        jax.tree.map(lambda like: like.sharding, params_like), opt_state, scalar, scalar
+    )

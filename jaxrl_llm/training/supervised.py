@@ -1,0 +1,187 @@
+"""Supervised training: the update of RL with another loss, on packed examples."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.functions import ConfigError, Preempted
+from jaxrl_llm.config.keys import SftConfig
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.dataset import (
+    Example,
+    check_example_row,
+    load_rows,
+    tokenize_examples,
+)
+from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.spec import ModelSpec, Params
+from jaxrl_llm.monitoring.metrics import Clock, CompileCounter, due
+from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.runs.directory import (
+    OpenRun,
+    Trainee,
+    check_whole,
+    open_run,
+    open_watchdog,
+    run_folder,
+)
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.setup import (
+    forward_settings,
+    make_optimizer,
+    merged_into_base,
+    open_layout,
+    open_model,
+    packed_shape,
+    prepare_files,
+    quiet_libraries,
+)
+from jaxrl_llm.training.step import Learner, check_skipped, make_learner
+from jaxrl_llm.types import Batch
+
+
+def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return the loss of a token, -log π(token)."""
+    return -logprobs
+
+
+def run_sft(config: SftConfig) -> None:
+    """Train on a config's examples, then export the model."""
+    quiet_libraries()
+    optimizer, schedule = make_optimizer(config.optim)
+    prepare_files(config.data.prepare, config.data.train)
+    if distributed.once(Path(config.export_to).exists):
+        raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
+    with contextlib.ExitStack() as stack, distributed.together((Preempted,)):
+        folder = stack.enter_context(run_folder(config.run_dir, config))
+        params, spec, base = _train(config, optimizer, schedule, folder, stack)
+        if base is not None:
+            params, spec = merged_into_base(params, spec, config.model.path, base)
+        save_params(
+            config.export_to,
+            params,
+            spec,
+            source=config.model.path,
+            dtype=np.float32,
+        )
+
+
+def _train(
+    config: SftConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Any], Any],
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> tuple[Params, ModelSpec, Any]:
+    """Return what was trained, the model's spec, and the layout of its base if it has an adapter.
+
+    All other arrays are let go of, so that merging and saving hold the model once.
+    """
+    watchdog = stack.enter_context(open_watchdog(config))
+    learner, opened, spec, base = _start(config, optimizer, folder, stack)
+    state, stream = opened.states["actor"], opened.stream
+    log, total = opened.log, opened.total_steps
+    step, compiled = opened.step, CompileCounter()
+    left = range(step + 1, total + 1)
+    profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
+    for step in left:
+        watchdog.beat()
+        profiler.turn_to(step)
+        clock = Clock()
+        batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
+        with clock("update_actor"):
+            state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
+            found = jax.device_get(found)
+        check_skipped(int(found["skipped"]), config.optim.max_skipped)
+        router = {name: value for name, value in found.items() if name.startswith("router_")}
+        metrics = {
+            "train/loss": float(found["pg_loss"]),
+            "train/grad_norm": float(found["grad_norm"]),
+            "train/lr": float(schedule(updates)),
+            **{f"train/{name}": float(value) for name, value in router.items()},
+            **clock.metrics(),
+            **compiled.metrics(),
+        }
+        log.write(step, metrics)
+        if due(step, max(1, total // 10), total):
+            opened.display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
+        opened.checkpoints.check()
+        ending = opened.preemption.requested()
+        if ending or due(step, config.checkpoint.every, total):
+            extra = {
+                "data": stream.get_state(),
+                "metrics_bytes": log.position(step),
+                "origin": opened.origin,
+            }
+            opened.checkpoints.save(step, {"actor": state}, extra)
+        if ending:
+            break
+    profiler.close()
+    compiled.close()
+    opened.checkpoints.wait()
+    check_whole(step, total)
+    return state.params, spec, base
+
+
+def _start(
+    config: SftConfig,
+    optimizer: optax.GradientTransformation,
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> tuple[Learner, OpenRun, ModelSpec, Any]:
+    layout = open_layout(config.mesh, "train", config.mesh.train)
+    model = open_model(config.model, layout, seed=config.seed)
+    shape = packed_shape(
+        layout,
+        model.spec,
+        tokens=config.batch.max_tokens_per_device,
+        longest=config.data.max_tokens,
+        sequences=config.batch.examples_per_step,
+    )
+    learner = make_learner(
+        PolicyObjective(loss=negative_log_likelihood),
+        forward_settings(config.model, model.spec, layout),
+        optimizer,
+        reduce=token_mean,
+        shape=shape,
+        mesh=layout.mesh,
+        params_like=model.like,
+        frozen=model.frozen,
+    )
+    examples = _read_examples(config)
+    opened = open_run(config, folder, {"actor": Trainee(model, learner)}, examples, stack)
+    base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
+    return learner, opened, model.spec, base
+
+
+def _read_examples(config: SftConfig) -> list[Example]:
+    try:
+        rows = load_rows(config.data.dataset, config.data.train, check=check_example_row)
+        return tokenize_examples(
+            rows,
+            load_tokenizer(config.model.path),
+            max_tokens=config.data.max_tokens,
+            filter_overlong=config.data.filter_overlong,
+            template_kwargs=config.data.template,
+        )[0]
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data.train: {error}") from error
+
+
+def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:
+    """Lay examples out as a batch [B T] whose mask is true on the responses."""
+    tokens = np.zeros((len(examples), max_tokens), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example.tokens)] = example.tokens
+        mask[i, example.response_start : len(example.tokens)] = True
+    sizes = np.array([len(example.tokens) for example in examples], np.int32)
+    return Batch(tokens, sizes, {"mask": mask})

@@ -1,0 +1,214 @@
+"""Several processes: who is who, and what one process of several sees."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.mesh import make_mesh
+
+WEIGHTS = np.random.default_rng(0).standard_normal((1024, 768), np.float32)
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "host:1234"}
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NODELIST": "node[001-0015],host2",
+}
+
+
+def test_simulated_devices_get_threads_to_wait_in(monkeypatch):
+    """XLA reads their number when it makes the devices; what the user has set stays."""
+    monkeypatch.delenv("PJRT_NPROC")
+    distributed.start()
+    assert os.environ["PJRT_NPROC"] == str(16 * len(jax.devices()))
+    monkeypatch.setenv("PJRT_NPROC", "9")
+    distributed.start()
+    assert os.environ["PJRT_NPROC"] == "9"
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}])
+def test_one_process(environment):
+    assert distributed.find_membership(environment) is None
+
+
+def test_the_variables_come_before_slurm():
+    given = ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert distributed.find_membership(SLURM | given) == ("host:1234", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node001", "node001"),
+        ("node001,host2", "node001"),
+        ("node[001-0015],host2", "node001"),
+        ("node[001,007-015],host2", "node001"),
+        ("gpu-a[3,5]", "gpu-a3"),
+    ],
+)
+def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
+    from jax._src.clusters import SlurmCluster
+
+    environment = SLURM | {"SLURM_STEP_NODELIST": nodes}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    theirs = SlurmCluster.get_coordinator_address(None, None)
+    assert distributed.find_membership(environment) == (theirs, 8, 3)
+    assert theirs.startswith(f"{host}:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (ADDRESS, "JAX_COORDINATOR_ADDRESS set without JAX_NUM_PROCESSES, JAX_PROCESS_ID: set all"),
+        ({"JAX_PROCESS_ID": "0"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
+        (ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID='2'; wanted"),
+        (ADDRESS | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES='two'"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "JAX_COORDINATOR_ADDRESS='host', wanted host:port",
+        ),
+    ],
+)
+def test_an_incomplete_environment_is_refused(environment, said):
+    with pytest.raises(ValueError, match=said):
+        distributed.find_membership(environment)
+
+
+def test_put_and_fetch_in_one_process():
+    mesh = make_mesh({"fsdp": 8})
+    tree = {"a": np.arange(16.0, dtype=np.float32), "b": np.arange(8, dtype=np.int32)}
+    placed = distributed.put(tree, NamedSharding(mesh, PartitionSpec("fsdp")))
+    assert placed["a"].addressable_shards[3].data.tolist() == [6.0, 7.0]
+    for name, value in distributed.fetch(placed).items():
+        np.testing.assert_array_equal(value, tree[name])
+
+
+def test_an_error_that_cannot_travel_is_named():
+    class Odd(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"{one} and {two}")
+
+    sent = pickle.loads(pickle.dumps(distributed._as_sent(Odd(1, 2))))
+    assert str(sent) == "Odd: 1 and 2"
+    assert distributed._as_sent(ValueError("same")).args == ("same",)
+
+
+# --------------------------------------------------------------------- in two processes
+
+
+def program():
+    """Check everything from inside; the processes' standard error shows what was wrong."""
+    distributed.start()
+    distributed.start()  # again: nothing happens
+    me = distributed.number()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert not int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1, "SIGTERM would do nothing"
+    assert (distributed.count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
+    mesh = make_mesh({"fsdp": -1})
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    tree = {"a": np.arange(8.0, dtype=np.float32), "b": np.ones((4, 3), bool)}
+    placed = distributed.put(tree, {"a": split, "b": NamedSharding(mesh, PartitionSpec())})
+    assert not placed["a"].is_fully_addressable
+    again = distributed.put(placed, split)
+    for found in (placed, again, jax.jit(lambda t: jax.tree.map(jnp.copy, t))(placed)):
+        for name, value in distributed.fetch(found).items():
+            np.testing.assert_array_equal(value, tree[name])
+
+    large = bytes([me]) * (3 * distributed.PART_BYTES + 7)
+    for _ in range(3):
+        assert distributed.gather(large) == [b"\0" * len(large), b"\1" * len(large)]
+    assert len({turn for turn, _ in distributed._own_keys}) == 1  # what was read is removed
+    parts = distributed.gather(list(range(7))[distributed.share(7)])
+    assert parts == [[0, 1, 2], [3, 4, 5, 6]]
+
+    assert distributed.once(lambda: me) == 0
+
+    def fail():
+        raise KeyError(f"process {me}")
+
+    for _ in range(2):
+        try:
+            distributed.once(fail)
+        except KeyError as error:
+            assert error.args == ("process 0",)
+        else:
+            raise AssertionError("no error arrived")
+
+    checkpoint(Path(sys.argv[1]), mesh)
+    print("well")
+
+
+def like(mesh, *parts):
+    sharding = NamedSharding(mesh, PartitionSpec(*parts))
+    return {"w": jax.ShapeDtypeStruct(WEIGHTS.shape, WEIGHTS.dtype, sharding=sharding)}
+
+
+def checkpoint(folder, mesh):
+    """Read what one process wrote, each array also where all devices hold a copy; write it anew."""
+    found = Checkpoints(folder / "one", keep=None, read_only=True).restore(like(mesh, None, "fsdp"))
+    np.testing.assert_array_equal(distributed.fetch(found.state)["w"], WEIGHTS)
+    assert found.extra == {"by": "one"}
+    both = make_mesh({"data": 2, "fsdp": 2})
+    saved = Checkpoints(folder / "two", keep=1)
+    for step in (1, 2):
+        donated = distributed.put({"w": WEIGHTS * step}, like(both, "fsdp")["w"].sharding)
+        saved.save(step, donated, {"by": f"process {distributed.number()}"})
+        jax.block_until_ready(jax.jit(jnp.negative, donate_argnums=0)(donated["w"]))
+    saved.close()
+
+
+def start(number, address, folder):
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(number),
+    }
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        cwd=Path(__file__).parents[2],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_two_processes(tmp_path):
+    one, devices = make_mesh({"tensor": 8}), jax.devices()
+    saved = Checkpoints(tmp_path / "one", keep=None)
+    saved.save(7, jax.device_put({"w": WEIGHTS}, like(one, "tensor")["w"].sharding), {"by": "one"})
+    saved.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for process in [start(number, address, tmp_path) for number in range(2)]:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "well" in out
+
+    saved = Checkpoints(tmp_path / "two", keep=None, read_only=True)
+    found = saved.restore(like(make_mesh({"fsdp": 3}, devices[:3]), None, "fsdp"))
+    np.testing.assert_array_equal(found.state["w"], WEIGHTS * 2)
+    assert (found.step, found.extra) == (2, {"by": "process 0"})
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["2"]
+    size = sum(path.stat().st_size for path in (tmp_path / "two").rglob("*") if path.is_file())
+    assert size < 1.05 * WEIGHTS.nbytes  # each part once, though two processes hold it
+
+
+if __name__ == "__main__":
+    program()
