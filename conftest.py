@@ -49,8 +49,8 @@ UPDATE = [
 GUARDED = {
     "tests/properties/*": [*MODEL, *LAYOUT, *UPDATE],
     "tests/rollout/test_native_decoding.py": [*MODEL, *LAYOUT, "jaxrl_llm/rollout/native/*"],
-    "tests/test_roles.py": [*MODEL, *LAYOUT, *UPDATE],
-    "tests/test_router.py": [*MODEL, *LAYOUT, *UPDATE],
+    "tests/training/test_roles.py": [*MODEL, *LAYOUT, *UPDATE],
+    "tests/training/test_router.py": [*MODEL, *LAYOUT, *UPDATE],
 }
 """Files with slow tests, and the paths for which they stand guard."""
 

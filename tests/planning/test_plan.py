@@ -35,7 +35,7 @@ from jaxrl_llm.training.setup import open_layouts, open_model
 from jaxrl_llm.training.step import microbatches
 from jaxrl_llm.types import Batch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DENSE = ModelSpec(
     vocab_size=64,
     width=32,

@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.models.spec import ModelSpec, initialize
 from jaxrl_llm.models.transformer import forward, logits
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def module(path):

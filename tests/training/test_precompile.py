@@ -13,7 +13,7 @@ from jaxrl_llm.monitoring.metrics import CompileCounter
 from jaxrl_llm.runs.directory import compiled_into, programs_in, run_folder
 from jaxrl_llm.training import precompile
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = "jax_compilation_cache_dir"
 
 

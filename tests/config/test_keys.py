@@ -10,7 +10,7 @@ from jaxrl_llm.config.functions import ConfigError, FunctionSpec
 from jaxrl_llm.config.keys import SftConfig, TrainConfig, divisors
 from jaxrl_llm.config.load import apply_override, build, describe, load, read_yaml, to_yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 TRAIN = {"run_dir": "runs/a", "model": {"path": "m"}, "data": {"train": "t.parquet"}}
 SFT = {**TRAIN, "export_to": "runs/a/model"}

@@ -12,7 +12,7 @@ from jaxrl_llm.config import keys
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import EvaluateConfig, ServeConfig, SftConfig, TrainConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 SECTIONS = {
     name: cls

@@ -251,7 +251,7 @@ def test_a_steps_phases_follow_each_other():
 
 
 def test_the_benchmark_places_every_gpu_and_finds_room():
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "scaling.py"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "scaling.py"
     found = importlib.util.spec_from_file_location("scaling", path)
     scaling = importlib.util.module_from_spec(found)
     found.loader.exec_module(scaling)

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.models.spec import initialize
 from jaxrl_llm.models.transformer import forward, logits
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
