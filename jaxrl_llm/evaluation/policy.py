@@ -8,12 +8,12 @@ import jax
 
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.export import restore
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.spec import ModelSpec, declare
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.runs.export import restore_model
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
@@ -50,7 +50,7 @@ def read_policy(path: str, layout: Layout, *, step: int | None = None) -> Policy
         ConfigError: nothing there can be read, it is no language model, or a directory has steps.
     """
     if (Path(path) / "checkpoints").is_dir():
-        params, spec, source, step = restore(path, step=step)
+        params, spec, source, step = restore_model(path, step=step)
         alone = without_adapter(spec)
         homes = layout.of(declare(alone))
         if spec.lora:

@@ -15,6 +15,7 @@ from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import initialize
 from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.export import export_model
 
 PPO = (
     "algorithm.advantage=gae_whitened",
@@ -369,5 +370,5 @@ def test_a_critic_must_know_the_policy_s_tokens(run, workshop, tmp_path, name, s
 
 def test_a_critic_is_no_policy(run, ppo, tmp_path):
     saved = tmp_path / "critic"
-    export.export(ppo.run_dir, saved, step=2, dtype="float32", role="critic")
+    export_model(ppo.run_dir, saved, step=2, dtype="float32", role="critic")
     refused(run(f"model.path={saved}"), 2, "ends in a value head, wanted a language model")
