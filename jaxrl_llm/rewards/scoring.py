@@ -1,42 +1,96 @@
-"""From sampled answers to their scores: the processes of a scorer, a reward model, or both."""
+"""From sampled answers to their scores: a reward function's, a reward model's, or both."""
 
 import contextlib
+import logging
+import math
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.functions import ConfigError, FunctionSpec
 from jaxrl_llm.config.keys import RewardConfig, ScoringConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.limits import Limits
-from jaxrl_llm.rewards.model import RewardModel, judge
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardRunner, Score
+from jaxrl_llm.rewards.runner import SCORER, RewardError, RewardRunner, Score
 from jaxrl_llm.rewards.scorers import SOURCES
 from jaxrl_llm.rewards.tasks import RewardTasks
-from jaxrl_llm.rewards.worker import RewardItem
+from jaxrl_llm.rewards.worker import RewardItem, shorten
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.experience import Rollouts
+
+log = logging.getLogger(__name__)
 
 Scoring = Callable[[Rollouts], list[Score]]
 
 
 def make_scoring(
-    reward: RewardConfig, model: RewardModel | None, stack: contextlib.ExitStack
+    reward: RewardConfig,
+    score_by_model: Callable[[Rollouts], np.ndarray] | None,
+    stack: contextlib.ExitStack,
 ) -> tuple[Scoring, Scoring]:
     """Return the functions from answers to their scores, in training and in validation.
 
     A reward model gives the score in training. Validation keeps to the scorer, where there is one.
+
+    Args:
+        reward: the config's section.
+        score_by_model: from B answers to a reward model's scores [B]; None without such a model.
+        stack: ends the scoring processes.
     """
     by_function = reward.scorer and make_scorer(reward, reward.scorer, stack)
-    if model is None:
+    if score_by_model is None:
         assert by_function is not None, "keys.check_reward refuses a run without either"
         return by_function, by_function
 
     def by_model(rollouts: Rollouts) -> list[Score]:
         scored = by_function(rollouts) if by_function else None
-        return judge(rollouts, model.score(rollouts), scored, on_error=reward.on_error)
+        values = score_by_model(rollouts)
+        return combine_scores(rollouts, values, scored, on_error=reward.on_error)
 
     return by_model, by_function or by_model
+
+
+def combine_scores(
+    rollouts: Rollouts,
+    values: np.ndarray,
+    scored: Sequence[Score] | None,
+    *,
+    on_error: float | None,
+) -> list[Score]:
+    """Return a reward model's scores, with what a scorer reports of the same answers.
+
+    The scorer's own score is kept under the name `scorer`.
+
+    Args:
+        rollouts: B answers.
+        values: the reward model's scores [B].
+        scored: the scorer's results, if there is one.
+        on_error: score where the model's is not finite; None raises.
+
+    Raises:
+        RewardError: a score is not finite, and `on_error` is None.
+    """
+    scores = []
+    for i, value in enumerate(values.tolist()):
+        if not math.isfinite(value):
+            scores.append(_failed(rollouts, i, value, on_error))
+        elif scored is None:
+            scores.append(Score(value, {}, None))
+        else:
+            extra = scored[i].extra | {SCORER: scored[i].score}
+            scores.append(Score(value, extra, scored[i].error))
+    return scores
+
+
+def _failed(rollouts: Rollouts, row: int, value: float, on_error: float | None) -> Score:
+    error = f"invalid: the reward model gave {value}"
+    where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
+    if on_error is None:
+        raise RewardError(f"reward.model failed on {where}: {error}")
+    log.warning("reward.model failed on %s: %s", where, error)
+    return Score(on_error, {}, error)
 
 
 def make_scorer(

@@ -30,7 +30,6 @@ from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
 from jaxrl_llm.monitoring.report import RolloutDumps, print_before_and_after
-from jaxrl_llm.rewards.model import open_reward_model
 from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -54,6 +53,7 @@ from jaxrl_llm.training.experience import (
 from jaxrl_llm.training.loop import Job, Progress, minibatch_size, run
 from jaxrl_llm.training.precompile import compiling_ahead
 from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.reward_model import open_reward_model
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.setup import (
     Layouts,
@@ -134,7 +134,7 @@ def build(
     engine = make_engine(config, model.spec, layouts.rollout, folder)
     stack.callback(engine.close)
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
-    judge = (
+    reward_model = (
         open_reward_model(
             config.reward.model,
             config.model.dtype,
@@ -146,7 +146,9 @@ def build(
         if config.reward.model
         else None
     )
-    score, score_validation = make_scoring(config.reward, judge, stack)
+    score, score_validation = make_scoring(
+        config.reward, reward_model.score if reward_model else None, stack
+    )
     arrange = functools.partial(
         lay_out,
         samples=config.rollout.samples_per_prompt,
@@ -155,7 +157,7 @@ def build(
     add_scores = functools.partial(with_scores, components=config.reward.components)
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
     keep = functions.keep and per_answer(functions.keep, "algorithm.keep", np.bool_)
-    given = {"reward.model": judge.params} if judge else None
+    given = {"reward.model": reward_model.params} if reward_model else None
     opened = open_run(config, folder, trainees, train, stack, best="validation", given=given)
     aside = ThreadPoolExecutor(1, "aside")
     stack.callback(aside.shutdown, wait=False, cancel_futures=True)
@@ -168,7 +170,9 @@ def build(
         score=score,
         aside=aside,
         # elsewhere than on the devices, and not together with other processes
-        scored_aside=judge is None and config.reward.workers > 0 and distributed.count() == 1,
+        scored_aside=reward_model is None
+        and config.reward.workers > 0
+        and distributed.count() == 1,
         lay_out=arrange,
         add_scores=add_scores,
         keep=keep and whole_groups(keep, config.rollout.samples_per_prompt),

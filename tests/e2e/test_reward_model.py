@@ -11,8 +11,8 @@ import transformers
 
 from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rewards.model import judge
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import combine_scores
 from jaxrl_llm.training.experience import Rollouts, lay_out, with_scores
 from jaxrl_llm.types import Completion
 
@@ -155,9 +155,10 @@ def test_both_scores_can_be_components():
     answer = Completion(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 2)
     rollouts = Rollouts([prompt] * 3, [answer] * 3, ["a", "b", "c"])
     scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
-    found = judge(rollouts, np.array([4.0, 5.0, np.inf], np.float32), scored, on_error=-1.0)
+    values = np.array([4.0, 5.0, np.inf], np.float32)
+    scores = combine_scores(rollouts, values, scored, on_error=-1.0)
     batch = lay_out(rollouts, samples=3, max_tokens=3)
-    batch = with_scores(batch, found, components=("score", "scorer", "acc"))
+    batch = with_scores(batch, scores, components=("score", "scorer", "acc"))
     assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
     wanted = [[4.0, 0.25, 1.0], [5.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
     assert batch["score_components"].tolist() == wanted

@@ -1,8 +1,6 @@
-"""A given reward model: it scores prompt and answer on the trainer's devices, untrained."""
+"""The forward pass of a reward model that is given: it scores prompt and answer, untrained."""
 
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +14,6 @@ from jaxrl_llm.models.heads import sequence_scores
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes, declare
-from jaxrl_llm.rewards.runner import SCORER, RewardError, Score
-from jaxrl_llm.rewards.worker import shorten
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
@@ -26,8 +22,6 @@ from jaxrl_llm.training.objective import Forward, hidden_states
 from jaxrl_llm.training.setup import blamed_on, read_model
 from jaxrl_llm.training.step import Rehearsal, microbatches
 from jaxrl_llm.types import Batch, Rows
-
-log = logging.getLogger(__name__)
 
 
 def score_pass(
@@ -55,19 +49,19 @@ def score_pass(
             for indices, micro in microbatches(batch, set(), shape, layout.mesh)
         ]
         scores = np.zeros(len(batch.sizes), np.float32)
-        for indices, found in pending:
-            scores[indices] = distributed.fetch(found)[: len(indices)]
+        for indices, values in pending:
+            scores[indices] = distributed.fetch(values)[: len(indices)]
         return scores
 
     return score
 
 
 class RewardModel(NamedTuple):
-    """A given reward model.
+    """A loaded reward model.
 
     Attributes:
         params: its parameters, in the compute dtype.
-        score: rollouts -> its scores of the answers [B].
+        score: from rollouts to its scores of the answers [B].
     """
 
     params: Params
@@ -132,44 +126,3 @@ def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: ModelSpe
                 f"{path} has another tokenizer: {token!r} is {theirs.get(token)} there and "
                 f"{number} for the policy, whose tokens it is given"
             )
-
-
-def judge(
-    rollouts: Rollouts,
-    values: np.ndarray,
-    scored: Sequence[Score] | None,
-    *,
-    on_error: float | None,
-) -> list[Score]:
-    """Return a reward model's scores, with what a scorer reports of the same answers.
-
-    The scorer's own score is kept under the name `scorer`.
-
-    Args:
-        rollouts: B answers.
-        values: the reward model's scores [B].
-        scored: the scorer's results, if there is one.
-        on_error: score where the model's is not finite; None raises.
-
-    Raises:
-        RewardError: a score is not finite, and `on_error` is None.
-    """
-    found = []
-    for i, value in enumerate(values.tolist()):
-        if not math.isfinite(value):
-            found.append(_failed(rollouts, i, value, on_error))
-        elif scored is None:
-            found.append(Score(value, {}, None))
-        else:
-            extra = scored[i].extra | {SCORER: scored[i].score}
-            found.append(Score(value, extra, scored[i].error))
-    return found
-
-
-def _failed(rollouts: Rollouts, row: int, value: float, on_error: float | None) -> Score:
-    error = f"invalid: the reward model gave {value}"
-    where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
-    if on_error is None:
-        raise RewardError(f"reward.model failed on {where}: {error}")
-    log.warning("reward.model failed on %s: %s", where, error)
-    return Score(on_error, {}, error)
