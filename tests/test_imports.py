@@ -1,15 +1,22 @@
 """Imports point one way, and the core needs few packages, as docs/architecture.md says."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from benchmarks.code.structure import (
+    LINKED,
+    SIDECAR,
+    find_circles,
+    import_graph,
+    list_files,
+    module_name,
+    read_imports,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
-LINKED = ("algorithms", "models", "sharding", "configs")
 MAY_IMPORT = {
     "sharding": {"sharding"},
     "models": {"models", "sharding"},
@@ -21,38 +28,23 @@ FEW |= {"jaxlib", "ml_dtypes"}  # installed with jax
 FEWER = {"jax", "numpy", "chex", "jaxtyping"}
 CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
 CORE += ("jaxrl_llm/training/objective.py", "jaxrl_llm/training/step.py", "jaxrl_llm/types.py")
-SIDECAR = "jaxrl_llm/rollout/vllm/sidecar/"  # runs in vLLM's environment, without us
 HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
 HEAVY |= {"wandb", "tensorboardX", "math_verify"}
 ON_RAY = ("jaxrl_llm/cluster/launch.py", "jaxrl_llm/cluster/resources.py")
 ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
-
-
-class Import(NamedTuple):
-    name: str
-    lazy: bool  # inside a function
-
-
-def read_imports(path, source):
-    """List what a file imports, `from a import b` as `a.b`, relative names made absolute."""
-    found = []
-
-    def visit(node, lazy):
-        if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, lazy) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = Path(path).parts
-            parts = ("jaxrl_llm", *parts) if parts[0] in LINKED else parts
-            above = ".".join(parts[: -node.level]) if node.level else ""
-            module = ".".join(part for part in (above, node.module) if part)
-            found.extend(Import(f"{module}.{alias.name}", lazy) for alias in node.names)
-        lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for child in ast.iter_child_nodes(node):
-            visit(child, lazy)
-
-    visit(ast.parse(source), lazy=False)
-    return found
+PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve", "export", "plan")}
+CIRCLES_NOT_YET = {
+    *("jaxrl_llm.cluster.actors", "jaxrl_llm.cluster.launch", "jaxrl_llm.cluster.resources"),
+    *("jaxrl_llm.train", "jaxrl_llm.training.build", "jaxrl_llm.training.precompile"),
+    *("jaxrl_llm.models.exchange", "jaxrl_llm.models.moe"),
+    *("jaxrl_llm.models.lora", "jaxrl_llm.models.spec"),
+    *("jaxrl_llm.planning.lowering", "jaxrl_llm.planning.memory"),
+}
+PROGRAMS_IMPORTED_NOT_YET = {
+    ("jaxrl_llm.cluster.actors", "jaxrl_llm.train"),
+    ("jaxrl_llm.evaluation.policy", "jaxrl_llm.export"),
+}
 
 
 def complaints(path, source):
@@ -80,28 +72,50 @@ def complaints(path, source):
     return found
 
 
-def files():
-    """List the paths of all our files, each once: the links in jaxrl_llm/ are left out."""
-    folders = (*MAY_IMPORT, "configs", "tests", "benchmarks")
-    paths = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    linked = {("jaxrl_llm", name) for name in LINKED}
-    return sorted(path.as_posix() for path in paths if path.parts[:2] not in linked)
+@pytest.fixture(scope="module")
+def sources():
+    return list_files(ROOT, (*MAY_IMPORT, "configs", "tests", "benchmarks"))
 
 
-def test_all_files_are_walked():
+def test_all_files_are_walked(sources):
     assert {
         "algorithms/losses.py",
         "models/hf.py",
         "sharding/rules.py",
         "jaxrl_llm/training/loop.py",
         "jaxrl_llm/rollout/native/engine.py",
-    } <= set(files())
-    assert not any(path.startswith("jaxrl_llm/models") for path in files())
+    } <= set(sources)
+    assert not any(path.startswith("jaxrl_llm/models") for path in sources)
 
 
-def test_imports_point_one_way_and_the_core_needs_few_packages():
-    found = [text for path in files() for text in complaints(path, (ROOT / path).read_text())]
-    assert found == []
+def test_imports_point_one_way_and_the_core_needs_few_packages(sources):
+    wrong = [text for path, source in sources.items() for text in complaints(path, source)]
+    assert wrong == []
+
+
+def test_no_modules_import_each_other(sources):
+    """Nor by imports inside functions, or under `if TYPE_CHECKING:`."""
+    circles = find_circles(import_graph(sources))
+    assert [circle for circle in circles if not CIRCLES_NOT_YET.issuperset(circle)] == []
+
+
+def test_programs_are_imported_by_nothing(sources):
+    library = {module_name(path) for path in sources if path.startswith(tuple(MAY_IMPORT))}
+    graph = import_graph(sources)
+    importers = {
+        (module, program)
+        for module in library - {"jaxrl_llm"}  # which has the programs' functions for its users
+        for program in graph[module] & PROGRAMS
+    }
+    assert importers <= PROGRAMS_IMPORTED_NOT_YET
+
+
+def test_circles_are_found():
+    lazy = "def f():\n    from jaxrl_llm.b import g"
+    sources = {"jaxrl_llm/a.py": lazy, "jaxrl_llm/b.py": "from . import c", "jaxrl_llm/c.py": ""}
+    assert find_circles(import_graph(sources)) == []
+    sources["jaxrl_llm/c.py"] = "from jaxrl_llm.a import f"
+    assert find_circles(import_graph(sources)) == [["jaxrl_llm.a", "jaxrl_llm.b", "jaxrl_llm.c"]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""The limits of docs/architecture.md on the length of functions and files, and on names."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from benchmarks.code import structure
+from benchmarks.code.structure import (
+    LIBRARY,
+    MAX_FILE_LINES,
+    MAX_FUNCTION_LINES,
+    MAX_PARAMETERS,
+    count_lines,
+    find_duplicates,
+    list_files,
+    list_functions,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+MANY_PARAMETERS = {
+    ("jaxrl_llm/data/prepare.py", "arithmetic"): "each is a key of a config",
+}
+LONG_FILES: dict[str, str] = {}
+"""Tables of data, and why they stand in one file."""
+
+NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/scorers.py"}
+"""Files whose functions a config names by kind, so that a data set's reward has its name."""
+
+NOT_YET_FUNCTIONS = {
+    *("_parallel_update", "arithmetic", "build", "exchange", "forward_with_router"),
+    *("main", "make_learner", "run_stages", "started", "__post_init__"),
+}
+NOT_YET_FILES = {
+    *("benchmarks/gpu.py", "benchmarks/grpo_step.py", "jaxrl_llm/config/keys.py"),
+    *("jaxrl_llm/data/packing.py", "jaxrl_llm/rollout/vllm/engine.py"),
+    *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py", "jaxrl_llm/training/setup.py"),
+    *("jaxrl_llm/training/step.py", "models/hf_families.py", "models/moe.py", "models/spec.py"),
+    *("models/transformer.py", "sharding/reshard.py"),
+}
+NOT_YET_NAMES = {
+    *("Choice", "Held", "Instruction", "Job", "Machine", "Phase", "Role", "Rows", "Settings"),
+    *("Timeline", "build", "by_source", "check_model", "compile_steps", "count", "describe"),
+    *("evaluate", "gather", "join", "lay_out", "make", "microbatches", "new_folder"),
+    *("open_engine", "plan", "push", "read_prompts", "run", "serve", "show", "sizes", "start"),
+    *("timeline",),
+}
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return list_files(ROOT, (*LIBRARY, "benchmarks"))
+
+
+def test_functions_are_short(sources):
+    long = {
+        (f.path, f.name, f.lines) for f in list_functions(sources) if f.lines > MAX_FUNCTION_LINES
+    }
+    assert {f for f in long if f[1] not in NOT_YET_FUNCTIONS} == set()
+
+
+def test_functions_have_few_parameters(sources):
+    many = {(f.path, f.name) for f in list_functions(sources) if f.parameters > MAX_PARAMETERS}
+    assert many == MANY_PARAMETERS.keys()
+
+
+def test_files_are_short(sources):
+    long = {path for path, lines in count_lines(sources).items() if lines > MAX_FILE_LINES}
+    assert long - NOT_YET_FILES == LONG_FILES.keys()
+
+
+def test_no_public_name_is_defined_twice():
+    found = find_duplicates(list_files(ROOT))
+    duplicates = {n: paths for n, paths in found.items() if not NAMED_IN_CONFIGS.issuperset(paths)}
+    assert {n: paths for n, paths in duplicates.items() if n not in NOT_YET_NAMES} == {}
+
+
+def test_what_is_too_long_or_defined_twice_is_found():
+    body = "\n".join(["    x = 1"] * MAX_FUNCTION_LINES)
+    source = f"class A:\n  def f(self, a, /, b, *, c):\n{body}\n"
+    sources = {"models/a.py": source, "models/b.py": "class A: ...\ndef _f(): ...\ndef main(): ..."}
+    long, short, _ = list_functions(sources)
+    assert (long.lines, long.parameters) == (MAX_FUNCTION_LINES + 1, 3)
+    assert (short.lines, short.parameters) == (1, 0)
+    assert find_duplicates(sources) == {"A": ["models/a.py", "models/b.py"]}
+    assert find_duplicates({"a.py": "def _f(): ...", "b.py": "def main(): ..."} | sources) == {
+        "A": ["models/a.py", "models/b.py"]
+    }
+
+
+def test_examples():
+    assert doctest.testmod(structure).failed == 0
