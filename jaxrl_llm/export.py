@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

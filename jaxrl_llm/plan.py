@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
 

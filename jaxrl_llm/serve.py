@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import MeshConfig, ServeConfig
 
 API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.functions import Preempted
+from jaxrl_llm.config.errors import Preempted
 from jaxrl_llm.config.keys import SftConfig
 
 

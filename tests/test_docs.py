@@ -24,8 +24,8 @@ from jaxrl_llm.algorithms import (
     shaping,
     values,
 )
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for
-from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.keys import EvaluateConfig, TrainConfig
 from jaxrl_llm.config.load import describe, load
 from jaxrl_llm.models.hf import save_params

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.functions import ConfigError, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.keys import TrainConfig
 
 if TYPE_CHECKING:  # jax must not be imported before its variables are set

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 
 CONNECT_S = 10.0  # for an address to answer
 IMPORT_S = 20.0  # for a process to import Ray
@@ -41,7 +41,7 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
     >>> check_answers("nowhere")
     Traceback (most recent call last):
         ...
-    jaxrl_llm.config.functions.ConfigError: cluster.address='nowhere', wanted host:port or ray://host:port
+    jaxrl_llm.config.errors.ConfigError: cluster.address='nowhere', wanted host:port or ray://host:port
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.functions import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 
 LASTING = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 

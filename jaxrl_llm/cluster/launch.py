@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config.functions import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 
 # Ray shows a line of several processes once; of stacks all are wanted, of Gloo's greetings none
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r"Thread 0x|recent call first|^\s*File \"")

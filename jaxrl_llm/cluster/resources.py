@@ -12,7 +12,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl_llm.cluster.actors import Machine, Settings
-from jaxrl_llm.config.functions import ConfigError, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.keys import ClusterConfig, TrainConfig
 from jaxrl_llm.sharding import distributed
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_llm.config.functions import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.load import apply_override, build, describe, read_yaml, to_yaml
 
 Config = TypeVar("Config")

@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_llm.config.functions import ConfigError, closest
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import closest
 from jaxrl_llm.types import FIELDS
 
 

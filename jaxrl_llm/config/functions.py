@@ -20,17 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A config that can't be run; the message is one line that names the key and the fix."""
-
-
-class RunError(RuntimeError):
-    """A run that can't go on; the message says why. The base of the library's own errors."""
-
-
-class Preempted(RunError):
-    """A run that was told to end, and has saved where it stands: the same command continues."""
+from jaxrl_llm.config.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import key, required, section
 from jaxrl_llm.models.remat import POLICIES
 

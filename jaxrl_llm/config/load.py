@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec, closest
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec, closest
 
 Config = TypeVar("Config")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import EvaluateConfig, SftMeshConfig
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.data.dataset import Prompt, check_prompt_row, load_rows, tokenize_prompts

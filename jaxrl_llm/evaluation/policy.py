@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
 from jaxrl_llm.monitoring.trackers import (
     BackgroundWriter,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring.metrics import Display
 from jaxrl_llm.monitoring.trace_reader import GROUPS, Operation, Phase, Trace, read_trace
 from jaxrl_llm.sharding.distributed import is_first

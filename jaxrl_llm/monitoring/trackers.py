@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_scorer, shorten
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import RewardConfig, ScoringConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.limits import Limits

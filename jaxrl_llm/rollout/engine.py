@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.types import Completion, Receipt, Request
 
 

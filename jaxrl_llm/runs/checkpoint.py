@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import digests
 

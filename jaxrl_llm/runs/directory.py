@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.functions import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.keys import SftConfig, TrainConfig
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.data.dataset import batches

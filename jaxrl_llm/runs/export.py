@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import LoraConfig
 from jaxrl_llm.config.load import build, read_yaml
 from jaxrl_llm.models.hf import save_params

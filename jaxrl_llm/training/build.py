@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.cluster import context
+from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.fields import describe
-from jaxrl_llm.config.functions import ConfigError, Preempted
 from jaxrl_llm.config.keys import RolloutSizes, SftConfig, TrainConfig
 from jaxrl_llm.config.load import load, to_yaml
 from jaxrl_llm.data.balance import imbalance

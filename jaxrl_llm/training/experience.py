@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import call, describe
-from jaxrl_llm.config.functions import RunError
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import SCORER, Score
 from jaxrl_llm.rollout.engine import Engine

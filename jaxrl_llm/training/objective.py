@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Float32
 
 from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
 from jaxrl_llm.algorithms.losses import TokenLoss
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, describe
-from jaxrl_llm.config.functions import RunError
 from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.models.heads import token_values
 from jaxrl_llm.models.kernels import Kernel

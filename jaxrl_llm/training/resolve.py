@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import keys
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for, call, check_fields, describe
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec, load_function
+from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.keys import (
     AlgorithmConfig,
     CriticConfig,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import call, describe
-from jaxrl_llm.config.functions import RunError
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import with_value_head

@@ -18,7 +18,8 @@ import numpy as np
 import optax
 
 from jaxrl_llm.config import keys
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec, closest, load_function
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
 from jaxrl_llm.config.keys import (
     LoraConfig,
     MeshConfig,

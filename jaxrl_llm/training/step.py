@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import describe
-from jaxrl_llm.config.functions import RunError
 from jaxrl_llm.data.packing import RowShape, in_bucket, pack_rows, plan
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.moe import (

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.config.functions import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.keys import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import (

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.cluster import address as module
 from jaxrl_llm.cluster.address import PREFACE, SETTINGS, check_answers, check_joins
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 
 
 @pytest.fixture

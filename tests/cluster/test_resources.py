@@ -9,7 +9,7 @@ from jaxrl_llm.cluster import resources
 from jaxrl_llm.cluster.actors import Machine
 from jaxrl_llm.cluster.launch import check_answers, connected
 from jaxrl_llm.cluster.resources import await_nodes, check_alike, most_gpus, requirements
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
 from jaxrl_llm.sharding.distributed import find_membership

@@ -10,7 +10,7 @@ import yaml
 from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config import cli
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import SftConfig, TrainConfig
 from jaxrl_llm.config.load import describe, load
 

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec, closest, load_function
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
 from jaxrl_llm.config.keys import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
 
 MINE = '''

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import SftConfig, TrainConfig, divisors
 from jaxrl_llm.config.load import apply_override, build, describe, load, read_yaml, to_yaml
 

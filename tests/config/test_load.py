@@ -11,7 +11,8 @@ import pytest
 import yaml
 from hypothesis import given
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import (
     apply_override,

@@ -14,7 +14,8 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data import dataset
 from jaxrl_llm.data.dataset import (
     Example,

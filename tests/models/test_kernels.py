@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import ModelConfig
 from jaxrl_llm.data.packing import SEQUENCES_PER_ROW
 from jaxrl_llm.models.attention import PLAIN, Attending, attend

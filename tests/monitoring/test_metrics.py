@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring import metrics
 from jaxrl_llm.monitoring.metrics import (
     Clock,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring.metrics import Clock, Display
 from jaxrl_llm.monitoring.profiler import Profiler, phases_of, summarize, timeline, tracing
 from jaxrl_llm.monitoring.trace_reader import (

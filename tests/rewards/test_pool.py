@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import pool as pool_module
 from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.pool import RewardPool

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.tasks import RewardTasks

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import TrainConfig, VllmConfig
 from jaxrl_llm.config.load import build
 from jaxrl_llm.models.hf import save_params

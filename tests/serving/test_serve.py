@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from jaxrl_llm import serve
-from jaxrl_llm.config.functions import ConfigError
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import ServeConfig
 from jaxrl_llm.config.load import build, describe
 from jaxrl_llm.serve import bind, open_engine

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
 from jaxrl_llm.data.dataset import Prompt

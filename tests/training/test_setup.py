@@ -15,7 +15,8 @@ import pytest
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.cluster.context import Member
-from jaxrl_llm.config.functions import ConfigError, FunctionSpec
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import (
     DataConfig,
     LoraConfig,

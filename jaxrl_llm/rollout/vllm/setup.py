@@ -7,7 +7,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.config.functions import RunError
+from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.rollout.vllm.environment import HOME, VERSION
 
 REQUIREMENTS = Path(__file__).with_name("requirements-cpu.txt")
