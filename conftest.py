@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PJRT_NPROC"] = "128"  # threads for eight devices that wait for each other
@@ -33,12 +34,9 @@ collect_ignore = ["jaxrl_llm/rollout/vllm/sidecar"]  # it runs where vLLM is, an
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("fixed")
 
-MODEL = [
-    *("models/attention.py", "models/cache.py", "models/context.py", "models/exchange.py"),
-    *("models/heads.py", "models/kernels.py", "models/lora.py", "models/mla.py", "models/moe.py"),
-    *("models/pipeline.py", "models/remat.py", "models/rope.py", "models/spec.py"),
-    "models/transformer.py",
-]
+MODELS = Path(__file__).parent / "models"
+MODEL = [path.relative_to(MODELS.parent).as_posix() for path in MODELS.rglob("*.py")]
+MODEL = [path for path in MODEL if not path.startswith("models/hf")]
 LAYOUT = [f"sharding/{name}.py" for name in ("layout", "mesh", "reshard", "rules")]
 UPDATE = [
     "algorithms/*",

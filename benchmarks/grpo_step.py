@@ -219,7 +219,7 @@ def make_model(folder: Path, shape: Shape, tokenizer: Any) -> None:
 
     from jaxrl_llm.models.hf import save_params
     from jaxrl_llm.models.hf_config import read_spec
-    from jaxrl_llm.models.spec import initialize
+    from jaxrl_llm.models.parameters import initialize
 
     source = folder.with_suffix(".config")
     config = Qwen3Config(

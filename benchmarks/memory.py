@@ -27,8 +27,9 @@ from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.hf_files import find_arrays
+from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.remat import POLICIES
-from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 
 GPU = jax.default_backend() != "cpu"

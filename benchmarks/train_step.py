@@ -41,7 +41,8 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import RowShape, padding, plan, row_shape
-from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.objective import Forward, PolicyObjective

@@ -33,7 +33,8 @@ import numpy as np
 
 from jaxrl_llm.config.keys import VllmConfig
 from jaxrl_llm.models.hf import load_params, save_params
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.sharding.reshard import cast_tree
@@ -47,7 +48,7 @@ HOWS = {"temperature 1": {}, "temperature 0.7, top-p 0.9": {"temperature": 0.7, 
 def spec_of(gb: float) -> ModelSpec:
     """Return a model with so many GB of float32 weights, about.
 
-    >>> from jaxrl_llm.models.spec import declare
+    >>> from jaxrl_llm.models.parameters import declare
     >>> leaves = jax.tree.leaves(declare(spec_of(0.1)))
     >>> round(4e-9 * sum(np.prod(leaf.shape) for leaf in leaves), 1)
     0.1

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
-from jaxrl_llm.models.spec import ModelSpec, Params
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import (
     Layer,
     attending,
@@ -122,7 +123,7 @@ def extend(
         Hidden states after the final norm, and the cache with the tokens' keys and values.
 
     >>> import jax
-    >>> from jaxrl_llm.models.spec import initialize
+    >>> from jaxrl_llm.models.parameters import initialize
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.models.spec import ModelSpec, Params
+from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.spec import ModelSpec
 
 
 def token_values(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
@@ -89,7 +90,7 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
     Raises:
         ValueError: The model has a value head already.
 
-    >>> from jaxrl_llm.models.spec import initialize
+    >>> from jaxrl_llm.models.parameters import initialize
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=False,
     ...                  max_positions=32)

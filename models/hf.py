@@ -1,6 +1,6 @@
 """Hugging Face directories: load parameters, save a model that `transformers` loads.
 
-Names, shapes and merged dimensions all come from `models.spec.declare`, so one conversion serves
+Names, shapes and merged dimensions all come from `models.parameters.declare`, so one conversion serves
 every array in both directions.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.hf_files import (
     FLOAT_TYPES,
@@ -29,7 +30,8 @@ from jaxrl_llm.models.hf_files import (
     write_shards,
 )
 from jaxrl_llm.models.hf_hub import resolve
-from jaxrl_llm.models.spec import ArrayDecl, Declarations, ModelSpec, Params, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import gather, is_first, once, share, whole
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
@@ -59,7 +61,7 @@ def hf_arrays(declaration: ArrayDecl, array: Any) -> Iterator[tuple[str, Any]]:
     Returns:
         Pairs of name and array, one per index of the stacked axes.
 
-    >>> from jaxrl_llm.models.spec import NORMAL
+    >>> from jaxrl_llm.models.arrays import NORMAL
     >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
     ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
     >>> [(name, a.shape) for name, a in hf_arrays(decl, np.ones((2, 3, 4)))]
@@ -81,7 +83,7 @@ def to_hf(declaration: ArrayDecl, array: Any) -> Any:
     Returns:
         The same numbers in shape `declaration.hf_shape`.
 
-    >>> from jaxrl_llm.models.spec import NORMAL
+    >>> from jaxrl_llm.models.arrays import NORMAL
     >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
     ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
     >>> to_hf(decl, np.ones((3, 4))).shape
@@ -104,7 +106,7 @@ def from_hf(declaration: ArrayDecl, array: np.ndarray) -> np.ndarray:
     Returns:
         A view with our dimensions.
 
-    >>> from jaxrl_llm.models.spec import NORMAL
+    >>> from jaxrl_llm.models.arrays import NORMAL
     >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
     ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
     >>> from_hf(decl, np.ones((4, 3))).shape

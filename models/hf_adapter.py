@@ -19,6 +19,7 @@ import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
 
+from jaxrl_llm.models.arrays import ArrayDecl, Params
 from jaxrl_llm.models.hf import from_hf, hf_arrays
 from jaxrl_llm.models.hf_config import read_json
 from jaxrl_llm.models.hf_files import (
@@ -29,8 +30,10 @@ from jaxrl_llm.models.hf_files import (
     read_header,
     whole_directory,
 )
-from jaxrl_llm.models.lora import PEFT_PREFIX, adaptable, split_adapter, without_adapter
-from jaxrl_llm.models.spec import ArrayDecl, LoraSpec, ModelSpec, Params, declare
+from jaxrl_llm.models.lora import split_adapter, without_adapter
+from jaxrl_llm.models.lora_arrays import PEFT_PREFIX, adaptable
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.sharding.distributed import fetch
 
 PEFT_CONFIG = {

@@ -16,14 +16,16 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
 from jaxrl_llm.models.moe import mixture
+from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.rope import Rotation, rotate, rotation
-from jaxrl_llm.models.spec import ModelSpec, Params, compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
 State = TypeVar("State")
@@ -460,7 +462,7 @@ def forward(
     Returns:
         Hidden states after the final norm, in `dtype`; meaningless at padding.
 
-    >>> from jaxrl_llm.models.spec import initialize
+    >>> from jaxrl_llm.models.parameters import initialize
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
@@ -509,7 +511,7 @@ def forward_with_router(
         The hidden states of `forward`, and the reports of `feed_forward`, stacked over the layers
         that have experts; an empty dict for a model without.
 
-    >>> from jaxrl_llm.models.spec import initialize
+    >>> from jaxrl_llm.models.parameters import initialize
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)

@@ -39,7 +39,7 @@ ROLLOUT_RULES: Rules = {**DEFAULT_RULES, "embed": "fsdp", "expert_embed": "fsdp"
 
 @runtime_checkable
 class Declared(Protocol):
-    """Anything with a shape and a logical name per dimension, such as `models.spec.ArrayDecl`."""
+    """Anything with a shape and a logical name per dimension, such as `models.arrays.ArrayDecl`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def shardings(declarations: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> An
     """Lay a tree of declared arrays out over a mesh.
 
     Args:
-        declarations: A tree whose leaves are `Declared`, such as `models.spec.declare(spec)`.
+        declarations: A tree whose leaves are `Declared`, such as `models.parameters.declare(spec)`.
         mesh: The devices.
         rules: Logical to mesh axes.
 

@@ -30,7 +30,7 @@ from jaxrl_llm.config.keys import EvaluateConfig, TrainConfig
 from jaxrl_llm.config.load import describe, load
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import declare
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop

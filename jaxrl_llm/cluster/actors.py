@@ -201,7 +201,7 @@ class EngineHost(_Process):
         import jax
 
         from jaxrl_llm.cluster.weights import collect, plan
-        from jaxrl_llm.models.spec import declare
+        from jaxrl_llm.models.parameters import declare
         from jaxrl_llm.sharding.checksum import checksum
 
         with self._loading:

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxrl_llm.models.spec import ArrayDecl, ModelSpec, declare
+from jaxrl_llm.models.arrays import ArrayDecl
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.lora import without_adapter
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.runs.export import restore_model
 from jaxrl_llm.sharding import distributed

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.program import Counted
 
 

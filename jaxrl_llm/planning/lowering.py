@@ -17,7 +17,8 @@ from jaxlib.mlir import ir
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.lora import split_adapter, without_adapter
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.build import microbatch_shape, native_engine

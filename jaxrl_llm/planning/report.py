@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxrl_llm.models.spec import parameter_count
+from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.planning.advice import Tried
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS
 from jaxrl_llm.planning.memory import Phase, Shapes, longest

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.cache import init_cache
-from jaxrl_llm.models.spec import ModelSpec, parameter_count
+from jaxrl_llm.models.parameters import parameter_count
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import (
     BANDWIDTH,
     COMPUTE,

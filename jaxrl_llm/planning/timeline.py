@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.models.spec import ModelSpec, parameter_count
+from jaxrl_llm.models.parameters import parameter_count
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import PER_NODE, Gpu, forward_flops, seconds
 from jaxrl_llm.planning.program import PASSES, Collective, Counted
 from jaxrl_llm.planning.sampling import Generation, resident

@@ -14,7 +14,8 @@ from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_adapter import save_adapter
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.lora import split_adapter
-from jaxrl_llm.models.spec import ModelSpec, initialize
+from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.training.setup import adapted_spec, merged_into_base
 

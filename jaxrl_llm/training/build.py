@@ -28,7 +28,8 @@ from jaxrl_llm.data.dataset import (
 from jaxrl_llm.data.packing import RowShape, padding, plan
 from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.lora import join, merge, without_adapter
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.report import RolloutDumps, print_before_and_after
 from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
 from jaxrl_llm.rollout.engine import Engine

@@ -13,7 +13,7 @@ import jax
 
 from jaxrl_llm.config.keys import ModelConfig, TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import declare
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.runs.directory import programs_in
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.setup import blamed_on

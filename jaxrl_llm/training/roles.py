@@ -15,7 +15,8 @@ from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.directory import Trainee
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout

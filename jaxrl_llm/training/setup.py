@@ -43,7 +43,8 @@ from jaxrl_llm.models.lora import (
     without_adapter,
 )
 from jaxrl_llm.models.moe import SigmoidRouter
-from jaxrl_llm.models.spec import LoraSpec, ModelSpec, compute_dtypes, declare, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.monitoring.streams import log_to_stderr
 from jaxrl_llm.sharding import distributed

@@ -20,8 +20,9 @@ from jaxrl_llm.data.dataset import (
     load_rows,
     tokenize_examples,
 )
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf import save_params
-from jaxrl_llm.models.spec import ModelSpec, Params
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.metrics import Clock, CompileCounter, due
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.directory import (

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.spec import initialize
+from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.transformer import forward, logits
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.cluster import weights
 from jaxrl_llm.cluster.coordinator import Board
 from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, own_shards, plan
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.mesh import make_mesh
 

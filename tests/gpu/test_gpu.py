@@ -21,7 +21,8 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_machine,
 )
-from jaxrl_llm.models.spec import ModelSpec, declare, initialize
+from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.heads import token_values, with_value_head
-from jaxrl_llm.models.spec import compute_dtypes, declare
+from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.sharding.rules import shardings
 

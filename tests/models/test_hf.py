@@ -24,7 +24,7 @@ from jaxrl_llm.models.hf import (
     save_params,
 )
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import declare
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.rules import shardings
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -196,7 +196,7 @@ import os, signal, sys
 import jax, numpy as np
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.spec import initialize
+from jaxrl_llm.models.parameters import initialize
 spec = read_spec(sys.argv[1])
 left = int(sys.argv[3])
 def fsync(descriptor):

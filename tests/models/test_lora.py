@@ -28,7 +28,8 @@ from jaxrl_llm.models.lora import (
 )
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe import MoeSpec
-from jaxrl_llm.models.spec import LoraSpec, compute_dtypes, declare, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import cast_tree

@@ -10,8 +10,9 @@ import pytest
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.mla import LatentSpec, absorb, expand, mixed_values
+from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.rope import rotation
-from jaxrl_llm.models.spec import LoraSpec, ModelSpec, declare, initialize
+from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.models.transformer import forward
 
 LENGTH, WIDTH, HEADS = 6, 7, 3

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.spec import declare
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.rules import (
     DEFAULT_RULES,
     Fallback,

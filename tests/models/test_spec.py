@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.spec import NORMAL, ArrayDecl, declare, initialize, parameter_count
+from jaxrl_llm.models.arrays import NORMAL, ArrayDecl
+from jaxrl_llm.models.parameters import declare, initialize, parameter_count
 from jaxrl_llm.sharding.rules import shardings
 
 

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.rope import rotate, rotation
-from jaxrl_llm.models.spec import LoraSpec, declare
+from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.transformer import forward, head_matrix, linear, logits, rms_norm
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh

@@ -7,8 +7,8 @@ import transformers
 
 from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.moe import SigmoidRouter, SoftmaxRouter
+from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.rope import LinearScaling, Llama3Scaling, YarnScaling
-from jaxrl_llm.models.spec import parameter_count
 
 QWEN_2_5 = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -17,7 +17,8 @@ from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
 from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.moe import MoeSpec
-from jaxrl_llm.models.spec import ModelSpec, initialize, parameter_count
+from jaxrl_llm.models.parameters import initialize, parameter_count
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.planning.advice import advise, scaled
 from jaxrl_llm.planning.estimate import GPUS, forward_flops

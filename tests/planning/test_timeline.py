@@ -14,7 +14,8 @@ from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
 from jaxrl_llm.models.hf_config import make_config
 from jaxrl_llm.models.moe import MoeSpec
-from jaxrl_llm.models.spec import ModelSpec, parameter_count
+from jaxrl_llm.models.parameters import parameter_count
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import COMPUTE, GPUS, forward_flops
 from jaxrl_llm.planning.lowering import halves
 from jaxrl_llm.planning.memory import lay_out

@@ -17,7 +17,8 @@ import pytest
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.moe import MoeSpec, mixture
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, forward_with_router, logits
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, batch_shards, make_mesh

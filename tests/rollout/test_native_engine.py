@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.cache import by_layer
-from jaxrl_llm.models.spec import compute_dtypes
+from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.monitoring.metrics import CompileCounter
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.checksum import checksum

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout

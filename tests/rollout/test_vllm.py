@@ -24,7 +24,8 @@ import pytest
 from jaxrl_llm.config.keys import VllmConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import config_to_save
-from jaxrl_llm.models.spec import ModelSpec, initialize
+from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.native.engine import NativeEngine

@@ -31,7 +31,8 @@ from jaxrl_llm.config.keys import TrainConfig, VllmConfig
 from jaxrl_llm.config.load import build
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.spec import ModelSpec, initialize
+from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, weights

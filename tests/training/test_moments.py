@@ -9,7 +9,8 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import OptimConfig
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh

@@ -14,7 +14,8 @@ from jaxrl_llm.algorithms.values import squared_value_loss
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.moe import MoeSpec, RouterStats, SigmoidRouter
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_with_router, logits
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings

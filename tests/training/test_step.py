@@ -13,7 +13,8 @@ from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import LEAST_FLOPS, RowShape, row_shape
-from jaxrl_llm.models.spec import ModelSpec, declare
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.metrics import CompileCounter
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings

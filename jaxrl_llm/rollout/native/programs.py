@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.cache import Cache, by_layer
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.decode import (
     Drawn,
     Extras,

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.hf import host_arrays
-from jaxrl_llm.models.spec import ModelSpec, compute_dtypes, declare
+from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.reshard import cut
 

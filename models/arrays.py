@@ -1,0 +1,84 @@
+"""Declare a parameter array: shape, logical axes, initializer, name in Hugging Face checkpoints."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+Params: TypeAlias = dict[str, Any]  # nested, arrays at the leaves
+Declarations: TypeAlias = dict[str, Any]  # the same nesting, an ArrayDecl at each leaf
+Initializer: TypeAlias = Callable[[Any, Sequence[int], Any], Any]
+
+NORMAL: Initializer = jax.nn.initializers.normal(stddev=0.02)
+ONES: Initializer = jax.nn.initializers.ones
+ZEROS: Initializer = jax.nn.initializers.zeros
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDecl:
+    """Declare one parameter array and its counterpart in a Hugging Face checkpoint.
+
+    Args:
+        shape: Size of each dimension.
+        axes: Logical name of each dimension, all different; `sharding.rules` maps them to a mesh.
+        initializer: `(key, shape, dtype) -> array`.
+        hf_name: Name in a Hugging Face checkpoint. A placeholder such as `{layers}` names a leading
+            axis along which our array stacks several of theirs.
+        hf_axes: The dimensions of *one* Hugging Face array, each as the tuple of our axes that are
+            merged in it, in order.
+        first_layer: Number of the first layer of a stack in the names of a Hugging Face checkpoint.
+
+    Raises:
+        ValueError: The axes do not match the shape, or `hf_name` and `hf_axes` do not cover them.
+
+    >>> decl = ArrayDecl(shape=(3, 8, 2, 4), axes=("layers", "embed", "heads", "head_width"),
+    ...                  initializer=NORMAL, hf_name="l.{layers}.q.weight",
+    ...                  hf_axes=(("heads", "head_width"), ("embed",)))
+    >>> decl.stacked, decl.hf_shape
+    (('layers',), (8, 8))
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    initializer: Initializer
+    hf_name: str
+    hf_axes: tuple[tuple[str, ...], ...]
+    first_layer: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(
+                f"{self.hf_name}: axes must be different and one per dimension, "
+                f"got axes {self.axes} for shape {self.shape}"
+            )
+        merged = tuple(axis for group in self.hf_axes for axis in group)
+        stacked = self.axes[: len(self.axes) - len(merged)]
+        if sorted(self.axes) != sorted(stacked + merged) or any(
+            f"{{{axis}}}" not in self.hf_name for axis in stacked
+        ):
+            raise ValueError(
+                f"{self.hf_name}: each of the axes {self.axes} must stand once, either in hf_axes "
+                f"(got {self.hf_axes}) or, leading, as a placeholder in the name"
+            )
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Name the leading axes that count separate Hugging Face arrays."""
+        return self.axes[: len(self.axes) - sum(map(len, self.hf_axes))]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """Give the shape of one Hugging Face array."""
+        sizes = dict(zip(self.axes, self.shape, strict=True))
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self.hf_axes)
+
+    def hf_indices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name of each Hugging Face array and its index on our leading axes."""
+        for index in np.ndindex(*self.shape[: len(self.stacked)]):
+            counts = dict(zip(self.stacked, index, strict=True))
+            if "layers" in counts:
+                counts["layers"] += self.first_layer
+            yield self.hf_name.format(**counts), index

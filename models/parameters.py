@@ -1,0 +1,277 @@
+"""The parameter arrays of a model: declared, initialized, counted.
+
+`declare(spec)` is the single source of shapes, logical axes, initializers and Hugging Face names.
+Initialization, sharding, loading and saving all read it and know nothing else about a model.
+Arrays that every layer has are stacked on a leading axis `layers`, so that a model is one scan.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Key, UInt32
+
+from jaxrl_llm.models.arrays import ONES, ZEROS, ArrayDecl, Declarations, Initializer, Params
+from jaxrl_llm.models.lora_arrays import declare_lora
+from jaxrl_llm.models.moe import SigmoidRouter
+from jaxrl_llm.models.spec import ModelSpec
+
+PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]
+
+
+def declare(spec: ModelSpec) -> Declarations:
+    """Declare every parameter array of a model.
+
+    Args:
+        spec: The model.
+
+    Returns:
+        A nested dict of `ArrayDecl`: `embed`, the stacks of `spec.stacks` (stacked on axis 0),
+        `final_norm`, and then `score` and `score_bias` of a value head, `score` of a reward head,
+        or `head` unless the embeddings are tied; with the low-rank factors that `spec.lora` asks
+        for.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> declare(spec)["layers"]["key"].shape
+    (3, 4, 1, 2)
+    """
+    array = _declarer(spec)
+    norm = ZEROS if spec.unit_offset_norms else ONES
+    declarations: Declarations = {
+        "embed": array("model.embed_tokens.weight", "vocab embed", "vocab embed"),
+        **{name: _declare_stack(spec, layers) for name, layers in spec.stacks.items()},
+        "final_norm": array("model.norm.weight", "norm", "norm", norm),
+    }
+    if spec.value_head or spec.reward_head:
+        declarations["score"] = array("score.weight", "embed label", "label embed")
+    elif not spec.tied_embeddings:
+        declarations["head"] = array("lm_head.weight", "embed vocab", "vocab embed")
+    if spec.value_head:
+        declarations["score_bias"] = array("score.bias", "label", "label", ZEROS)
+    if spec.lora is None:
+        return declarations
+    return declare_lora(declarations, spec)
+
+
+def _declarer(
+    spec: ModelSpec, layers: range = range(0), **own_sizes: int
+) -> Callable[..., ArrayDecl]:
+    """Return `(hf_name, axes, hf_axes, initializer) -> ArrayDecl` for the arrays of a stack."""
+    sizes = {
+        "layers": len(layers),
+        "vocab": spec.vocab_size,
+        "embed": spec.width,
+        "norm": spec.width,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_width": spec.head_width,
+        "ff": spec.ff_width,
+        "experts": spec.moe.experts if spec.moe else 0,
+        "routes": spec.moe.experts if spec.moe else 0,
+        "expert_embed": spec.width,
+        "expert_ff": spec.moe.ff_width if spec.moe else 0,
+        "label": 1,
+    } | own_sizes
+    normal = jax.nn.initializers.normal(stddev=spec.init_std)
+
+    def array(name: str, axes: str, hf_axes: str, initializer: Initializer = normal) -> ArrayDecl:
+        names = tuple(axes.split())
+        return ArrayDecl(
+            shape=tuple(sizes[axis] for axis in names),
+            axes=names,
+            initializer=initializer,
+            hf_name=name,
+            hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
+            first_layer=layers.start,
+        )
+
+    return array
+
+
+def _declare_stack(spec: ModelSpec, layers: range) -> Declarations:
+    array = _declarer(spec, layers)
+    sparse = spec.moe is not None and layers.start >= spec.moe.dense_layers
+    return (
+        _declare_norms(spec, array)
+        | (_declare_attention if spec.latent is None else _declare_latent)(spec, layers)
+        | (_declare_experts if sparse else _declare_mlp)(spec, layers)
+    )
+
+
+def _declare_norms(spec: ModelSpec, array: Callable[..., ArrayDecl]) -> Declarations:
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if spec.post_norms:
+        names |= {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    norm = ZEROS if spec.unit_offset_norms else ONES
+    return {
+        ours: array(f"model.layers.{{layers}}.{theirs}.weight", "layers norm", "norm", norm)
+        for ours, theirs in names.items()
+    }
+
+
+def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
+    array = _declarer(spec, layers)
+    at = "model.layers.{layers}.self_attn."
+    norm = ZEROS if spec.unit_offset_norms else ONES
+    arrays = {}
+    for ours, theirs, heads in (
+        ("query", "q", "heads"),
+        ("key", "k", "kv_heads"),
+        ("value", "v", "kv_heads"),
+    ):
+        own, merged = f"{heads} head_width", f"{heads}*head_width"
+        arrays[ours] = array(f"{at}{theirs}_proj.weight", f"layers embed {own}", f"{merged} embed")
+        if spec.qkv_bias:
+            bias = array(f"{at}{theirs}_proj.bias", f"layers {own}", merged, ZEROS)
+            arrays[f"{ours}_bias"] = bias
+        if spec.qk_norm and ours != "value":
+            name = f"{at}{theirs}_norm.weight"
+            arrays[f"{ours}_norm"] = array(name, "layers head_width", "head_width", norm)
+    axes = "layers heads head_width embed"
+    arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_width")
+    if spec.output_bias:
+        arrays["output_bias"] = array(f"{at}o_proj.bias", "layers norm", "norm", ZEROS)
+    return arrays
+
+
+def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
+    assert spec.latent is not None
+    latent, at = spec.latent, "model.layers.{layers}.self_attn."
+    arrays = {}
+    to_heads = ("layers embed heads head_width", "heads*head_width embed")
+    if latent.query_rank is None:
+        array = _declarer(spec, layers, head_width=latent.key_width)
+        arrays["query"] = array(f"{at}q_proj.weight", *to_heads)
+    else:
+        rank = latent.query_rank
+        array = _declarer(spec, layers, latent=rank)
+        arrays["query_a"] = array(f"{at}q_a_proj.weight", "layers embed latent", "latent embed")
+        array = _declarer(spec, layers, embed=rank, norm=rank, head_width=latent.key_width)
+        arrays["query_a_norm"] = array(f"{at}q_a_layernorm.weight", "layers norm", "norm", ONES)
+        arrays["query_b"] = array(f"{at}q_b_proj.weight", *to_heads)
+    rank = latent.kv_rank
+    array = _declarer(spec, layers, latent=rank + latent.rope_width)
+    name = f"{at}kv_a_proj_with_mqa.weight"
+    arrays["kv_a"] = array(name, "layers embed latent", "latent embed")
+    width = latent.nope_width + latent.value_width
+    array = _declarer(spec, layers, embed=rank, norm=rank, head_width=width)
+    arrays["kv_a_norm"] = array(f"{at}kv_a_layernorm.weight", "layers norm", "norm", ONES)
+    arrays["kv_b"] = array(f"{at}kv_b_proj.weight", *to_heads)
+    array = _declarer(spec, layers, head_width=latent.value_width)
+    axes = "layers heads head_width embed"
+    arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_width")
+    return arrays
+
+
+def _declare_experts(spec: ModelSpec, layers: range) -> Declarations:
+    assert spec.moe is not None
+    array, at = _declarer(spec, layers), f"model.layers.{{layers}}.{spec.moe.hf_module}."
+    arrays = {"router": array(f"{at}gate.weight", "layers embed routes", "routes embed")}
+    if isinstance(spec.moe.router, SigmoidRouter):
+        name = f"{at}gate.e_score_correction_bias"
+        arrays["router_bias"] = array(name, "layers routes", "routes", ZEROS)
+    for ours, theirs in zip(("gate", "up", "down"), spec.moe.hf_projections, strict=True):
+        inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
+        name = f"{at}experts.{{experts}}.{theirs}.weight"
+        axes = f"layers experts {inputs} {outputs}"
+        arrays[f"expert_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+    if spec.moe.shared_ff_width:
+        array = _declarer(spec, layers, ff=spec.moe.shared_ff_width)
+        for ours in ("gate", "up", "down"):
+            inputs, outputs = ("ff", "embed") if ours == "down" else ("embed", "ff")
+            name = f"{at}shared_experts.{ours}_proj.weight"
+            axes = f"layers {inputs} {outputs}"
+            arrays[f"shared_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+    return arrays
+
+
+def _declare_mlp(spec: ModelSpec, layers: range) -> Declarations:
+    array = _declarer(spec, layers)
+    arrays = {}
+    for ours, inputs, outputs in (
+        ("gate", "embed", "ff"),
+        ("up", "embed", "ff"),
+        ("down", "ff", "embed"),
+    ):
+        at = f"model.layers.{{layers}}.mlp.{ours}_proj"
+        hf_axes = f"{outputs} {inputs}"
+        arrays[ours] = array(f"{at}.weight", f"layers {inputs} {outputs}", hf_axes)
+        if spec.mlp_bias:
+            own = outputs if outputs == "ff" else "norm"
+            arrays[f"{ours}_bias"] = array(f"{at}.bias", f"layers {own}", own, ZEROS)
+    return arrays
+
+
+def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
+    """Return the dtype in which the model uses each array.
+
+    Matrices are cast; norm scales, routers and the value head are not.
+
+    A copy of the parameters in these dtypes gives the same results as the float32 masters.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> compute_dtypes(spec, "bfloat16")["final_norm"]
+    dtype('float32')
+    """
+
+    def used(declaration: ArrayDecl) -> Any:
+        is_vector = len(declaration.shape) - len(declaration.stacked) == 1
+        is_value_head = "label" in declaration.axes
+        is_router = "routes" in declaration.axes
+        return jnp.dtype(jnp.float32 if is_vector or is_value_head or is_router else dtype)
+
+    return jax.tree.map(used, declare(spec))
+
+
+def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draw fresh parameters as Hugging Face does.
+
+    They are N(0, `init_std`²) for matrices, ones for norms and zeros for the bias of a value head.
+
+    The key of each array comes from its path, so an array's values do not depend on which other
+    arrays the model has. Under `jax.jit` with `out_shardings` each device draws only its part.
+
+    Args:
+        spec: The model.
+        key: PRNG key.
+        dtype: Of every array.
+
+    Returns:
+        Parameters nested as `declare(spec)`.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> initialize(spec, key=jax.random.key(0))["embed"].shape
+    (8, 4)
+    """
+
+    def draw(path: tuple[Any, ...], decl: ArrayDecl) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        array_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return decl.initializer(array_key, decl.shape, dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, declare(spec))
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Count the parameters of a model; a tied embedding counts once.
+
+    >>> parameter_count(ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1,
+    ...     head_width=2, ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...     max_positions=32))
+    168
+    """
+    return sum(math.prod(decl.shape) for decl in jax.tree.leaves(declare(spec)))
