@@ -1,7 +1,7 @@
 """Hugging Face directories: load parameters, save a model that `transformers` loads.
 
-Names, shapes and merged dimensions all come from `models.parameters.declare`, so one conversion serves
-every array in both directions.
+Names, shapes and merged dimensions all come from `models.parameters.declare`, so one conversion
+serves every array in both directions.
 """
 
 import functools
