@@ -36,9 +36,9 @@ from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.parameters import compute_dtypes, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.sharding.reshard import cast_tree
-from jaxrl_llm.types import Request, Sampling
 
 VOCABULARY = 4096
 PROMPT, ANSWER, ANSWERS = 32, 64, 64
@@ -132,7 +132,7 @@ def differences(
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, VOCABULARY, (ANSWERS, PROMPT))
     for name, how in HOWS.items():
-        sampling = Sampling(max_new_tokens=ANSWER, **how)
+        sampling = SamplingParams(max_new_tokens=ANSWER, **how)
         asked = [Request(tuple(map(int, p)), sampling, i) for i, p in enumerate(prompts)]
         answers = engine.sample(asked)
         tokens = np.concatenate([prompts, [a.tokens for a in answers]], axis=1)

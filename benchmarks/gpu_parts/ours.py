@@ -38,11 +38,12 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.objective import Forward, PolicyObjective
 from jaxrl_llm.training.step import make_learner
-from jaxrl_llm.types import Batch, Request, Sampling
+from jaxrl_llm.types import Batch
 
 LEARNING_RATE = 1e-6
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -264,7 +265,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     )
 
     def generate(tokens: int) -> float:
-        how = Sampling(max_new_tokens=tokens)
+        how = SamplingParams(max_new_tokens=tokens)
         asked = [Request(tuple(p), how, seed) for seed, p in enumerate(prompts)]
         begun = time.perf_counter()
         answers = engine.sample(asked)

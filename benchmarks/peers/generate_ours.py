@@ -18,8 +18,8 @@ import jaxrl_llm
 from jaxrl_llm.config import cli
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.types import Request, Sampling
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -67,7 +67,7 @@ def main() -> None:
     engine = engine_of(spec, job, len(job["lengths"][0]), max(longest, job["greedy_tokens"]))
     engine.load(hf.load_params(job["model"], spec), version=0)
     requests = [
-        Request(tuple(prompt), Sampling(max_new_tokens=length), seed)
+        Request(tuple(prompt), SamplingParams(max_new_tokens=length), seed)
         for seed, (prompt, length) in enumerate(
             (prompt, length)
             for batch, lengths in zip(job["tokens"], job["lengths"], strict=True)
@@ -81,7 +81,7 @@ def main() -> None:
         meter.add(generated=sum(len(answer.tokens) for answer in answers))
         meter.end_step()
         at_work += len(compiled) - before if number else 0
-    how = Sampling(max_new_tokens=job["greedy_tokens"], temperature=0.0)
+    how = SamplingParams(max_new_tokens=job["greedy_tokens"], temperature=0.0)
     greedy = engine.sample([Request(tuple(prompt), how, 0) for prompt in job["greedy"]])
     engine.close()
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -12,9 +12,9 @@ from pathlib import Path
 from jaxrl_llm.config.keys import VllmConfig
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import VERSION
-from jaxrl_llm.types import Request, Sampling
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
             for pair in zip(batch, lengths, strict=True)
         ]
         requests = [
-            Request(tuple(prompt), Sampling(max_new_tokens=length), seed)
+            Request(tuple(prompt), SamplingParams(max_new_tokens=length), seed)
             for seed, (prompt, length) in enumerate(pairs)
         ]
         meter = Meter()
@@ -46,7 +46,7 @@ def main() -> None:
             answers = engine.sample(requests)
             meter.add(generated=sum(len(answer.tokens) for answer in answers))
             meter.end_step()
-        how = Sampling(max_new_tokens=job["greedy_tokens"], temperature=0.0)
+        how = SamplingParams(max_new_tokens=job["greedy_tokens"], temperature=0.0)
         greedy = engine.sample([Request(tuple(prompt), how, 0) for prompt in job["greedy"]])
         engine.close()
     meter.write(

@@ -28,13 +28,13 @@ from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import apply_override, build
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.training.build import build as build_job
 from jaxrl_llm.training.build import make_sampler, training_sampler
 from jaxrl_llm.training.loop import run
 from jaxrl_llm.training.resolve import Functions
 from jaxrl_llm.training.setup import quiet_libraries
-from jaxrl_llm.types import Completion, Request
 
 
 class FixedLengths:

@@ -18,7 +18,7 @@ from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.keys import TrainConfig
 
 if TYPE_CHECKING:  # jax must not be imported before its variables are set
-    from jaxrl_llm.types import Completion, Receipt, Request
+    from jaxrl_llm.rollout.types import Completion, Receipt, Request
 
 DUMP = signal.SIGUSR1
 """Lets a process print the stacks of all its threads."""
@@ -231,9 +231,9 @@ class EngineHost(_Process):
     def _open(self) -> Any:
         from jaxrl_llm.models.hf_config import read_spec
         from jaxrl_llm.models.lora import without_adapter
+        from jaxrl_llm.rollout.build import local_engine
         from jaxrl_llm.runs.directory import compiled_into
         from jaxrl_llm.sharding import distributed
-        from jaxrl_llm.training.build import local_engine
         from jaxrl_llm.training.setup import open_layout, quiet_libraries
 
         quiet_libraries()

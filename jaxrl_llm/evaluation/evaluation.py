@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.keys import EvaluateConfig, SftMeshConfig
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.data.dataset import Prompt, check_prompt_row, load_rows, tokenize_prompts
@@ -22,10 +22,10 @@ from jaxrl_llm.evaluation.policy import Policy, open_engine, read_policy
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_scorer
+from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
+from jaxrl_llm.rollout.types import Completion, SamplingParams
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.experience import Rollouts, answer_seeds, sample
-from jaxrl_llm.training.setup import blamed_on, open_layout, quiet_libraries, write_text
-from jaxrl_llm.types import Completion, Sampling
+from jaxrl_llm.training.setup import open_layout, quiet_libraries, write_text
 
 METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores outside 0 to 1"
 
@@ -101,7 +101,7 @@ def read_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's "
             f"{policy.spec.max_positions} positions (max_position_embeddings)"
         )
-    with blamed_on("data"):
+    with config_errors_at("data"):
         prompts, _ = tokenize_prompts(
             load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows],
             policy.tokenizer,
@@ -113,9 +113,9 @@ def read_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
     return prompts
 
 
-def sampling(config: EvaluateConfig, policy: Policy) -> Sampling:
+def sampling(config: EvaluateConfig, policy: Policy) -> SamplingParams:
     """Return how each answer is sampled."""
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,

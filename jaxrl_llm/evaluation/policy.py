@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
@@ -18,7 +18,7 @@ from jaxrl_llm.runs.export import restore_model
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
-from jaxrl_llm.training.setup import blamed_on, merged_into_base
+from jaxrl_llm.training.setup import merged_into_base
 
 
 class Policy(NamedTuple):
@@ -62,13 +62,13 @@ def read_policy(path: str, layout: Layout, *, step: int | None = None) -> Policy
         if step is not None:
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
         source = path
-        with blamed_on("model"):
+        with config_errors_at("model"):
             spec = read_spec(path)
             if spec.value_head or spec.reward_head:
                 raise ValueError(f"{path} ends in a value head, wanted a language model")
             on_host = jax.tree.map(lambda s: s.with_memory_kind(HOST), layout.of(declare(spec)))
             params = load_params(path, spec, shardings=on_host)
-    with blamed_on("model"):
+    with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         return Policy(spec, params, tokenizer, stop_ids(tokenizer, source), step)
 
@@ -100,7 +100,7 @@ def open_engine(
             f"the longest prompt and answer have {max_tokens} tokens, but the model has "
             f"{policy.spec.max_positions} positions (max_position_embeddings)"
         )
-    with blamed_on("the engine"):
+    with config_errors_at("the engine"):
         engine = NativeEngine(
             policy.spec,
             layout=layout,

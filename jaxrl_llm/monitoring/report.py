@@ -9,7 +9,7 @@ from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.monitoring.metrics import Display
 from jaxrl_llm.monitoring.trackers import Outages
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.training.experience import Rollouts
+from jaxrl_llm.rollout.sampling import Rollouts
 
 
 def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:

@@ -19,9 +19,10 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.training.build import microbatch_shape, native_engine
+from jaxrl_llm.training.build import microbatch_shape
 from jaxrl_llm.training.objective import Forward, MicroBatch
 from jaxrl_llm.training.resolve import Functions, abstract_fields
 from jaxrl_llm.training.roles import inference_of, learner_of

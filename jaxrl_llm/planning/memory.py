@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
@@ -22,7 +23,7 @@ from jaxrl_llm.planning.lowering import (
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.training.resolve import Functions
-from jaxrl_llm.training.setup import Layouts, adapted_spec, blamed_on, open_layouts
+from jaxrl_llm.training.setup import Layouts, adapted_spec, open_layouts
 
 
 class Held(NamedTuple):
@@ -74,7 +75,7 @@ def lay_out(config: TrainConfig) -> Shapes:
         ConfigError: the run could not be built.
     """
     functions, layouts = Functions(config), open_layouts(config.mesh)
-    with blamed_on("model.path"):
+    with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
     roles, throughout, lower = {}, [], {}
@@ -108,7 +109,7 @@ def lay_out(config: TrainConfig) -> Shapes:
 def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
     """Return the spec of a critic or of a reward model."""
     path = getattr(config, name).path
-    with blamed_on(f"{name}.path"):
+    with config_errors_at(f"{name}.path"):
         spec = read_spec(path) if path else base
     return (
         dataclasses.replace(spec, value_head=True, reward_head=False) if name == "critic" else spec

@@ -18,8 +18,8 @@ from jaxrl_llm.rewards.runner import SCORER, RewardError, RewardRunner, Score
 from jaxrl_llm.rewards.scorers import SOURCES
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem, shorten
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.experience import Rollouts
 
 log = logging.getLogger(__name__)
 

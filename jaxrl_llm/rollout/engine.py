@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.types import Completion, Receipt, Request
+from jaxrl_llm.rollout.types import Completion, Receipt, Request
 
 
 class EngineError(RunError):

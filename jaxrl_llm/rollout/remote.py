@@ -14,8 +14,8 @@ from jaxrl_llm.cluster.weights import plan, publish
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, check_request
 from jaxrl_llm.rollout.router import Router
+from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.types import Completion, Receipt, Request
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.keys import SftConfig, TrainConfig
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.data.dataset import batches
@@ -30,7 +30,7 @@ from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import checksum
-from jaxrl_llm.training.setup import Model, blamed_on, write_text
+from jaxrl_llm.training.setup import Model, write_text
 from jaxrl_llm.training.step import Learner, TrainState
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _locked(lock: IO[str]) -> bool:
 
 @contextlib.contextmanager
 def _held(folder: Path, config: Any) -> Iterator[None]:
-    with blamed_on("run_dir"):
+    with config_errors_at("run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
     with (folder / ".lock").open("w") as lock:
@@ -328,7 +328,7 @@ def open_run(
     """
     is_rl = isinstance(config, TrainConfig)
     size = config.batch.prompts_per_step if is_rl else config.batch.examples_per_step
-    with blamed_on("data.train"):
+    with config_errors_at("data.train"):
         stream = batches(
             items,
             batch_size=size,

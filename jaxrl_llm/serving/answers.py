@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.serving.requests import Ask
 from jaxrl_llm.serving.text import AnswerText, Vocabulary
-from jaxrl_llm.types import Completion
 
 LEAST_LOGPROB = -9999.0
 """What stands for the log-prob of a token of no probability: JSON has no infinity."""

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from typing import Any, TypeVar
 
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.serving.fields import Refusal
-from jaxrl_llm.types import Completion, Request
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.data.chat import encode_prompt, render_prompt
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serving.fields import Fields, Refusal, is_a, shown
 from jaxrl_llm.serving.length import TextLimit
-from jaxrl_llm.types import Request, Sampling
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -59,7 +59,7 @@ class Ask:
 
     chat: bool
     prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: SamplingParams
     n: int
     seed: int
     logprobs: bool
@@ -174,7 +174,7 @@ def read_rest(
     return ask
 
 
-def read_sampling(fields: Fields, served: Served, max_new_tokens: int, tops: int) -> Sampling:
+def read_sampling(fields: Fields, served: Served, max_new_tokens: int, tops: int) -> SamplingParams:
     """Read how to sample."""
     top_p = fields.between("top_p", float, 1.0, 0, 1)
     penalty = fields.between("repetition_penalty", float, 1.0, 0, math.inf)
@@ -184,7 +184,7 @@ def read_sampling(fields: Fields, served: Served, max_new_tokens: int, tops: int
     more = fields.take("stop_token_ids", list, [])
     check_tokens("stop_token_ids", more, served)
     known = () if fields.take("ignore_eos", bool, False) else served.stop_ids
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=fields.between("temperature", float, 1.0, 0, math.inf),
         top_p=top_p,

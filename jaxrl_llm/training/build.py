@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.fields import describe
 from jaxrl_llm.config.keys import RolloutSizes, SftConfig, TrainConfig
 from jaxrl_llm.config.load import load, to_yaml
@@ -32,8 +32,10 @@ from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.report import RolloutDumps, print_before_and_after
 from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
+from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.sampling import Rollouts, sample
+from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.directory import check_whole, open_run, open_watchdog, run_folder
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
@@ -42,13 +44,11 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import lent, to_host
 from jaxrl_llm.sharding.reshard import cast_tree, reshard
 from jaxrl_llm.training.experience import (
-    Rollouts,
     ScoreError,
     advantage_step,
     correction_step,
     lay_out,
     per_answer,
-    sample,
     with_scores,
 )
 from jaxrl_llm.training.loop import Job, Progress, minibatch_size, run
@@ -59,7 +59,6 @@ from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.setup import (
     Layouts,
     Model,
-    blamed_on,
     digest,
     forward_settings,
     made_once,
@@ -71,7 +70,7 @@ from jaxrl_llm.training.setup import (
 )
 from jaxrl_llm.training.step import logprob_pass
 from jaxrl_llm.training.supervised import run_sft
-from jaxrl_llm.types import Batch, Sampling
+from jaxrl_llm.types import Batch
 
 TRAINING, VALIDATION, GREEDY = range(3)
 """What a seed of sampling is for."""
@@ -125,7 +124,7 @@ def build(
         mesh = dataclasses.replace(mesh, rollout=RolloutSizes())
     layouts = open_layouts(mesh)
     model = open_model(config.model, layouts.train, seed=config.seed)
-    with blamed_on("model.path"):
+    with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
         stops = stop_ids(tokenizer, config.model.path)
     check_model(config, model)
@@ -250,68 +249,10 @@ def imbalance_of(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
     return found | {"perf/padding": padding(sizes, batches, shape)}
 
 
-def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
-    """Build the engine that the config names, here or on nodes of its own."""
-    place = context.current()
-    if place is not None and place.hosts:
-        from jaxrl_llm.rollout.remote import RemoteEngine
-
-        return RemoteEngine(
-            place,
-            without_adapter(spec),
-            dtype=config.model.dtype,
-            max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        )
-    return local_engine(config, spec, layout, folder)
-
-
-def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
-    """Build the engine on this process's devices; vLLM's begins to start, and writes to the folder.
-
-    Raises:
-        ConfigError: there can be no such engine here.
-    """
-    if config.rollout.engine == "native":
-        return native_engine(config, spec, layout)
-    if distributed.count() > 1:
-        raise ConfigError(
-            f"rollout.engine is vllm, but the run has {distributed.count()} training processes: "
-            "give vLLM nodes of its own (rollout.nodes), or train by one process"
-        )
-    from jaxrl_llm.rollout.vllm.engine import VllmEngine
-
-    rollout = config.rollout
-    with blamed_on("rollout"):
-        return VllmEngine(
-            without_adapter(spec),
-            source=config.model.path,
-            config=rollout.vllm,
-            slots=rollout.slots,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            cache_gb=rollout.cache_gb,
-            dtype=config.model.dtype,
-            folder=folder / "vllm",
-        )
-
-
-def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
-    """Build the native engine for the longest prompt and answer of a run."""
-    rollout = config.rollout
-    with blamed_on("rollout"):
-        return NativeEngine(
-            without_adapter(spec),
-            layout=layout,
-            slots=rollout.slots,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            cache_gb=rollout.cache_gb,
-            dtype=config.model.dtype,
-        )
-
-
 def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., Rollouts]:
     """Return `sample` on an engine that holds its cache only while it samples."""
 
-    def draw(prompts: list[Prompt], sampling: Sampling, **how: Any) -> Rollouts:
+    def draw(prompts: list[Prompt], sampling: SamplingParams, **how: Any) -> Rollouts:
         engine.wake()
         try:
             return sample(engine, prompts, sampling, decode=decode, **how)
@@ -326,7 +267,7 @@ def training_sampler(
 ) -> Callable[[list[Prompt], int, int], Rollouts]:
     """Return the function that samples a step's answers; a step may draw several times."""
     rollout = config.rollout
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -361,7 +302,7 @@ def make_greedy(
     """
     samples = config.rollout.samples_per_prompt
     longest = config.rollout.max_new_tokens
-    sampling = Sampling(max_new_tokens=longest, temperature=0.0, stop_ids=stops)
+    sampling = SamplingParams(max_new_tokens=longest, temperature=0.0, stop_ids=stops)
 
     def greedy_scores(rollouts: Rollouts, step: int) -> tuple[np.ndarray, int]:
         prompts = rollouts.prompts[::samples]
@@ -405,7 +346,7 @@ def make_validator(
     if not prompts:
         return None
     how = config.validation
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=how.temperature,
         top_p=how.top_p,
@@ -452,7 +393,7 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
     data = config.data
 
     def read(paths: Sequence[str], key: str) -> list[Prompt]:
-        with blamed_on(key):
+        with config_errors_at(key):
             rows = load_rows(data.dataset, paths, check=check_prompt_row)
             return tokenize_prompts(
                 rows,

@@ -29,12 +29,13 @@ from jaxrl_llm.monitoring.metrics import (
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import lent, to_device, to_host
-from jaxrl_llm.training.experience import Rollouts, add_to_scores, penalize
+from jaxrl_llm.training.experience import add_to_scores, penalize
 from jaxrl_llm.training.objective import LossError, per_token
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.step import TrainingError, TrainState, check_skipped

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.keys import ModelConfig, TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.runs.directory import programs_in
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.setup import blamed_on
 
 if TYPE_CHECKING:
     from jaxrl_llm.planning.memory import Shapes
@@ -64,7 +64,7 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
 
 def is_large(config: ModelConfig) -> bool:
     """Tell whether it takes long to read a model's weights."""
-    with blamed_on("model.path"):
+    with config_errors_at("model.path"):
         arrays = jax.tree.leaves(declare(read_spec(config.path)))
     return not config.random_init and sum(math.prod(a.shape) for a in arrays) >= LARGE
 

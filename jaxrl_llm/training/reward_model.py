@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
@@ -16,12 +17,12 @@ from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.hf_hub import resolve
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.experience import Rollouts, side_by_side
 from jaxrl_llm.training.objective import Forward, hidden_states
-from jaxrl_llm.training.setup import blamed_on, read_model
+from jaxrl_llm.training.setup import read_model
 from jaxrl_llm.training.step import Rehearsal, microbatches
 from jaxrl_llm.types import Batch, Rows
 
@@ -88,7 +89,7 @@ def open_reward_model(
     Raises:
         ConfigError: there is no such model, or it does not know the policy's tokens.
     """
-    with blamed_on("reward.model"):
+    with config_errors_at("reward.model"):
         spec = read_spec(path)
         if not spec.reward_head:
             raise ValueError(f"{path} gives no score; wanted a …ForSequenceClassification")

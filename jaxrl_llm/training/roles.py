@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.errors import RunError, config_errors_at
 from jaxrl_llm.config.fields import call, describe
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.data.packing import RowShape
@@ -23,14 +23,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.objective import Forward
 from jaxrl_llm.training.resolve import Functions, Learning, with_key
-from jaxrl_llm.training.setup import (
-    Layouts,
-    Model,
-    blamed_on,
-    forward_settings,
-    laid_out,
-    read_model,
-)
+from jaxrl_llm.training.setup import Layouts, Model, forward_settings, laid_out, read_model
 from jaxrl_llm.training.step import (
     Inference,
     Learner,
@@ -163,7 +156,7 @@ def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_he
         actor: the policy, whose tokens and positions it must know.
         value_head: whether the model may end in a value head.
     """
-    with blamed_on(key):
+    with config_errors_at(key):
         spec = read_spec(path)
         if (spec.value_head or spec.reward_head) and not value_head:
             raise ValueError(f"{path} ends in a value head, wanted a language model")

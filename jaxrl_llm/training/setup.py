@@ -1,6 +1,5 @@
 """What `train` and `sft` set up: files made on demand, meshes, models and optimizers."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -8,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 import optax
 
 from jaxrl_llm.config import keys
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
 from jaxrl_llm.config.keys import (
     LoraConfig,
@@ -73,21 +72,6 @@ class Model(NamedTuple):
     frozen: Any = None
 
 
-@contextlib.contextmanager
-def blamed_on(key: str) -> Iterator[None]:
-    """Turn a TypeError, ValueError or OSError into a one-line ConfigError that begins with `key`.
-
-    For what runs functions with keywords of the config, which are the likely cause.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, OSError) as error:
-        text = str(error).strip() or type(error).__name__
-        raise ConfigError(f"{key}: {text.splitlines()[0]}") from error
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     with whole_file(path) as file:
@@ -116,7 +100,7 @@ def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
             )
         return
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
-    with blamed_on("data.prepare"):
+    with config_errors_at("data.prepare"):
         load_function(spec, keys.PREPARATIONS, key="data.prepare")()
     missing = [path for path in wanted if not Path(path).exists()]
     if missing:
@@ -167,7 +151,7 @@ def open_layout(config: SftMeshConfig, name: str, sizes: MeshSizes) -> Layout:
             f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices}, but "
             f"there are {len(devices)} devices"
         )
-    with blamed_on(f"mesh.{name}"):
+    with config_errors_at(f"mesh.{name}"):
         along = {
             "stage": sizes.stage,
             "expert": sizes.expert,
@@ -207,7 +191,7 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> Model:
     Raises:
         ConfigError: the directory can't be read, or holds a critic.
     """
-    with blamed_on("model.path"):
+    with config_errors_at("model.path"):
         spec = read_spec(config.path)
         if spec.value_head or spec.reward_head:
             raise ValueError(f"{config.path} ends in a value head, wanted a language model")
@@ -251,7 +235,7 @@ def with_adapter(base: Model, config: ModelConfig, layout: Layout, *, seed: int)
         draw = jax.jit(lambda key: split_adapter(initialize(spec, key=key))[0], out_shardings=split)
         adapter = draw(jax.random.key(seed))
     else:
-        with blamed_on("model.adapter"):
+        with config_errors_at("model.adapter"):
             adapter = distributed.put(load_adapter(config.adapter, spec), split)
     frozen = base.params
     if config.dtype != "float32":
@@ -267,11 +251,11 @@ def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) 
         ConfigError: the adapter does not fit the model.
     """
     if adapter is not None:
-        with blamed_on("model.adapter"):
+        with config_errors_at("model.adapter"):
             return read_adapter_spec(adapter, base)
     if lora is None:
         return base
-    with blamed_on("model.lora"):
+    with config_errors_at("model.lora"):
         found = LoraSpec(
             rank=lora.rank,
             alpha=lora.alpha,
@@ -362,7 +346,7 @@ def attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Choice:
     case = config.attention, config.dtype, heads_on(spec, layout)
     with _DECIDING:
         if case not in _DECIDED:
-            with blamed_on(f"model.attention={config.attention}"):
+            with config_errors_at(f"model.attention={config.attention}"):
                 own = choose(config.attention, spec, layout, config.dtype, machine=this_machine())
             others = distributed.gather((own.name, own.reason))
             against = [reason for name, reason in others if name == "xla"]
@@ -375,7 +359,7 @@ def check_split(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError where a model can't be run on a mesh, before anything is compiled."""
     rows = jax.ShapeDtypeStruct((batch_shards(layout.mesh) * layout.pieces, 1), jnp.int32)
     params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
-    with blamed_on("mesh"):
+    with config_errors_at("mesh"):
         jax.eval_shape(
             lambda params, rows: forward(params, spec, rows, rows, rows, layout=layout),
             params,
@@ -423,7 +407,7 @@ def make_optimizer(
     Raises:
         ConfigError: one of the functions is no such thing, or does not work with its keywords.
     """
-    with blamed_on(f"{key}.schedule: {config.schedule.fn!r} does not work"):
+    with config_errors_at(f"{key}.schedule: {config.schedule.fn!r} does not work"):
         schedule = load_function(config.schedule, keys.SCHEDULES, key=f"{key}.schedule")()
         rate = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
         if not isinstance(rate, int | float | np.generic | jax.Array) or np.ndim(rate) != 0:
@@ -431,7 +415,7 @@ def make_optimizer(
                 f"{key}.schedule: {config.schedule.fn!r} is not an optax schedule: got {rate!r} as "
                 "the learning rate of update 0, wanted a number; did you mean constant_schedule?"
             )
-    with blamed_on(f"{key}.optimizer: {config.optimizer.fn!r} does not work"):
+    with config_errors_at(f"{key}.optimizer: {config.optimizer.fn!r} does not work"):
         optimizer = load_function(
             config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key=f"{key}.optimizer"
         )(learning_rate=schedule)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jaxrl_llm.algorithms import advantages, losses
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
 from jaxrl_llm.config.keys import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
 
@@ -286,3 +286,12 @@ def test_hint():
     many = [f"name_{i:03d}" for i in range(100)]
     assert closest("Name_001", many) == "did you mean 'name_001'?"
     assert closest("zzz", many).count(",") == 99
+
+
+def test_only_what_a_config_can_cause_is_blamed_on_it():
+    with pytest.raises(RuntimeError, match="a bug"), config_errors_at("key"):
+        raise RuntimeError("a bug")
+    with pytest.raises(ConfigError, match=r"^key: TypeError$"), config_errors_at("key"):
+        raise TypeError
+    with pytest.raises(ConfigError, match=r"^other: text$"), config_errors_at("key"):
+        raise ConfigError("other: text")

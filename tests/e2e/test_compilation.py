@@ -12,7 +12,7 @@ from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import packing
 from jaxrl_llm.planning.memory import lay_out
-from jaxrl_llm.training.build import native_engine
+from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.training.precompile import compile_steps
 
 COMPILED, FOUND = "perf/compilations", "perf/compilation_cache_hits"

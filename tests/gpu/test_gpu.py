@@ -24,13 +24,14 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.objective import Forward, PolicyObjective
 from jaxrl_llm.training.step import logprob_pass, make_learner
-from jaxrl_llm.types import Batch, Request, Sampling
+from jaxrl_llm.types import Batch
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +59,7 @@ def _sequences(device, dtype):
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]
-    how = Sampling(max_new_tokens=64, temperature=0.8, stop_ids=(7,))
+    how = SamplingParams(max_new_tokens=64, temperature=0.8, stop_ids=(7,))
     answers = engine.sample([Request(prompt, how, seed) for seed, prompt in enumerate(prompts * 4)])
     engine.close()
     tokens = np.zeros((64, LENGTH), np.int32)

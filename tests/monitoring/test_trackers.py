@@ -21,7 +21,7 @@ from jaxrl_llm.monitoring.metrics import Display, MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.report import RolloutDumps
 from jaxrl_llm.monitoring.trackers import BackgroundWriter, TensorBoard
-from jaxrl_llm.training.experience import Rollouts
+from jaxrl_llm.rollout.sampling import Rollouts
 
 STEPS = 1000
 SOON_S = 20.0  # what takes longer hangs

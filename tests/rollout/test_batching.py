@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.native import programs
-from jaxrl_llm.types import Request, Sampling
+from jaxrl_llm.rollout.types import Request, SamplingParams
 
 
 def prompt(length, seed=0):
@@ -30,7 +30,7 @@ def mixed():
         length = int(rng.choice([1, 2, 7, 15, 16, 17, 24, 30]))
         new = int(rng.integers(1, 41 - length))
         start = prompt(30)[:length] if seed % 3 else prompt(length, seed)
-        requests.append(Request(start, Sampling(new, **ways[seed % len(ways)]), seed))
+        requests.append(Request(start, SamplingParams(new, **ways[seed % len(ways)]), seed))
     return requests
 
 
@@ -128,7 +128,7 @@ def test_answers_depend_on_nothing_but_the_request(variant, params, wanted, name
 def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, shared_engine, params):
     """Three that grow to three pages each, where there are seven."""
     engine = variant("cramped")
-    requests = [Request(prompt(7, seed), Sampling(33), seed) for seed in range(3)]
+    requests = [Request(prompt(7, seed), SamplingParams(33), seed) for seed in range(3)]
     for each in (engine, shared_engine):
         each.load(params, version=0)
     before = engine.stats().preemptions
@@ -155,10 +155,10 @@ def test_a_second_turn_reads_what_is_new(
 ):
     engine = variant(name)
     engine.load(params, version=0)
-    first = Request(prompt(13, 7), Sampling(9, temperature=1.0), 3)
+    first = Request(prompt(13, 7), SamplingParams(9, temperature=1.0), 3)
     (answer,) = engine.sample([first])
     talk = (*first.prompt, *answer.tokens.tolist())
-    second = Request((*talk, 5, 9, 2), Sampling(8, temperature=1.0), 4)
+    second = Request((*talk, 5, 9, 2), SamplingParams(8, temperature=1.0), 4)
     before = engine.stats()
     (found,) = engine.sample([second])
     after = engine.stats()
@@ -184,9 +184,10 @@ def test_branches_of_one_conversation_do_not_touch_each_other(variant, params, n
     engine.load(params, version=0)
     stem = prompt(24, 3)
     branches = [
-        Request((*stem[:cut], *prompt(4, cut)), Sampling(6), cut) for cut in (24, 9, 20, 9, 1, 17)
+        Request((*stem[:cut], *prompt(4, cut)), SamplingParams(6), cut)
+        for cut in (24, 9, 20, 9, 1, 17)
     ]
-    engine.sample([Request(stem, Sampling(2), 0)])
+    engine.sample([Request(stem, SamplingParams(2), 0)])
     answers = engine.sample(branches)
     for request, answer in zip(branches, answers, strict=True):
         assert_logprobs(params, next_logits, request, answer)

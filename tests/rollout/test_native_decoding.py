@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.types import Request, Sampling
+from jaxrl_llm.rollout.types import Request, SamplingParams
 
 
 def prompt(length, seed=0):
@@ -14,19 +14,21 @@ def prompt(length, seed=0):
 
 
 def greedy(new=8, **options):
-    return Sampling(max_new_tokens=new, temperature=0.0, **options)
+    return SamplingParams(max_new_tokens=new, temperature=0.0, **options)
 
 
 RAGGED = [
-    Request(prompt(1), Sampling(16, temperature=1.0), seed=1),
-    Request(prompt(24), Sampling(16, temperature=0.7), seed=2),  # fills a row to its last token
-    Request(prompt(7), Sampling(11, temperature=1.5), seed=3),
-    Request(prompt(16), Sampling(1, temperature=1.0), seed=4),
+    Request(prompt(1), SamplingParams(16, temperature=1.0), seed=1),
+    Request(prompt(24), SamplingParams(16, temperature=0.7), seed=2),  # fills a row
+    Request(prompt(7), SamplingParams(11, temperature=1.5), seed=3),
+    Request(prompt(16), SamplingParams(1, temperature=1.0), seed=4),
     Request(prompt(17), greedy(13), seed=5),
-    Request(prompt(7), Sampling(16, temperature=1.0, top_k=4), seed=6),
-    Request(prompt(3), Sampling(6, temperature=1.0, top_p=0.7), seed=7),
-    Request(prompt(2), Sampling(16, temperature=1.2, stop_ids=tuple(range(0, 24, 3))), seed=8),
-    Request(prompt(24), Sampling(4, temperature=0.3), seed=9),
+    Request(prompt(7), SamplingParams(16, temperature=1.0, top_k=4), seed=6),
+    Request(prompt(3), SamplingParams(6, temperature=1.0, top_p=0.7), seed=7),
+    Request(
+        prompt(2), SamplingParams(16, temperature=1.2, stop_ids=tuple(range(0, 24, 3))), seed=8
+    ),
+    Request(prompt(24), SamplingParams(4, temperature=0.3), seed=9),
     Request(prompt(16, 1), greedy(16), seed=10),
 ]
 
@@ -76,7 +78,7 @@ def test_sampling_follows_the_policy(engine, params, next_logits):
     """The first token of 600 answers has the forward pass's frequencies."""
     start = prompt(5)
     count = 600
-    answers = engine.sample([Request(start, Sampling(1), seed) for seed in range(count)])
+    answers = engine.sample([Request(start, SamplingParams(1), seed) for seed in range(count)])
     found = np.bincount([int(a.tokens[0]) for a in answers], minlength=32) / count
     p = np.exp(log_softmax(next_logits(params, start)[-1]))
     assert np.all(np.abs(found - p) <= 4.5 * np.sqrt(p * (1 - p) / count) + 1e-3)
@@ -95,7 +97,7 @@ def test_an_answer_does_not_depend_on_its_company(engine):
 
 def test_the_seed_decides(engine):
     same, again, other = engine.sample(
-        [Request(prompt(4), Sampling(16), seed) for seed in (3, 3, 2**32 - 1)]
+        [Request(prompt(4), SamplingParams(16), seed) for seed in (3, 3, 2**32 - 1)]
     )
     assert same.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
 
@@ -133,7 +135,7 @@ def test_a_prompt_may_hold_stop_tokens(engine):
 )
 def test_equal_prompts_are_read_once(engine, prompts, read):
     """The last token of a prompt is not read: it is the first that is decoded."""
-    requests = [Request(prompt(n), Sampling(2), seed) for seed, n in enumerate(prompts)]
+    requests = [Request(prompt(n), SamplingParams(2), seed) for seed, n in enumerate(prompts)]
     before = engine.stats().prompt_tokens
     engine.sample(requests)
     assert engine.stats().prompt_tokens - before == read

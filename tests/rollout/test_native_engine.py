@@ -15,13 +15,13 @@ from jaxrl_llm.models.cache import by_layer
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.monitoring.metrics import CompileCounter
 from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.reshard import cast_tree
-from jaxrl_llm.types import Request, Sampling
 
 
 def request(length=3, new=2, *, seed=0, token=1, **options):
-    return Request((token,) * length, Sampling(max_new_tokens=new, **options), seed)
+    return Request((token,) * length, SamplingParams(max_new_tokens=new, **options), seed)
 
 
 def slow_turn(engine, started, go_on):

@@ -11,9 +11,9 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.types import Request, Sampling
 
 LATENT = LatentSpec(query_rank=None, kv_rank=6, nope_width=4, rope_width=2, value_width=4)
 SPEC = ModelSpec(
@@ -43,7 +43,7 @@ def test_answers_and_cache():
         declare(SPEC),
     )
     requests = [
-        Request(tuple(rng.integers(0, 32, n).tolist()), Sampling(7, temperature=1.0), seed=n)
+        Request(tuple(rng.integers(0, 32, n).tolist()), SamplingParams(7, temperature=1.0), seed=n)
         for n in (1, 5, 9)
     ]
     engine = NativeEngine(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.native import programs
-from jaxrl_llm.types import Request, Sampling
+from jaxrl_llm.rollout.types import Request, SamplingParams
 
 PROMPT = (4, 8, 15, 16, 23)
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"
@@ -19,7 +19,7 @@ def log_softmax(logits):
 
 
 def ask(engine, *seeds, new=12, prompt=PROMPT, **options):
-    return engine.sample([Request(prompt, Sampling(new, **options), seed) for seed in seeds])
+    return engine.sample([Request(prompt, SamplingParams(new, **options), seed) for seed in seeds])
 
 
 def after(next_logits, params, answer):
@@ -82,7 +82,7 @@ def test_the_likeliest_tokens_are_those_of_the_forward_pass(
 ):
     answers = texts.sample(
         [
-            Request(PROMPT, Sampling(12, temperature=temperature, top_logprobs=n), n)
+            Request(PROMPT, SamplingParams(12, temperature=temperature, top_logprobs=n), n)
             for n in (0, 1, 5, 20)
         ]
     )
@@ -97,8 +97,8 @@ def test_the_likeliest_tokens_are_those_of_the_forward_pass(
 
 def test_processors_change_nobody_elses_answer(texts):
     (alone,) = ask(texts, 5)
-    request = Request(PROMPT, Sampling(12), 5)
-    odd = Request(PROMPT, Sampling(12, logit_bias=((7, 100.0),), repetition_penalty=2.0), 5)
+    request = Request(PROMPT, SamplingParams(12), 5)
+    odd = Request(PROMPT, SamplingParams(12, logit_bias=((7, 100.0),), repetition_penalty=2.0), 5)
     for answer in texts.sample([odd, request, odd])[1::2]:
         assert answer.tokens.tolist() == alone.tokens.tolist()
 
@@ -128,7 +128,7 @@ def test_a_text_ends_the_answer_with_the_token_that_completes_it(texts, start, e
     (whole,) = ask(texts, 3)
     stop = spell(whole)[start:end]
     end = spell(whole).index(stop) + len(stop)  # it may have come earlier
-    how = Sampling(12, stop=("never there", stop), top_logprobs=2)
+    how = SamplingParams(12, stop=("never there", stop), top_logprobs=2)
     request = Request(PROMPT, how, 3)
     (answer,) = texts.sample([request])
     assert answer.tokens.tolist() == whole.tokens[:end].tolist()
@@ -148,8 +148,10 @@ def test_what_comes_first_ends_the_answer(texts):
     early = text[1:3]
     by_text, by_token = texts.sample(
         [
-            Request(PROMPT, Sampling(12, stop=(early,), stop_ids=(tokens[late],)), 3),
-            Request(PROMPT, Sampling(12, stop=(text[late - 1 :],), stop_ids=(tokens[late],)), 3),
+            Request(PROMPT, SamplingParams(12, stop=(early,), stop_ids=(tokens[late],)), 3),
+            Request(
+                PROMPT, SamplingParams(12, stop=(text[late - 1 :],), stop_ids=(tokens[late],)), 3
+            ),
         ]
     )
     assert (by_text.stopped_by, spell(by_text)) == (early, text[: text.index(early) + 2])
@@ -180,7 +182,7 @@ def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts, pa
 
 
 def test_a_stream_has_a_piece_for_each_chunk(texts):
-    request = Request(PROMPT, Sampling(11, top_logprobs=3), 9)
+    request = Request(PROMPT, SamplingParams(11, top_logprobs=3), 9)
     (whole,) = texts.sample([request])
     pieces = asyncio.run(listen(texts, request))
     assert [len(piece.tokens) for piece in pieces] == [3, 3, 3, 2]
@@ -193,7 +195,7 @@ def test_a_stream_has_a_piece_for_each_chunk(texts):
 
 def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
     """One by leaving its stream, one by cancelling its coroutine, while both run."""
-    others = [Request(PROMPT, Sampling(30), seed) for seed in (1, 2)]
+    others = [Request(PROMPT, SamplingParams(30), seed) for seed in (1, 2)]
     wanted = [a.tokens.tolist() for a in texts.sample(others)]
 
     paused, decode = threading.Event(), texts._batches._decode
@@ -208,9 +210,9 @@ def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
 
     async def leave():
         texts.pause()
-        stream = texts.stream(Request((9, 9, 9), Sampling(37), 5))
+        stream = texts.stream(Request((9, 9, 9), SamplingParams(37), 5))
         first = asyncio.create_task(anext(stream))
-        task = asyncio.create_task(texts.generate(Request((8, 8, 8), Sampling(37), 5)))
+        task = asyncio.create_task(texts.generate(Request((8, 8, 8), SamplingParams(37), 5)))
         staying = [asyncio.create_task(texts.generate(other)) for other in others]
         await asyncio.sleep(0)  # all have asked
         monkeypatch.setattr(texts._batches, "_decode", decode_once)

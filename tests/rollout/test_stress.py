@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.native import programs
-from jaxrl_llm.types import Request, Sampling
+from jaxrl_llm.rollout.types import Request, SamplingParams
 
 COUNT = 300
 
@@ -27,7 +27,7 @@ def draw_requests(rng):
         stem = stems[int(rng.integers(5))][:length]
         start = tuple([*stem[:-1], int(rng.integers(32))] if seed % 2 else stem)
         stop = (3, 9) if seed % 4 == 0 else ()
-        requests.append(Request(start, Sampling(new, stop_ids=stop), seed))
+        requests.append(Request(start, SamplingParams(new, stop_ids=stop), seed))
     return requests
 
 
@@ -203,7 +203,7 @@ def test_weights_in_the_middle_of_an_answer(
 ):
     weights = [params, other_params]
     cramped.load(params, version=10)
-    request = Request((4, 8, 15, 16), Sampling(24), 7)
+    request = Request((4, 8, 15, 16), SamplingParams(24), 7)
     (whole,) = cramped.sample([request])
 
     async def interrupted():
@@ -237,14 +237,14 @@ def test_rows_of_who_was_preempted_do_not_outlive_their_weights(
     """A sequence gives its pages back, weights are loaded, it is read again and goes on."""
     cramped.load(params, version=20)
     paused = pause_after(cramped._batches.scheduler, "preempt")
-    requests = [Request((s, 2, 3, 5, 8, 13, 21), Sampling(33), s) for s in range(3)]
+    requests = [Request((s, 2, 3, 5, 8, 13, 21), SamplingParams(33), s) for s in range(3)]
     futures = cramped._submit(requests)
     assert paused.wait(30)
     cramped.load(other_params, version=21)
     cramped.resume()
     answer = [future.result(60) for future in futures][-1]
     assert answer.versions.tolist() == [20] * 24 + [21] * 9
-    again = Request((*requests[-1].prompt, *answer.tokens[:-3].tolist()), Sampling(2), 1)
+    again = Request((*requests[-1].prompt, *answer.tokens[:-3].tolist()), SamplingParams(2), 1)
     before = cramped.stats().reused_tokens
     (found,) = cramped.sample([again])
     assert cramped.stats().reused_tokens - before == len(again.prompt) - 1

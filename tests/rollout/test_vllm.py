@@ -29,6 +29,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, sync, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import HOME
@@ -36,7 +37,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.loop import check_agreement
 from jaxrl_llm.training.step import TrainingError
-from jaxrl_llm.types import Batch, Request, Sampling
+from jaxrl_llm.types import Batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -88,7 +89,7 @@ def logprobs_of(params, prompt, answer, temperature=1.0):
 
 
 def ask(tokens=24, seed=0, prompt=PROMPT, **how):
-    return Request(tuple(map(int, prompt)), Sampling(tokens, **how), seed)
+    return Request(tuple(map(int, prompt)), SamplingParams(tokens, **how), seed)
 
 
 def make(folder, **changed):

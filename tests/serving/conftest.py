@@ -16,10 +16,10 @@ import uvicorn
 from jaxrl_llm.config.keys import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.length import text_limit
 from jaxrl_llm.serving.requests import Served
-from jaxrl_llm.types import Completion, Receipt
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 NAME, KEY, MAX_TOKENS = "tiny", "secret", 256

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.serving.fields import NEUTRAL, NOTHING_CHANGES, Refusal, parse
 from jaxrl_llm.serving.requests import Ask, choice_seeds, read_chat, read_completion
-from jaxrl_llm.types import Sampling
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -25,7 +25,7 @@ def test_a_bare_completion_has_openais_defaults(completion, tokenizer):
     ask = completion()
     (prompt,) = ask.prompts
     assert tokenizer.decode(prompt) == "Hi"
-    assert ask.sampling == Sampling(max_new_tokens=16, stop_ids=(257,))
+    assert ask.sampling == SamplingParams(max_new_tokens=16, stop_ids=(257,))
     assert (ask.n, ask.logprobs, ask.token_ids, ask.stream) == (1, False, False, False)
 
 
@@ -49,7 +49,7 @@ def test_every_sampling_field_arrives(completion):
         "stop_token_ids": [9, 3],
         "logprobs": 4,
     }
-    wanted = Sampling(
+    wanted = SamplingParams(
         max_new_tokens=9,
         temperature=0.0,
         top_p=0.5,
@@ -62,7 +62,7 @@ def test_every_sampling_field_arrives(completion):
         top_logprobs=4,
     )
     assert completion(**fields).sampling == wanted
-    assert set(vars(wanted)) == {f.name for f in dataclasses.fields(Sampling)}
+    assert set(vars(wanted)) == {f.name for f in dataclasses.fields(SamplingParams)}
     assert completion(**fields, ignore_eos=True).sampling.stop_ids == (3, 9)
     assert completion(top_k=-1).sampling.top_k == 0
     assert completion(stop="x").sampling.stop == ("x",)

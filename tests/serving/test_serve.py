@@ -23,10 +23,10 @@ from jaxrl_llm import serve
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import ServeConfig
 from jaxrl_llm.config.load import build, describe
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, open_engine
 from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app
 from jaxrl_llm.serving.requests import choice_seeds
-from jaxrl_llm.types import Request, Sampling
 
 transformers.utils.logging.disable_progress_bar()
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ def test_a_seed_gives_the_same_answer_whatever_else_is_asked(client, opened):
     among = client.completions.create(prompt=prompts, n=2, **how).choices
     assert among[0].token_ids == alone
     assert len({tuple(choice.token_ids) for choice in among}) == 12
-    sampling = Sampling(max_new_tokens=20, top_p=0.9, stop_ids=(END,))
+    sampling = SamplingParams(max_new_tokens=20, top_p=0.9, stop_ids=(END,))
     request = Request(tuple(prompts[5]), sampling, choice_seeds(9, 12)[11])
     assert opened[1].sample([request])[0].tokens.tolist() == among[11].token_ids
     fresh = [client.completions.create(**how | {"seed": None}, prompt="a") for _ in range(2)]
@@ -238,7 +238,7 @@ def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
         [
             Request(
                 tuple(prompts[i]),
-                Sampling(max_new_tokens=int(lengths[i]), stop_ids=(END,)),
+                SamplingParams(max_new_tokens=int(lengths[i]), stop_ids=(END,)),
                 choice_seeds(i, 1)[0],
             )
             for i in whole

@@ -10,9 +10,9 @@ from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
 from jaxrl_llm.training.build import Functions, check_sources, make_sampler, warm_start
 from jaxrl_llm.training.loop import extra_metrics
-from jaxrl_llm.types import Completion, Receipt, Sampling
 
 
 def config_of(**tree):
@@ -64,11 +64,11 @@ PROMPT = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
 def test_the_engine_holds_its_cache_only_while_it_samples():
     engine = Engine()
     draw = make_sampler(engine, lambda ids: "x")
-    draw([PROMPT], Sampling(max_new_tokens=1), samples=2, seed=(0,))
+    draw([PROMPT], SamplingParams(max_new_tokens=1), samples=2, seed=(0,))
     assert engine.calls == ["wake", "sample", "sleep"]
     engine = Engine(RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        make_sampler(engine, str)([PROMPT], Sampling(max_new_tokens=1), samples=1, seed=(0,))
+        make_sampler(engine, str)([PROMPT], SamplingParams(max_new_tokens=1), samples=1, seed=(0,))
     assert engine.calls == ["wake", "sample", "sleep"]
 
 

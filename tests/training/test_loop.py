@@ -13,10 +13,11 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.metrics import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.training.experience import Rollouts, lay_out, with_scores
+from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.types import Completion, Receipt
+from jaxrl_llm.training.experience import lay_out, with_scores
 from jaxrl_llm.training.loop import Job, assess, gather, push
 from jaxrl_llm.training.step import TrainState
-from jaxrl_llm.types import Completion, Receipt
 
 LIMIT = 10.0  # seconds
 

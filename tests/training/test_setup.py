@@ -34,7 +34,6 @@ from jaxrl_llm.runs.directory import restore_or_start, run_folder
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training.setup import (
     adapted_spec,
-    blamed_on,
     made_once,
     make_optimizer,
     open_layout,
@@ -288,15 +287,6 @@ def test_a_wrong_number_for_a_preparation_of_the_library(tmp_path):
     assert "did you mean 'arithmetic'?" in refusal(
         prepare_files, FunctionSpec("arithmetics"), ("not/there",)
     )
-
-
-def test_only_what_a_config_can_cause_is_blamed_on_it():
-    with pytest.raises(RuntimeError, match="a bug"), blamed_on("key"):
-        raise RuntimeError("a bug")
-    with pytest.raises(ConfigError, match=r"^key: TypeError$"), blamed_on("key"):
-        raise TypeError
-    with pytest.raises(ConfigError, match=r"^other: text$"), blamed_on("key"):
-        raise ConfigError("other: text")
 
 
 # ------------------------------------------------------------------------------------- optimizers

@@ -22,9 +22,9 @@ from jaxrl_llm.rollout.native.batches import Batches
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, sizes
 from jaxrl_llm.rollout.native.scheduler import Answer
+from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.types import Completion, Receipt, Request
 
 STEPS = 16
 """Tokens decoded between two looks at what has ended and what has come."""

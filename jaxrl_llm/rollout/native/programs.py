@@ -27,12 +27,12 @@ from jaxrl_llm.rollout.native.decode import (
     read_prompts,
 )
 from jaxrl_llm.rollout.native.sampler import Chances
+from jaxrl_llm.rollout.types import Receipt
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
 from jaxrl_llm.sharding.reshard import moved_bytes, reshard
-from jaxrl_llm.types import Receipt
 
 PAGE = 16
 """Tokens that a page holds."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 
 class Chances(NamedTuple):
-    """How each of B sequences is sampled; `types.Sampling` says what the numbers mean."""
+    """How each of B sequences is sampled; `SamplingParams` says what the numbers mean."""
 
     seeds: UInt32[Array, " B"]
     temperature: Float32[Array, " B"]

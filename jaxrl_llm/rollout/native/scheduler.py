@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.rollout.native.pages import Held, Pages
-from jaxrl_llm.types import Completion, Request
+from jaxrl_llm.rollout.types import Completion, Request
 
 
 @dataclass(eq=False)

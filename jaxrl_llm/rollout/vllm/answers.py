@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.types import Completion, Request
+from jaxrl_llm.rollout.types import Completion, Request
 
 GOLDEN = 0x9E3779B1  # a stream that goes on elsewhere draws other numbers than before
 

@@ -18,6 +18,7 @@ from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
 from jaxrl_llm.rollout.router import Router
+from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.rollout.vllm.answers import Asked
 from jaxrl_llm.rollout.vllm.environment import (
     engine_arguments,
@@ -29,7 +30,6 @@ from jaxrl_llm.rollout.vllm.environment import (
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.sync import Group, push
 from jaxrl_llm.rollout.vllm.weights import Parcel
-from jaxrl_llm.types import Completion, Receipt, Request
 
 MOST_TOP_LOGPROBS = 20
 MOST_BIAS = 100.0  # vLLM cuts what is larger

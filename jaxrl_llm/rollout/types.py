@@ -1,0 +1,88 @@
+"""Requests to an engine and its answers: the records that every engine takes and returns."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int
+
+
+class Receipt(NamedTuple):
+    """What an engine answers when it has loaded weights.
+
+    Attributes:
+        version: of the weights.
+        checksum: of the weights as it holds them; None of an engine that holds arrays of other
+            shapes, and has compared the checksum of each with that of what was sent.
+        moved_bytes: what had to travel to devices that did not hold it.
+    """
+
+    version: int
+    checksum: int | None
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one answer. What is cut is cut in this order: top-k, top-p, min-p.
+
+    Attributes:
+        max_new_tokens: the longest answer.
+        temperature: softmax temperature; 0 takes the likeliest token.
+        top_p: sample from the smallest set of tokens with this mass.
+        top_k: sample from the k likeliest tokens; 0 means all.
+        min_p: sample from tokens at least this share as likely as the likeliest; 0 means all.
+        repetition_penalty: logits of tokens that prompt or answer hold are divided by it where
+            positive and multiplied where negative; 1 changes none.
+        logit_bias: pairs of a token and what is added to its logit.
+        stop_ids: tokens that end the answer; the one that did is part of it.
+        stop: texts that end the answer; the token that completes one is the answer's last.
+        top_logprobs: how many of the likeliest tokens are reported at each step.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
+
+    @property
+    def asks_for_extras(self) -> bool:
+        """Return whether logits are changed or reported, beyond drawing from them."""
+        return bool(self.repetition_penalty != 1 or self.logit_bias or self.top_logprobs)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to sample. The answer depends on the seed, not on what else is in flight."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+class Completion(NamedTuple):
+    """One sampled answer, or a piece of one.
+
+    Attributes:
+        tokens: token ids, the stop token included.
+        logprobs: log-probs of these tokens under softmax(logits / temperature), before top-k, top-p
+            and min-p cut it (at temperature 0: under softmax(logits)).
+        versions: of the weights that sampled each token.
+        finish: "stop", "length", or "" for a piece that others follow.
+        stopped_by: the token or the text that ended it, if one did.
+        top: the likeliest tokens of each step and their log-probs, likeliest first, where the
+            request asks for them.
+    """
+
+    tokens: Int[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    versions: Int[np.ndarray, " T"]
+    finish: str
+    stopped_by: int | str | None = None
+    top: tuple[Int[np.ndarray, "T top"], Float32[np.ndarray, "T top"]] | None = None
