@@ -45,7 +45,7 @@ from jaxrl_llm.cluster.resources import (
     reserve,
 )
 from jaxrl_llm.config.keys import ClusterConfig, TrainConfig
-from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.sharding.distributed import VARIABLES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.trackers import Outages
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts

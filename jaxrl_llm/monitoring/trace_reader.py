@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from jaxrl_llm.monitoring.metrics import PHASE
+from jaxrl_llm.monitoring.clock import PHASE
 
 GROUPS = ("matrix products", "attention", "collectives", "copies", "other")
 RUN = {"kernel_details", "memcpy_details", "Memset_details"}

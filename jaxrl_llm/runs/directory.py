@@ -24,7 +24,8 @@ from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.keys import SftConfig, TrainConfig
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.data.dataset import batches
-from jaxrl_llm.monitoring.metrics import Display, MetricsLog, open_display
+from jaxrl_llm.monitoring.display import Display, open_display
+from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog

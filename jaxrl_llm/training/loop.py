@@ -17,15 +17,9 @@ from jaxrl_llm.config.keys import OffloadConfig, TrainConfig
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.validation import headline
-from jaxrl_llm.monitoring.metrics import (
-    Clock,
-    CompileCounter,
-    Display,
-    MetricsLog,
-    due,
-    memory_metrics,
-    summary,
-)
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due, memory_metrics, summary
+from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
@@ -156,10 +150,10 @@ def run(job: Job, start: Progress, prompt_batches: Any) -> Progress:
         if job.kl:
             metrics |= kl_metrics(batch, kl_to_reference(job.kl, batch), kl_coef)
             kl_coef = job.next_kl_coef(kl_coef, metrics["actor/kl"], len(batch.sizes))
-        if job.validate and due(step, config.validation.every, job.total_steps):
+        if job.validate and is_due(step, config.validation.every, job.total_steps):
             with clock("testing"):
                 metrics |= job.validate(step)
-        if due(step, config.rollout.dump_every, 0) and distributed.is_first():
+        if is_due(step, config.rollout.dump_every, 0) and distributed.is_first():
             job.dump(step, rollouts, scores)
         record(job, step, metrics | system_metrics(clock, compiled, batch))
         if end_step(job, Progress(step, states, kl_coef), prompt_batches, metrics):
@@ -493,7 +487,7 @@ def end_step(job: Job, at: Progress, prompt_batches: Any, metrics: dict[str, flo
     """Save where that is due; return whether the run was told to end: then it is due, too."""
     job.checkpoints.check()
     ending = job.preemption.requested()
-    if ending or due(at.step, job.config.checkpoint.every, job.total_steps):
+    if ending or is_due(at.step, job.config.checkpoint.every, job.total_steps):
         save(job, at, prompt_batches, metrics)
     return ending
 

@@ -23,7 +23,7 @@ from jaxrl_llm.data.dataset import (
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.monitoring.metrics import Clock, CompileCounter, due
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.directory import (
     OpenRun,
@@ -112,11 +112,11 @@ def _train(
             **compiled.metrics(),
         }
         log.write(step, metrics)
-        if due(step, max(1, total // 10), total):
+        if is_due(step, max(1, total // 10), total):
             opened.display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
         opened.checkpoints.check()
         ending = opened.preemption.requested()
-        if ending or due(step, config.checkpoint.every, total):
+        if ending or is_due(step, config.checkpoint.every, total):
             extra = {
                 "data": stream.get_state(),
                 "metrics_bytes": log.position(step),

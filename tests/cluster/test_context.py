@@ -14,7 +14,7 @@ from jaxrl_llm.cluster.actors import ending_on_faults
 from jaxrl_llm.cluster.context import Member
 from jaxrl_llm.cluster.coordinator import Board
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.monitoring.metrics import LauncherDisplay, open_display
+from jaxrl_llm.monitoring.display import LauncherDisplay, open_display
 
 
 class Handle:

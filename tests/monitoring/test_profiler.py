@@ -10,7 +10,8 @@ import pytest
 from jax.profiler import ProfileData
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.monitoring.metrics import Clock, Display
+from jaxrl_llm.monitoring.clock import Clock
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.profiler import Profiler, phases_of, summarize, timeline, tracing
 from jaxrl_llm.monitoring.trace_reader import (
     GROUPS,

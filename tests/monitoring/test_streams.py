@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from jaxrl_llm.monitoring import metrics
-from jaxrl_llm.monitoring.metrics import Display
+from jaxrl_llm.monitoring import display as module
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.streams import StderrHandler, Stream, log_to_stderr
 from jaxrl_llm.monitoring.trackers import BackgroundWriter
 
@@ -24,12 +24,12 @@ LINES = 2000
 
 PROGRAM = f"""
 import logging, sys
-from jaxrl_llm.monitoring import metrics
+from jaxrl_llm.monitoring import display as module
 from jaxrl_llm.monitoring.streams import StderrHandler
 logging.basicConfig(handlers=[StderrHandler()])
-metrics.SCREEN_CLOSE_S = 0.2
+module.CLOSE_S = 0.2
 print("before", flush=True)
-display = metrics.Display("training", {LINES})
+display = module.Display("training", {LINES})
 for step in range({LINES}):
     display.advance(f"step {{step}} " + 100 * "x")
 display.close()
@@ -170,7 +170,7 @@ def test_a_terminal_that_is_stopped_and_goes_on(terminal, monkeypatch):
 def test_a_terminal_that_stays_stopped(terminal, monkeypatch):
     file, reader = terminal
     monkeypatch.setattr(sys, "stdout", file)
-    monkeypatch.setattr(metrics, "SCREEN_CLOSE_S", 0.1)
+    monkeypatch.setattr(module, "CLOSE_S", 0.1)
     termios.tcflow(file, termios.TCOOFF)
     display = Display("training", LINES)
     start = time.monotonic()

@@ -16,8 +16,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxrl_llm.monitoring import metrics
-from jaxrl_llm.monitoring.metrics import Display, MetricsLog
+from jaxrl_llm.monitoring import metrics_log
+from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.report import RolloutDumps
 from jaxrl_llm.monitoring.trackers import BackgroundWriter, TensorBoard
@@ -314,7 +315,7 @@ def test_weights_and_biases_without_a_network(tmp_path, monkeypatch, released, w
     fake = type(sys)("wandb")
     fake.init = lambda **settings: client._call("init") or Run()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(metrics, "TRACKERS_CLOSE_S", 2.0 if hangs == "finish" else 0.1)
+    monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 2.0 if hangs == "finish" else 0.1)
     with soon():
         log = open_log(tmp_path, wandb="project", tensorboard=True)
         until(lambda: "init" in client.calls)
@@ -338,7 +339,7 @@ def test_trackers_do_not_slow_a_run_down(tmp_path, monkeypatch, released):
         for step in range(STEPS):
             log.write(step, row)
         taken = time.monotonic() - start
-        monkeypatch.setattr(metrics, "TRACKERS_CLOSE_S", 0.1)
+        monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 0.1)
         log.close()
         return taken
 

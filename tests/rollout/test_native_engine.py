@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm.models.cache import by_layer
 from jaxrl_llm.models.parameters import compute_dtypes
-from jaxrl_llm.monitoring.metrics import CompileCounter
+from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.checksum import checksum

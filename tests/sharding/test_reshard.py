@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.monitoring.metrics import CompileCounter
+from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.checksum import checksum, digests
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.offload import to_host

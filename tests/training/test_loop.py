@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.monitoring.metrics import Clock
+from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.sampling import Rollouts

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.keys import DataConfig, MeshConfig, MeshSizes, PolicyConfig, TrainConfig
-from jaxrl_llm.monitoring.metrics import CompileCounter
+from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs.directory import compiled_into, programs_in, run_folder
 from jaxrl_llm.training import precompile
 

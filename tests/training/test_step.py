@@ -15,7 +15,7 @@ from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import LEAST_FLOPS, RowShape, row_shape
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.monitoring.metrics import CompileCounter
+from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.objective import Forward, PolicyObjective, as_token_loss, token_fields

@@ -1,30 +1,17 @@
 """Where metrics go, and how they survive a resumed run."""
 
 import errno
-import io
 import json
 import logging
 import os
 import sys
-import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.monitoring import metrics
-from jaxrl_llm.monitoring.metrics import (
-    Clock,
-    CompileCounter,
-    Display,
-    MetricsFile,
-    MetricsLog,
-    due,
-    memory_metrics,
-    summary,
-)
+from jaxrl_llm.monitoring import metrics_log
+from jaxrl_llm.monitoring.metrics_log import MetricsFile, MetricsLog
 
 
 def lines(path):
@@ -185,7 +172,7 @@ def test_what_the_disk_has_not_confirmed_is_written_again(stored, tmp_path):
 
 
 def test_memory_for_lines_is_bounded(stored, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(metrics, "KEPT_LINES", 3)
+    monkeypatch.setattr(metrics_log, "KEPT_LINES", 3)
     stored._file.room = 0
     for step in range(1, 6):
         stored.write(step, {})
@@ -251,107 +238,3 @@ def test_weights_and_biases_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"log.wandb='p' needs the package wandb: pip install"):
         open_log(tmp_path, wandb="p")
-
-
-# -------------------------------------------------------------------------------------- measuring
-
-
-def test_clock(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = Clock()
-    for stage, seconds in (("gen", 2.0), ("reward", 1.0), ("gen", 0.5)):
-        with clock(stage):
-            now[0] += seconds
-        now[0] += 0.25  # between the stages
-    assert clock.metrics() == {
-        "timing_s/gen": 2.5,
-        "timing_s/reward": 1.0,
-        "timing_s/step": 4.25,
-    }
-
-
-def test_compilations_are_counted():
-    counter = CompileCounter()
-    double = jax.jit(lambda x: x * 2 + 1)
-    ones = {n: np.ones(n, np.float32) for n in (3, 5)}
-    before = counter.count
-    double(ones[3]).block_until_ready()
-    assert counter.count == before + 1
-    double(ones[3] * 2).block_until_ready()
-    assert counter.count == before + 1, "the same shape is not compiled again"
-    double(ones[5]).block_until_ready()
-    assert counter.count == before + 2
-    counter.close()
-    jax.jit(lambda x: x * 3)(ones[3]).block_until_ready()
-    assert counter.count == before + 2, "closed"
-
-
-def test_two_counters_do_not_disturb_each_other():
-    first, second = CompileCounter(), CompileCounter()
-    first.close()
-    jax.jit(lambda x: x * 5)(np.ones(7, np.float32)).block_until_ready()
-    assert (first.count, second.count) == (0, 1)
-    second.close()
-
-
-@pytest.mark.parametrize(
-    ("every", "last", "steps"),
-    [(0, 7, [7]), (3, 7, [3, 6, 7]), (1, 3, [1, 2, 3]), (10, 7, [7]), (3, 0, [3, 6]), (0, 0, [])],
-)
-def test_due(every, last, steps):
-    assert [step for step in range(1, (last or 7) + 1) if due(step, every, last)] == steps
-
-
-def test_summary():
-    assert summary("x", np.array([3.0, -1.0, 4.0])) == {"x/mean": 2.0, "x/max": 4.0, "x/min": -1.0}
-    assert summary("x", np.zeros(0)) == {"x/mean": 0.0, "x/max": 0.0, "x/min": 0.0}
-    assert {type(v) for v in summary("x", jnp.arange(3)).values()} == {float}
-
-
-def test_memory_is_in_gib():
-    found = memory_metrics()
-    assert 0.05 < found["perf/cpu_memory_used_gb"] < 200
-
-
-def test_memory_of_a_device_that_reports_it(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"peak_bytes_in_use": 3 * 2**30}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    assert memory_metrics()["perf/max_memory_allocated_gb"] == 3.0
-
-
-# ---------------------------------------------------------------------------------------- display
-
-
-def test_without_a_terminal_the_display_prints_plain_lines(monkeypatch):
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
-    display = Display("training", 3, 1)
-    display.line("step [0]  " + "x" * 200)
-    display.advance("step 2/3")
-    display.table("title", ["metric", "value"], [["acc", "0.5"]])
-    display.close()
-    printed = screen.getvalue().splitlines()
-    assert printed[0] == "step [0]  " + "x" * 200
-    assert printed[1] == "step 2/3"
-    assert "metric" in screen.getvalue()
-    assert "0.5" in screen.getvalue()
-    assert "\x1b" not in screen.getvalue()
-
-
-def test_on_a_terminal_there_is_a_bar(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    display = Display("training", 4, 1)
-    display.advance("step 2/4")
-    display.close()
-    assert "step 2/4" in screen.getvalue()
-    assert "2/4" in screen.getvalue().replace("step 2/4", "")

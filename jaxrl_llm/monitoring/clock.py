@@ -1,0 +1,107 @@
+"""What a step costs: seconds of its stages, compilations, and memory."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+PHASE = "phase"
+"""Name of the statistic that marks the stages of a step among a trace's other events."""
+
+
+class Clock:
+    """Wall-clock seconds of the named stages of a step, as `timing_s/<stage>`."""
+
+    def __init__(self) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Time one stage, and mark it in a trace if one is being written."""
+        start = time.perf_counter()
+        with jax.profiler.TraceAnnotation(stage, **{PHASE: 1}):
+            yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of every stage, and of the step so far."""
+        total = time.perf_counter() - self._start
+        return {f"timing_s/{stage}": s for stage, s in {**self.seconds, "step": total}.items()}
+
+
+class CompileCounter:
+    """Counts the functions that XLA compiles while it is open, or reads from its cache."""
+
+    def __init__(self) -> None:
+        """Start to count."""
+        self.count, self._hits, self._seconds = 0, 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_listener(self._listen_to_cache)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del kwargs
+        if event == "/jax/core/compile/backend_compile_duration":  # of a hit, too
+            self.count += 1
+            self._seconds += duration_secs
+
+    def _listen_to_cache(self, event: str, **kwargs: str | int) -> None:
+        del kwargs
+        self._hits += event == "/jax/compilation_cache/cache_hits"
+
+    def take(self) -> int:
+        """Return the count since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+    def metrics(self) -> dict[str, float]:
+        """Return the compilations, cache hits and seconds since the last call."""
+        counted = {
+            "perf/compilations": float(self.count - self._hits),
+            "perf/compilation_cache_hits": float(self._hits),
+            "perf/compile_seconds": self._seconds,
+        }
+        self.count, self._hits, self._seconds = 0, 0, 0.0
+        return counted
+
+    def close(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_listener(self._listen_to_cache)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Tell whether something is done at this step: every n steps, and at the last one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def summary(name: str, values: Any) -> dict[str, float]:
+    """Return `name/mean`, `name/max` and `name/min` of an array.
+
+    >>> import numpy as np
+    >>> summary("response_length", np.array([1, 3]))
+    {'response_length/mean': 2.0, 'response_length/max': 3.0, 'response_length/min': 1.0}
+    """
+    if not values.size:
+        return {f"{name}/{statistic}": 0.0 for statistic in ("mean", "max", "min")}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return the peak memory so far, in GiB: of this process, and of its first device if known."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scale = 2**30 if sys.platform == "darwin" else 2**20
+    metrics = {"perf/cpu_memory_used_gb": peak / scale}
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        metrics["perf/max_memory_allocated_gb"] = stats["peak_bytes_in_use"] / 2**30
+    return metrics

@@ -1,0 +1,100 @@
+"""A run's progress on the screen: of this process, or of the launcher of a job on a cluster."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jaxrl_llm.cluster import context
+from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
+from jaxrl_llm.monitoring.trackers import BackgroundWriter
+from jaxrl_llm.sharding.distributed import is_first
+
+CLOSE_S = 5.0
+"""Seconds that the end of a run waits at most for stdout."""
+
+
+class Display:
+    """A live progress bar on a terminal, plain lines elsewhere; of the first process only.
+
+    What is shown goes to stdout in the background: where nobody reads it, the run goes on.
+    """
+
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
+        """Show the bar."""
+        self._writer, file = None, None
+        if is_first() and sys.stdout is not None:  # None: there is no stdout
+            self._writer = BackgroundWriter(Stream("stdout", sys.stdout))
+            file: Any = BackgroundFile(self._writer, sys.stdout)
+        self.console = Console(
+            file=file, soft_wrap=True, highlight=False, quiet=self._writer is None
+        )
+        self._progress = None
+        if self.console.is_terminal and is_first():
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task(title, total=total, completed=done)
+            self._progress.start()
+
+    def line(self, text: str) -> None:
+        """Print one line above the bar."""
+        self.console.print(text, markup=False)
+
+    def advance(self, text: str) -> None:
+        """Print a step's line and move the bar."""
+        self.line(text)
+        if self._progress:
+            self._progress.advance(self._task)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Print a table."""
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    def close(self) -> None:
+        """Remove the bar, and wait until all is printed, if it is read."""
+        try:
+            if self._progress:
+                self._progress.stop()
+        finally:
+            if self._writer:
+                self._writer.close(CLOSE_S)
+
+
+class LauncherDisplay(Display):
+    """The same at the launcher of a job on a cluster."""
+
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
+        """Show the bar there."""
+        context.show("open", title, total, done)
+
+    def line(self, text: str) -> None:
+        """Print one line above the bar."""
+        context.show("line", text)
+
+    def advance(self, text: str) -> None:
+        """Print a step's line and move the bar."""
+        context.show("advance", text)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Print a table."""
+        context.show("table", title, columns, rows)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        context.show("close")
+
+
+def open_display(title: str, total: int, done: int) -> Display:
+    """Show a run's progress: here, or where a job on a cluster was launched."""
+    kind = Display if context.current() is None else LauncherDisplay
+    return kind(title, total, done)

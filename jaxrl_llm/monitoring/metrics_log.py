@@ -1,0 +1,196 @@
+"""Where metrics go: a JSONL file, TensorBoard, and Weights & Biases."""
+
+import collections
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.monitoring.trackers import (
+    BackgroundWriter,
+    Outages,
+    Row,
+    TensorBoard,
+    Tracker,
+    WeightsAndBiases,
+)
+from jaxrl_llm.sharding.distributed import is_first
+
+log = logging.getLogger(__name__)
+
+KEPT_LINES = 100_000
+"""Lines of metrics.jsonl that wait in memory at most, about 300 MB."""
+
+TRACKERS_CLOSE_S = 30.0
+"""Seconds that the end of a run waits at most for a tracker."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line for each step. A resumed run cuts it back to its checkpoint.
+
+    Lines that can't be written, as on a full disk, are kept in memory, and written before the next
+    one when they can. The file always ends with a whole line.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        """Open the file and cut off what lies behind `position`, in bytes."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        length = self._file.seek(0, os.SEEK_END)
+        if length < position:
+            log.warning("%s has lost lines: %d bytes, wanted %d", path, length, position)
+        self._end = self._synced = min(position, length)
+        self._file.truncate(self._end)
+        self._is_torn = False
+        self._kept: collections.deque[bytes] = collections.deque()
+        self._outages = Outages(str(path), "its lines are kept in memory")
+        self.dropped = 0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, now or as soon as it can be written."""
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._kept.append(json.dumps({"step": step, **known}).encode() + b"\n")
+        if len(self._kept) > KEPT_LINES:
+            self._kept.popleft()
+            self.dropped += 1
+        try:
+            self._write_kept()
+        except OSError as error:
+            self._outages.begin(error)
+
+    def position(self) -> int:
+        """Return the length in bytes of what is safely on disk, which is all that was written.
+
+        Raises:
+            OSError: it can't be written; it is kept.
+        """
+        self._write_kept()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._take_back()
+            raise
+        self._synced = self._end
+        return self._end
+
+    def close(self) -> None:
+        """Write what is kept if that is possible, and close the file."""
+        try:
+            self._write_kept()
+        except OSError as error:
+            self._outages.begin(error)
+            self.dropped += len(self._kept)
+        self._outages.close(self.dropped)
+        self._file.close()
+
+    def _write_kept(self) -> None:
+        while self._kept:
+            self._append(self._kept[0])
+            self._kept.popleft()
+        self._outages.end(self.dropped)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line whole or not at all."""
+        self._cut()
+        self._is_torn = True
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # else it is cut before the next line
+                self._cut()
+            raise
+        self._end, self._is_torn = self._end + len(line), False
+
+    def _cut(self) -> None:
+        """Cut off what is no whole line."""
+        if self._is_torn:
+            self._file.truncate(self._end)
+            self._is_torn = False
+
+    def _take_back(self) -> None:
+        """Keep the lines that the disk has not confirmed: after an error it may say it has them."""
+        self._file.seek(self._synced)
+        lines = self._file.read(self._end - self._synced).splitlines(keepends=True)
+        self._kept.extendleft(reversed(lines))
+        self._end, self._is_torn = self._synced, True
+
+
+class MetricsLog:
+    """All sinks at once; of several processes the first one writes.
+
+    Args:
+        run_dir: holds metrics.jsonl and tensorboard.
+        step: the step after which the run starts.
+        position: bytes of metrics.jsonl to keep.
+        tensorboard: whether to write TensorBoard files.
+        wandb: project at Weights & Biases, or None.
+        config: the resolved config, for Weights & Biases.
+
+    Raises:
+        ConfigError: the package wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        step: int,
+        position: int,
+        tensorboard: bool,
+        wandb: str | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        """Open every sink, all but the file in the background."""
+        self._file: MetricsFile | None = None
+        self._trackers: list[BackgroundWriter[Row]] = []
+        if not is_first():
+            return
+        trackers: list[Tracker] = []
+        if wandb:
+            trackers.append(WeightsAndBiases(wandb, run_dir, config))
+        if tensorboard:
+            trackers.append(TensorBoard(run_dir / "tensorboard", step + 1 if step else 0))
+        self._file = MetricsFile(run_dir / "metrics.jsonl", position)
+        self._trackers = [BackgroundWriter(tracker) for tracker in trackers]
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics to every sink. What they can't write does not end the run."""
+        if self._file is None:
+            return
+        row = dict(metrics)
+        if self._trackers:
+            dropped = self._file.dropped + sum(writer.dropped for writer in self._trackers)
+            row["perf/dropped_log_records"] = float(dropped)
+        self._file.write(step, row)
+        for writer in self._trackers:
+            writer.write((step, row))
+
+    def position(self, step: int) -> int:
+        """Return the length in bytes of what is safely on disk; 0 where nothing is written.
+
+        Args:
+            step: that is saved, for messages.
+
+        Raises:
+            RunError: lines of metrics.jsonl can't be written, so the step can't be saved.
+        """
+        try:
+            return self._file.position() if self._file else 0
+        except OSError as error:
+            raise RunError(
+                f"can't save step {step}: metrics.jsonl: {error.strerror or error}"
+            ) from error
+
+    def close(self) -> None:
+        """Close every sink; wait for trackers only so long."""
+        if self._file:
+            self._file.close()
+        for writer in self._trackers:
+            writer.close(TRACKERS_CLOSE_S)

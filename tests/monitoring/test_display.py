@@ -1,0 +1,37 @@
+"""What a run shows on a terminal, and elsewhere."""
+
+import io
+import sys
+
+from jaxrl_llm.monitoring.display import Display
+
+
+def test_without_a_terminal_the_display_prints_plain_lines(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    display = Display("training", 3, 1)
+    display.line("step [0]  " + "x" * 200)
+    display.advance("step 2/3")
+    display.table("title", ["metric", "value"], [["acc", "0.5"]])
+    display.close()
+    printed = screen.getvalue().splitlines()
+    assert printed[0] == "step [0]  " + "x" * 200
+    assert printed[1] == "step 2/3"
+    assert "metric" in screen.getvalue()
+    assert "0.5" in screen.getvalue()
+    assert "\x1b" not in screen.getvalue()
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    display = Display("training", 4, 1)
+    display.advance("step 2/4")
+    display.close()
+    assert "step 2/4" in screen.getvalue()
+    assert "2/4" in screen.getvalue().replace("step 2/4", "")
