@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config.keys import VllmConfig
+from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.parameters import compute_dtypes, initialize
 from jaxrl_llm.models.spec import ModelSpec

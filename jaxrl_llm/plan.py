@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
+from jaxrl_llm.config.train import TrainConfig
 
 
 def simulate(devices: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import MeshConfig, ServeConfig
+from jaxrl_llm.config.sections.mesh import MeshConfig
+from jaxrl_llm.config.serve import ServeConfig
 
 API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"
 KEEP_ALIVE_S = 60  # longer than clients keep a connection, or they would write to a closed one

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import Preempted
-from jaxrl_llm.config.keys import SftConfig
+from jaxrl_llm.config.sft import SftConfig
 
 
 def sft(config: SftConfig) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import Preempted
-from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.train import TrainConfig
 
 
 def train(config: TrainConfig) -> None:

@@ -25,9 +25,10 @@ from jaxrl_llm.algorithms import (
     values,
 )
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import asks_for
-from jaxrl_llm.config.keys import EvaluateConfig, TrainConfig
 from jaxrl_llm.config.load import describe, load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import declare

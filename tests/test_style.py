@@ -32,7 +32,7 @@ NOT_YET_FUNCTIONS = {
     *("main", "make_learner", "run_stages", "started", "__post_init__"),
 }
 NOT_YET_FILES = {
-    *("benchmarks/gpu.py", "benchmarks/grpo_step.py", "jaxrl_llm/config/keys.py"),
+    *("benchmarks/gpu.py", "benchmarks/grpo_step.py"),
     *("jaxrl_llm/data/packing.py", "jaxrl_llm/rollout/vllm/engine.py"),
     *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py", "jaxrl_llm/training/setup.py"),
     *("jaxrl_llm/training/step.py", "models/hf_families.py", "models/moe.py", "models/spec.py"),

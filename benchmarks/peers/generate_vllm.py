@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxrl_llm.config.keys import VllmConfig
+from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.rollout.types import Request, SamplingParams

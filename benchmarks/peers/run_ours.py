@@ -24,8 +24,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 import jax
 
 from jaxrl_llm.config.cli import take_huge_pages
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import apply_override, build
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request

@@ -44,7 +44,8 @@ from jaxrl_llm.cluster.resources import (
     requirements,
     reserve,
 )
-from jaxrl_llm.config.keys import ClusterConfig, TrainConfig
+from jaxrl_llm.config.sections.cluster import ClusterConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.sharding.distributed import VARIABLES

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.memory import Phase, Shapes, lay_out, longest, phases, tokens_on_device
 from jaxrl_llm.sharding.mesh import batch_shards

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
-from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare

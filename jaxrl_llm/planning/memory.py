@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import forward_flops

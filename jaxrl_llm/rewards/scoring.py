@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import RewardConfig, ScoringConfig
+from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool

@@ -5,7 +5,7 @@ from pathlib import Path
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
-from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Engine

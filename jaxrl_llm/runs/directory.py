@@ -21,8 +21,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
-from jaxrl_llm.config.keys import SftConfig, TrainConfig
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.monitoring.display import Display, open_display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog

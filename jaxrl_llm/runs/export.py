@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import LoraConfig
 from jaxrl_llm.config.load import build, read_yaml
+from jaxrl_llm.config.sections.model import LoraConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_adapter import save_adapter
 from jaxrl_llm.models.hf_config import read_spec

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrl_llm.config.keys import LimitsConfig
+from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.serving.answers import Choice, Envelope, event
 from jaxrl_llm.serving.fields import Refusal, parse

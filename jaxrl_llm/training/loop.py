@@ -13,8 +13,9 @@ import numpy as np
 from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.fields import asks_for, call, describe
-from jaxrl_llm.config.keys import OffloadConfig, TrainConfig
 from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.sections.offload import OffloadConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due, memory_metrics, summary

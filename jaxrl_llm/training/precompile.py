@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.config.keys import ModelConfig, TrainConfig
+from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.runs.directory import programs_in

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config import keys
+from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for, call, check_fields, describe
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.config.keys import (
-    AlgorithmConfig,
-    CriticConfig,
-    OptimConfig,
-    RewardModelConfig,
-    TrainConfig,
-)
+from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
+from jaxrl_llm.config.sections.critic import CriticConfig
+from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
+from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.setup import make_optimizer
 from jaxrl_llm.types import FIELDS
@@ -79,24 +77,24 @@ class Functions:
         """Find them all; raise ConfigError where one is wrong."""
         wanted = config.algorithm
         estimating = UPDATING | {"advantages", "returns"}
-        self.advantage = find(wanted.advantage, keys.ADVANTAGES, "algorithm.advantage", estimating)
+        self.advantage = find(wanted.advantage, kinds.ADVANTAGES, "algorithm.advantage", estimating)
         self.kl = find_kl(wanted)
         self.controller = load_function(
-            wanted.kl_controller, keys.KLS, passed=None, key="algorithm.kl_controller"
+            wanted.kl_controller, kinds.KLS, passed=None, key="algorithm.kl_controller"
         )
         takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
         later = frozenset(FIELDS) - SCORED
-        self.keep = wanted.keep and find(wanted.keep, keys.SHAPING, "algorithm.keep", later)
+        self.keep = wanted.keep and find(wanted.keep, kinds.SHAPING, "algorithm.keep", later)
         self.penalty = wanted.penalty and find(
-            wanted.penalty, keys.SHAPING, "algorithm.penalty", later
+            wanted.penalty, kinds.SHAPING, "algorithm.penalty", later
         )
         self.corrections = [
-            find(spec, keys.CORRECTIONS, "algorithm.correction", UPDATING)
+            find(spec, kinds.CORRECTIONS, "algorithm.correction", UPDATING)
             for spec in corrections(config)
         ]
         self.mark = wanted.high_covariance and find_mark(wanted.high_covariance)
         policy = PolicyObjective(
-            loss=find(wanted.loss, keys.LOSSES, "algorithm.loss"),
+            loss=find(wanted.loss, kinds.LOSSES, "algorithm.loss"),
             kl=self.kl if wanted.kl_loss else None,
             entropy=wanted.entropy_coef != 0,
             corrected=bool(self.corrections),
@@ -111,7 +109,7 @@ class Functions:
             self._add_reward_model(config.reward_model)
         for name, default, fields in (
             ("critic", CriticConfig(), OF_CRITIC),
-            ("reward_model", RewardModelConfig(), {"reward_logprobs"}),
+            ("reward_model", ImplicitRewardModelConfig(), {"reward_logprobs"}),
         ):
             if name not in self.learning and getattr(config, name) != default:
                 raise ConfigError(
@@ -127,10 +125,10 @@ class Functions:
         self._check_producers(config)
         self._try_out(config)
 
-    def _add_reward_model(self, config: RewardModelConfig) -> None:
+    def _add_reward_model(self, config: ImplicitRewardModelConfig) -> None:
         if "reward_model" in self.learning or "reward_logprobs" not in self.needs:
             return
-        loss = find(config.loss, keys.VALUES, "reward_model.loss", {"high_covariance"})
+        loss = find(config.loss, kinds.VALUES, "reward_model.loss", {"high_covariance"})
         self.learns_labels = "raw_scores" in asks_for(loss)
         betas = {beta_of(self.advantage), beta_of(loss)} - {None}
         if len(betas) > 1:
@@ -144,7 +142,7 @@ class Functions:
     def _add_critic(self, config: CriticConfig) -> None:
         if "critic" in self.learning or not self.needs & OF_CRITIC:
             return
-        loss = find(config.loss, keys.VALUES, "critic.loss", UPDATING)
+        loss = find(config.loss, kinds.VALUES, "critic.loss", UPDATING)
         self._add("critic", ValueObjective(loss=loss), config.reduce, config.optim)
 
     def _add(
@@ -301,7 +299,7 @@ def learning(
         optim_key: the config key of `optim`.
     """
     key = f"{section}.reduce"
-    weigh = load_function(reduce, keys.REDUCTIONS, passed=None, key=key)
+    weigh = load_function(reduce, kinds.REDUCTIONS, passed=None, key=key)
     takes(weigh, ("mask",), key)
     optimizer, schedule = make_optimizer(optim, optim_key)
     return Learning(objective, weigh, optimizer, schedule, optim.max_skipped)
@@ -314,14 +312,14 @@ def find_kl(config: AlgorithmConfig) -> Function | None:
     """
     later = {"advantages", "returns", "high_covariance"}
     if config.kl_loss:
-        return find(config.kl_loss, keys.KLS, "algorithm.kl_loss", later)
-    return config.kl_reward and find(config.kl_reward, keys.KLS, "algorithm.kl_reward", later)
+        return find(config.kl_loss, kinds.KLS, "algorithm.kl_loss", later)
+    return config.kl_reward and find(config.kl_reward, kinds.KLS, "algorithm.kl_reward", later)
 
 
 def find_mark(spec: FunctionSpec) -> Function:
     """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
     name = "algorithm.high_covariance"
-    function = load_function(spec, keys.LOSSES, passed=[*FIELDS, "key"], key=name)
+    function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, after=frozenset({"high_covariance"}))
     return function
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import RunError, config_errors_at
 from jaxrl_llm.config.fields import call, describe
-from jaxrl_llm.config.keys import TrainConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec

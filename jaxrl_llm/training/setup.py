@@ -16,17 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm.config import keys
+from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
-from jaxrl_llm.config.keys import (
-    LoraConfig,
-    MeshConfig,
-    MeshSizes,
-    ModelConfig,
-    OptimConfig,
-    SftMeshConfig,
-)
+from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
+from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
+from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.files import remove_partials, whole_file
 from jaxrl_llm.data.packing import RowShape, row_shape
@@ -101,7 +96,7 @@ def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
         return
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
     with config_errors_at("data.prepare"):
-        load_function(spec, keys.PREPARATIONS, key="data.prepare")()
+        load_function(spec, kinds.PREPARATIONS, key="data.prepare")()
     missing = [path for path in wanted if not Path(path).exists()]
     if missing:
         raise ConfigError(
@@ -408,7 +403,7 @@ def make_optimizer(
         ConfigError: one of the functions is no such thing, or does not work with its keywords.
     """
     with config_errors_at(f"{key}.schedule: {config.schedule.fn!r} does not work"):
-        schedule = load_function(config.schedule, keys.SCHEDULES, key=f"{key}.schedule")()
+        schedule = load_function(config.schedule, kinds.SCHEDULES, key=f"{key}.schedule")()
         rate = schedule(jnp.zeros((), jnp.int32)) if callable(schedule) else None
         if not isinstance(rate, int | float | np.generic | jax.Array) or np.ndim(rate) != 0:
             raise ConfigError(
@@ -417,7 +412,7 @@ def make_optimizer(
             )
     with config_errors_at(f"{key}.optimizer: {config.optimizer.fn!r} does not work"):
         optimizer = load_function(
-            config.optimizer, keys.OPTIMIZERS, passed=("learning_rate",), key=f"{key}.optimizer"
+            config.optimizer, kinds.OPTIMIZERS, passed=("learning_rate",), key=f"{key}.optimizer"
         )(learning_rate=schedule)
         if not isinstance(optimizer, optax.GradientTransformation):
             raise ConfigError(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError, Preempted
-from jaxrl_llm.config.keys import SftConfig
+from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import (
     Example,

@@ -18,8 +18,8 @@ from jaxrl_llm.cluster.actors import Machine
 from jaxrl_llm.cluster.launch import Job, check_end
 from jaxrl_llm.cluster.resources import LostError
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
+from jaxrl_llm.config.train import TrainConfig
 
 
 class Board:

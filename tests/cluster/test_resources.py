@@ -10,8 +10,8 @@ from jaxrl_llm.cluster.actors import Machine
 from jaxrl_llm.cluster.launch import check_answers, connected
 from jaxrl_llm.cluster.resources import await_nodes, check_alike, most_gpus, requirements
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.sharding.distributed import find_membership
 
 HEAD = {"Alive": True, "Resources": {"CPU": 4.0}}

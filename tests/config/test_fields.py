@@ -8,7 +8,7 @@ from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for, call, check_fields, describe
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.config.keys import LOSSES
+from jaxrl_llm.config.kinds import LOSSES
 from jaxrl_llm.types import FIELDS
 
 

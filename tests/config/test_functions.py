@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
-from jaxrl_llm.config.keys import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
+from jaxrl_llm.config.kinds import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
 
 MINE = '''
 """A user's file."""

@@ -8,8 +8,9 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import SftConfig, TrainConfig, divisors
 from jaxrl_llm.config.load import apply_override, build, describe, load, read_yaml, to_yaml
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig, divisors
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -13,7 +13,6 @@ from hypothesis import given
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import (
     apply_override,
     as_tree,
@@ -27,6 +26,7 @@ from jaxrl_llm.config.load import (
     section,
     to_yaml,
 )
+from jaxrl_llm.config.train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from threading import Event
 import jax
 import pytest
 
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.planning.memory import lay_out
 from jaxrl_llm.rollout.build import native_engine

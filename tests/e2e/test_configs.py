@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.resolve import Functions
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm import evaluate, export
-from jaxrl_llm.config.keys import EvaluateConfig
+from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.rows import read_rows

@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.rows import read_rows
 
 

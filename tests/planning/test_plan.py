@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import plan as planner
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.moe import MoeSpec
 from jaxrl_llm.models.parameters import initialize, parameter_count

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf_config import make_config
 from jaxrl_llm.models.moe import MoeSpec
 from jaxrl_llm.models.parameters import parameter_count

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import ScoringConfig
+from jaxrl_llm.config.sections.reward import ScoringConfig
 from jaxrl_llm.rewards import cgroup, process
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.keys import VllmConfig
+from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.parameters import initialize

@@ -27,8 +27,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import TrainConfig, VllmConfig
 from jaxrl_llm.config.load import build
+from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import initialize

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import uvicorn
 
-from jaxrl_llm.config.keys import LimitsConfig
+from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Completion, Receipt

@@ -13,7 +13,7 @@ import urllib.request
 import openai
 import pytest
 
-from jaxrl_llm.config.keys import LimitsConfig
+from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.serving import app
 from jaxrl_llm.serving.app import EventStream, make_app
 

@@ -21,8 +21,8 @@ import transformers
 
 from jaxrl_llm import serve
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import ServeConfig
 from jaxrl_llm.config.load import build, describe
+from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, open_engine
 from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app

@@ -6,8 +6,8 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams

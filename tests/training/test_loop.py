@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.keys import TrainConfig
 from jaxrl_llm.config.load import build
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score

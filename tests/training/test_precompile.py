@@ -8,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.keys import DataConfig, MeshConfig, MeshSizes, PolicyConfig, TrainConfig
+from jaxrl_llm.config.sections.data import DataConfig
+from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes
+from jaxrl_llm.config.sections.model import PolicyConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs.directory import compiled_into, programs_in, run_folder
 from jaxrl_llm.training import precompile

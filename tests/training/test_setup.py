@@ -17,17 +17,12 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.cluster.context import Member
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import (
-    DataConfig,
-    LoraConfig,
-    MeshConfig,
-    MeshSizes,
-    OptimConfig,
-    PolicyConfig,
-    RolloutSizes,
-    TrainConfig,
-)
 from jaxrl_llm.config.load import load, read_yaml, to_yaml
+from jaxrl_llm.config.sections.data import DataConfig
+from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, RolloutSizes
+from jaxrl_llm.config.sections.model import LoraConfig, PolicyConfig
+from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs import directory
 from jaxrl_llm.runs.directory import restore_or_start, run_folder
@@ -88,7 +83,9 @@ def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     program = (
         "import sys\n"
-        "from jaxrl_llm.config.keys import *\n"
+        "from jaxrl_llm.config.sections.data import DataConfig\n"
+        "from jaxrl_llm.config.sections.model import PolicyConfig\n"
+        "from jaxrl_llm.config.train import TrainConfig\n"
         "from jaxrl_llm.runs.directory import run_folder\n"
         "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
         " data=DataConfig(train=('t',)))\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.config.keys import VllmConfig
+from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError

@@ -1,0 +1,13 @@
+"""The kinds of functions that a config names: the module in which a bare name is looked up."""
+
+ADVANTAGES = "jaxrl_llm.algorithms.advantages"
+LOSSES = "jaxrl_llm.algorithms.losses"
+REDUCTIONS = "jaxrl_llm.algorithms.reduce"
+KLS = "jaxrl_llm.algorithms.kl"
+CORRECTIONS = "jaxrl_llm.algorithms.correction"
+SHAPING = "jaxrl_llm.algorithms.shaping"
+VALUES = "jaxrl_llm.algorithms.values"
+SCORERS = "jaxrl_llm.rewards.scorers"
+DATASETS = "jaxrl_llm.data.dataset"
+PREPARATIONS = "jaxrl_llm.data.prepare"
+OPTIMIZERS = SCHEDULES = "optax"

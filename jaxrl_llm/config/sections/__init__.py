@@ -1,0 +1,1 @@
+"""The sections of a config, a module each: `optim:` in YAML is declared in `optim.py`."""
