@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.models.hf_rope import read_ropes
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.moe import MoeSpec, SigmoidRouter, SoftmaxRouter
+from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import Scaling, YarnScaling
 
 if TYPE_CHECKING:

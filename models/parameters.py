@@ -17,7 +17,7 @@ from jaxtyping import Array, Key, UInt32
 
 from jaxrl_llm.models.arrays import ONES, ZEROS, ArrayDecl, Declarations, Initializer, Params
 from jaxrl_llm.models.lora_arrays import declare_lora
-from jaxrl_llm.models.moe import SigmoidRouter
+from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.spec import ModelSpec
 
 PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.moe import MoeSpec
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import Scaling
 
 ACTIVATIONS = ("silu", "gelu_tanh")

@@ -20,7 +20,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
-from jaxrl_llm.models.moe import mixture
+from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
@@ -212,7 +212,7 @@ def feed_forward(
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
-        `models.moe.RouterStats`.
+        `models.moe.balance.RouterStats`.
 
     >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
@@ -555,7 +555,7 @@ def layer_gatherer(spec: ModelSpec, dtype: DTypeLike, layout: Layout) -> Callabl
     """Return a function from one layer's weights to the same, ready to be used on a mesh.
 
     Matrices are gathered by the products that take them, and those of experts by
-    `models.exchange`. What else there is, a row per layer, is cast and gathered at once.
+    `models.moe.expert_parallel`. What else there is, a row per layer, is cast and gathered at once.
     """
     declared, dtypes = declare(spec), compute_dtypes(spec, dtype)
     homes = {

@@ -33,7 +33,7 @@ def item(nodeid, *, slow=True):
     ("changed", "wait"),
     [
         (["README.md", "models/hf.py"], True),
-        (["models/moe.py"], False),
+        (["models/moe/mixture.py"], False),
         (["algorithms/losses.py"], False),
         ([FILE], False),
         (["pyproject.toml"], False),

@@ -37,8 +37,6 @@ PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve"
 CIRCLES_NOT_YET = {
     *("jaxrl_llm.cluster.actors", "jaxrl_llm.cluster.launch", "jaxrl_llm.cluster.resources"),
     *("jaxrl_llm.train", "jaxrl_llm.training.build", "jaxrl_llm.training.precompile"),
-    *("jaxrl_llm.models.exchange", "jaxrl_llm.models.moe"),
-    *("jaxrl_llm.models.lora", "jaxrl_llm.models.spec"),
     *("jaxrl_llm.planning.lowering", "jaxrl_llm.planning.memory"),
 }
 PROGRAMS_IMPORTED_NOT_YET = {

@@ -3,7 +3,7 @@
 XLA's own cost analysis counts the body of a loop once. Here every computation is counted as often
 as it is called: a loop as often as its known trip count says, a loop without one once. Of a
 conditional the costlier branch counts, and inside a loop it counts in one iteration: the rounds of
-`models.exchange` after the first are skipped when experts are balanced.
+`models.moe.expert_parallel` after the first are skipped when experts are balanced.
 """
 
 import math

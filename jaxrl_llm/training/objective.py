@@ -22,7 +22,7 @@ from jaxrl_llm.config.fields import asks_for, call, describe
 from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.models.heads import token_values
 from jaxrl_llm.models.kernels import Kernel
-from jaxrl_llm.models.moe import RouterStats
+from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_with_router, head_matrix
 from jaxrl_llm.sharding.layout import TOKENS, Layout

@@ -36,7 +36,7 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
-from jaxrl_llm.models.moe import SigmoidRouter
+from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.models.transformer import forward

@@ -23,7 +23,7 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import describe
 from jaxrl_llm.data.packing import RowShape, in_bucket, pack_rows, plan
 from jaxrl_llm.models.lora import join
-from jaxrl_llm.models.moe import (
+from jaxrl_llm.models.moe.balance import (
     RouterStats,
     balance_weights,
     load_balance_loss,

@@ -12,7 +12,7 @@ from hypothesis import given
 from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, model_cost
 from jaxrl_llm.data.packing import plan, row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
-from jaxrl_llm.models.moe import MoeSpec
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, head_matrix

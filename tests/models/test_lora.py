@@ -27,7 +27,7 @@ from jaxrl_llm.models.lora import (
     without_adapter,
 )
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.moe import MoeSpec
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.transformer import forward, logits

@@ -7,20 +7,17 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from jaxrl_llm.models.moe import (
-    MoeSpec,
+from jaxrl_llm.models.moe.balance import (
     RouterStats,
-    SigmoidRouter,
-    SoftmaxRouter,
-    grouped_matmul,
     load_balance_loss,
-    mixture,
-    route_sigmoid,
-    route_softmax,
     router_metrics,
     router_stats,
     update_bias,
 )
+from jaxrl_llm.models.moe.dispatch import grouped_matmul
+from jaxrl_llm.models.moe.mixture import mixture
+from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter, route_sigmoid, route_softmax
+from jaxrl_llm.models.moe.spec import MoeSpec
 
 TOKENS, EXPERTS, TOP = 9, 8, 3
 

@@ -16,7 +16,7 @@ from jaxrl_llm import plan as planner
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf_config import make_config, read_spec
-from jaxrl_llm.models.moe import MoeSpec
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import initialize, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits

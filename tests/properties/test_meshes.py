@@ -16,7 +16,8 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.moe import MoeSpec, mixture
+from jaxrl_llm.models.moe.mixture import mixture
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, forward_with_router, logits
@@ -260,7 +261,7 @@ def changed(**fields):
         (
             changed(moe=MoeSpec(experts=6, experts_per_token=2, ff_width=16)),
             {"expert": 4, "data": 2},
-            r"expert=4 can't share 6 experts; wanted one of \[1, 2, 3, 6\]",
+            r"expert=4 can't share 6 experts; expected one of \[1, 2, 3, 6\]",
         ),
     ],
 )

@@ -13,7 +13,9 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import squared_value_loss
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import with_value_head
-from jaxrl_llm.models.moe import MoeSpec, RouterStats, SigmoidRouter
+from jaxrl_llm.models.moe.balance import RouterStats
+from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_with_router, logits

@@ -1,4 +1,4 @@
-"""Experts on several devices: tokens travel to the devices of their experts and back."""
+"""Expert parallelism: tokens travel to the devices of their experts and back."""
 
 import functools
 import math
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.moe import Params, Routing, dispatch, take_or_zero
+from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.moe.dispatch import dispatch, take_or_zero
+from jaxrl_llm.models.moe.routing import Routing
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 
 SPARE = 1.25
@@ -27,14 +29,14 @@ WIDTH_AXIS = {
 """Which axis of an array is the experts' width; other low-rank factors have none."""
 
 
-def exchange(
+def expert_parallel_mixture(
     x: Float[Array, "T D"],
     weights: Params,
     choose: Callable[[Params, Array], Any],
     experts: Callable[[Params, Array, Array], Array],
     layout: Layout,
 ) -> tuple[Float[Array, "T D"], Any]:
-    r"""Route tokens, and do as `moe.dispatch` with the experts split over the mesh axis `expert`.
+    r"""Route and dispatch tokens, with the experts split over the mesh axis `expert`.
 
     Every device chooses for its own tokens and sends them to the devices that hold their experts,
     in an all-to-all of fixed size, and gets the results by another. What does not fit goes in a
@@ -48,7 +50,7 @@ def exchange(
         weights: `router`, perhaps `router_bias`; `expert_gate`, `expert_up` [E D F] and
             `expert_down` [E F D], perhaps with low-rank factors.
         choose: `(weights, tokens) -> Routing`.
-        experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `moe.dispatch`.
+        experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `moe.dispatch.dispatch`.
         layout: The mesh.
 
     Returns:
@@ -62,21 +64,15 @@ def exchange(
     >>> routing = Routing(jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)) / 2)
     >>> choose, same = lambda weights, x: routing, lambda weights, rows, sizes: rows
     >>> x, weights = jnp.array([[4.0]]), {"expert_up": jnp.ones((2, 1, 1))}
-    >>> exchange(x, weights, choose, same, layout)[0]
+    >>> expert_parallel_mixture(x, weights, choose, same, layout)[0]
     Array([[3.]], dtype=float32)
     """
     peers, tensor = layout.mesh.shape["expert"], layout.mesh.shape["tensor"]
-    held, width = weights["expert_up"].shape[0], weights["expert_up"].shape[2]
-    if held % peers:
-        divisors = [n for n in range(1, held + 1) if held % n == 0]
-        raise ValueError(f"expert={peers} can't share {held} experts; wanted one of {divisors}")
+    total, width = weights["expert_up"].shape[0], weights["expert_up"].shape[2]
+    if total % peers:
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        raise ValueError(f"expert={peers} can't share {total} experts; expected one of {divisors}")
     is_split = width % tensor == 0
-
-    def split(name: str) -> PartitionSpec:
-        if name.startswith("router"):
-            return PartitionSpec()
-        at = WIDTH_AXIS.get(name) if is_split else None
-        return PartitionSpec("expert", *("tensor" if axis == at else None for axis in (1, 2)))
 
     def local(x: Array, weights: Params) -> tuple[Array, Routing]:
         def run(rows: Array, sizes: Array) -> Array:
@@ -87,8 +83,26 @@ def exchange(
         out = _in_rounds(x, routing, run, peers) if peers > 1 else dispatch(x, routing, run)
         return (jax.lax.psum(out, "tensor") if is_split else out), routing
 
+    return _on_mesh(local, {name: _partition(name, is_split) for name in weights}, layout)(
+        x, weights
+    )
+
+
+def _partition(name: str, is_split: bool) -> PartitionSpec:
+    """Return how an array of the layer is split: experts over `expert`, width over `tensor`."""
+    if name.startswith("router"):
+        return PartitionSpec()
+    width_axis = WIDTH_AXIS.get(name) if is_split else None
+    return PartitionSpec("expert", *("tensor" if axis == width_axis else None for axis in (1, 2)))
+
+
+def _on_mesh(
+    local: Callable[[Array, Params], tuple[Array, Routing]],
+    specs: dict[str, PartitionSpec],
+    layout: Layout,
+) -> Callable[[Array, Params], tuple[Array, Routing]]:
+    """Run a function on each device's tokens, with its experts' weights gathered from others."""
     tokens = PartitionSpec(TOKENS)
-    specs = {name: split(name) for name in weights}
     run = jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -102,12 +116,12 @@ def exchange(
             name: value if name.startswith("router") else value.astype(x.dtype)
             for name, value in weights.items()
         }
-        homes = {name: layout.sharding(*spec) for name, spec in specs.items()}
-        return run(x, jax.lax.with_sharding_constraint(narrow, homes))
+        shardings = {name: layout.sharding(*spec) for name, spec in specs.items()}
+        return run(x, jax.lax.with_sharding_constraint(narrow, shardings))
 
     if layout.mesh.shape["fsdp"] * layout.mesh.shape["context"] > 1:
-        gathered = jax.checkpoint(gathered)  # else the gathered weights would be kept
-    return gathered(x, weights)
+        return jax.checkpoint(gathered)  # else the gathered weights would be kept
+    return gathered
 
 
 def _in_rounds(
@@ -133,10 +147,10 @@ def _in_rounds(
         sent = sent.at[slot].set(jnp.arange(choices.size), mode="drop", unique_indices=True)
         rows = _swap(take_or_zero(copies, sent, slot), peers)
         # an empty slot is a row of zeros, which the last expert maps to zeros
-        wanted = choices.at[sent].get(mode="fill", fill_value=own - 1) % own
-        one = jnp.ones((peers * room, 1), jnp.float32)
-        whole = Routing(_swap(wanted, peers)[:, None], one, jnp.zeros((1, own)))
-        back = dispatch(rows, whole, experts)
+        chosen = choices.at[sent].get(mode="fill", fill_value=own - 1) % own
+        ones = jnp.ones((peers * room, 1), jnp.float32)
+        local = Routing(_swap(chosen, peers)[:, None], ones, jnp.zeros((1, own)))
+        back = dispatch(rows, local, experts)
         return take_or_zero(_swap(back, peers), slot, sent)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # else each round's rows are kept

@@ -1,0 +1,1 @@
+"""Mixture of experts: each token passes a few of many feed-forward networks."""

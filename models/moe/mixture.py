@@ -1,0 +1,99 @@
+"""The routed experts of one layer, on one device or on several."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.moe.balance import RouterStats, router_stats
+from jaxrl_llm.models.moe.dispatch import dispatch, grouped_matmul
+from jaxrl_llm.models.moe.expert_parallel import expert_parallel_mixture
+from jaxrl_llm.models.moe.routing import Routing
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.sharding.layout import Layout
+
+
+def route(weights: Params, spec: MoeSpec, x: Float[Array, "T D"]) -> Routing:
+    """Route tokens by one layer's router, in float32.
+
+    Args:
+        weights: One layer's arrays: `router` [D E], and `router_bias` [E] for a `SigmoidRouter`.
+        spec: The experts.
+        x: Tokens.
+
+    Returns:
+        The routing.
+
+    >>> spec = MoeSpec(experts=2, experts_per_token=1, ff_width=4)
+    >>> route({"router": jnp.array([[1.0, -1.0]])}, spec, jnp.array([[2.0]])).experts.tolist()
+    [[0]]
+    """
+    logits = jnp.matmul(
+        x.astype(jnp.float32),
+        weights["router"].astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return spec.router(logits, weights.get("router_bias"), top=spec.experts_per_token)
+
+
+def mixture(
+    weights: Params,
+    spec: MoeSpec,
+    x: Float[Array, "R L D"],
+    real: Bool[Array, "R L"],
+    *,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+    lora_scale: float = 0.0,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "R L D"], RouterStats]:
+    r"""Apply a layer's routed experts, $\sum_e w_e\,\mathrm{down}_e(a(\mathrm{gate}_e x) \odot
+    \mathrm{up}_e x)$.
+
+    Args:
+        weights: One layer's arrays: `router`, perhaps `router_bias`, `expert_gate` [E D F],
+            `expert_up` [E D F], `expert_down` [E F D], each with low-rank factors `{name}_lora_a`
+            and `{name}_lora_b` where it has them. All but the router's are used in the dtype of x.
+        spec: The experts.
+        x: Normed rows.
+        real: False at padding, which is left out of the statistics.
+        activation: The gate's activation a.
+        lora_scale: What products of low-rank factors are multiplied by.
+        layout: How rows and experts are split over a mesh; tokens then go to their experts'
+            devices and back (`models.moe.expert_parallel`).
+
+    Returns:
+        What is added to the residual stream, and the router's statistics.
+
+    >>> spec = MoeSpec(experts=2, experts_per_token=1, ff_width=1)
+    >>> weights = {"router": jnp.ones((1, 2)), "expert_gate": jnp.ones((2, 1, 1)),
+    ...            "expert_up": jnp.ones((2, 1, 1)), "expert_down": jnp.ones((2, 1, 1))}
+    >>> out, stats = mixture(weights, spec, jnp.ones((1, 3, 1)), jnp.array([[True, True, False]]))
+    >>> out.shape, stats.tokens.tolist()
+    ((1, 3, 1), 2.0)
+    """
+    flat = x.reshape(-1, x.shape[-1])
+
+    def choose(weights: Params, x: Array) -> Routing:
+        return route(weights, spec, x)
+
+    def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
+        def grouped(name: str, rows: Array) -> Array:
+            y = grouped_matmul(rows, matrices[name], sizes)
+            if f"{name}_lora_a" in matrices:
+                low = grouped_matmul(rows, matrices[f"{name}_lora_a"], sizes)
+                y = y + grouped_matmul(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
+            return y
+
+        hidden = activation(grouped("expert_gate", rows)) * grouped("expert_up", rows)
+        return grouped("expert_down", hidden)
+
+    own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
+    if layout is None or layout.mesh.size == 1:
+        routing = choose(own, flat)
+        out = dispatch(flat, routing, functools.partial(experts, own))
+    else:
+        out, routing = expert_parallel_mixture(flat, own, choose, experts, layout)
+    return out.reshape(x.shape), router_stats(routing, real.reshape(-1))

@@ -1,0 +1,139 @@
+"""Routers: which experts each token goes to.
+
+They work in float32 on flat tokens [T D].
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to.
+
+    `weights` multiply the experts' outputs. `probabilities` are the router's opinion of all experts
+    and sum to 1 per token; they serve the balance loss and the statistics.
+    """
+
+    experts: Int[Array, "T top"]
+    weights: Float32[Array, "T top"]
+    probabilities: Float32[Array, "T E"]
+
+
+def route_softmax(logits: Float[Array, "T E"], *, top: int, normalize: bool) -> Routing:
+    r"""Choose the `top` experts of largest probability.
+
+    $p = \mathrm{softmax}(z)$; the weight of a chosen expert is $p_e$, or, normalized,
+    $p_e / \sum_{chosen} p$ (Qwen3-MoE's `norm_topk_prob`). Normalized, it is the softmax over the
+    chosen logits alone, which is how Mixtral writes it (https://arxiv.org/abs/2401.04088, section
+    2.1).
+
+    Args:
+        logits: The router's output z.
+        top: Experts per token.
+        normalize: Whether the weights of a token sum to 1.
+
+    Returns:
+        The routing.
+
+    >>> routing = route_softmax(jnp.array([[0.0, 2.0, 2.0]]), top=2, normalize=True)
+    >>> routing.experts.tolist(), routing.weights.tolist()
+    ([[1, 2]], [[0.5, 0.5]])
+    """
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, experts = jax.lax.top_k(probabilities, top)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(experts, weights, probabilities)
+
+
+def route_sigmoid(
+    logits: Float[Array, "T E"],
+    bias: Float[Array, " E"],
+    *,
+    top: int,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+) -> Routing:
+    r"""Choose experts by sigmoid scores plus a bias, within the best groups of experts.
+
+    $s = \sigma(z)$. A group's score is the sum of its two largest $s_e + b_e$; the `top` experts
+    with the largest $s_e + b_e$ are taken from the best `top_groups` groups. The bias enters the
+    choice only: the weight is `scale` times $s_e$, or, normalized, $s_e / \sum_{chosen} s$.
+    DeepSeek-V3, eqs. 12-16 and section 2.1.2 (https://arxiv.org/abs/2412.19437).
+
+    Args:
+        logits: The router's output z.
+        bias: Correction of each expert's score, `e_score_correction_bias`; see `update_bias`.
+        top: Experts per token.
+        groups: Groups of consecutive experts, all of one size, at least 2 each.
+        top_groups: Groups a token may choose from.
+        normalize: Whether the weights of a token sum to `scale`.
+        scale: `routed_scaling_factor`.
+
+    Returns:
+        The routing; its probabilities are $s_e / \sum s$ (eq. 19).
+
+    >>> logits, bias = jnp.array([[9.0, 0.0, 1.0, 1.0]]), jnp.array([-1.0, 0.0, 0.0, 0.0])
+    >>> routing = route_sigmoid(logits, bias, top=2, groups=2, top_groups=1, normalize=True,
+    ...                         scale=2.5)
+    >>> routing.experts.tolist(), routing.weights.tolist()
+    ([[2, 3]], [[1.25, 1.25]])
+    """
+    tokens, experts = logits.shape
+    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+    choice = scores + jax.lax.stop_gradient(bias.astype(jnp.float32))
+    grouped = choice.reshape(tokens, groups, experts // groups)
+    _, best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), top_groups)
+    allowed = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(axis=1)
+    inside = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
+    _, chosen = jax.lax.top_k(inside, top)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(chosen, weights * scale, scores / scores.sum(-1, keepdims=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxRouter:
+    """Route as `route_softmax`: Qwen3-MoE, and Mixtral with `normalize`.
+
+    >>> SoftmaxRouter(normalize=True)(jnp.array([[0.0, 2.0]]), None, top=1).experts.tolist()
+    [[1]]
+    """
+
+    normalize: bool
+
+    def __call__(self, logits: Array, bias: Array | None, *, top: int) -> Routing:
+        """Route tokens; there is no bias."""
+        return route_softmax(logits, top=top, normalize=self.normalize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidRouter:
+    """Route as `route_sigmoid`: DeepSeek-V3.
+
+    >>> router = SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0)
+    >>> router(jnp.array([[0.0, 2.0]]), jnp.zeros(2), top=1).weights.tolist()
+    [[1.0]]
+    """
+
+    groups: int
+    top_groups: int
+    normalize: bool
+    scale: float
+
+    def __call__(self, logits: Array, bias: Array | None, *, top: int) -> Routing:
+        """Route tokens.
+
+        Raises:
+            ValueError: There is no bias.
+        """
+        if bias is None:
+            raise ValueError("sigmoid routing adds a bias to the scores, got none")
+        return route_sigmoid(logits, bias, top=top, **vars(self))

@@ -1,0 +1,58 @@
+"""The hyper-parameters of a mixture of experts."""
+
+from dataclasses import dataclass
+
+from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
+
+MIXTRAL_ROUTER = SoftmaxRouter(normalize=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Describe feed-forward layers that are mixtures of experts; a part of the model's spec.
+
+    Args:
+        experts: Number of routed experts E.
+        experts_per_token: Experts that each token is sent to.
+        ff_width: Feed-forward width F of one expert.
+        dense_layers: How many of the first layers have a plain feed-forward instead.
+        router: How tokens choose experts.
+        shared_ff_width: Width of the experts that every token passes, together; 0 without them.
+        hf_module: Module of a layer that holds the experts in a Hugging Face checkpoint.
+        hf_projections: Names there of an expert's gate, up and down projections.
+
+    Raises:
+        ValueError: A size is not positive, a token would choose more experts than there are, or the
+            groups of a `SigmoidRouter` do not divide the experts into at least 2 each, or too few
+            of them are chosen from.
+
+    >>> MoeSpec(experts=8, experts_per_token=2, ff_width=6).dense_layers
+    0
+    """
+
+    experts: int
+    experts_per_token: int
+    ff_width: int
+    dense_layers: int = 0
+    router: SoftmaxRouter | SigmoidRouter = MIXTRAL_ROUTER
+    shared_ff_width: int = 0
+    hf_module: str = "mlp"
+    hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        if self.ff_width <= 0 or min(self.dense_layers, self.shared_ff_width) < 0:
+            raise ValueError(f"sizes of a mixture of experts must be positive, got {self}")
+        if not 0 < self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"a token is sent to 1 or more of the experts, got "
+                f"experts_per_token={self.experts_per_token} of {self.experts}"
+            )
+        if isinstance(self.router, SigmoidRouter):
+            groups, chosen = self.router.groups, self.router.top_groups
+            size = self.experts // groups if groups > 0 else 0
+            fits = size >= 2 and size * groups == self.experts and 0 < chosen <= groups
+            if not fits or chosen * size < self.experts_per_token:
+                raise ValueError(
+                    "groups must divide the experts into at least 2 each, and those chosen from "
+                    f"hold experts_per_token; got {self}"
+                )
