@@ -20,12 +20,12 @@ from jaxrl_llm.config.train import TrainConfig
 if TYPE_CHECKING:  # jax must not be imported before its variables are set
     from jaxrl_llm.rollout.types import Completion, Receipt, Request
 
-DUMP = signal.SIGUSR1
+DUMP_STACKS_SIGNAL = signal.SIGUSR1
 """Lets a process print the stacks of all its threads."""
 
 
-class Machine(NamedTuple):
-    """Where an actor runs, and by what.
+class ProcessInfo(NamedTuple):
+    """Where an actor runs, and on which software.
 
     Attributes:
         node: Ray's id of the node.
@@ -42,42 +42,42 @@ class Machine(NamedTuple):
     versions: dict[str, str]
 
 
-class Settings(NamedTuple):
-    """What a process takes over from the launcher.
+class ProcessEnv(NamedTuple):
+    """What a process takes over from the launcher; Ray's names for the same.
 
     Attributes:
-        folder: its working directory.
-        environment: variables that are set.
+        working_dir: the launcher's.
+        env_vars: environment variables that are set.
     """
 
-    folder: str
-    environment: Mapping[str, str]
+    working_dir: str
+    env_vars: Mapping[str, str]
 
 
 class _Process:
-    """A process of a job: its surroundings are the launcher's."""
+    """A process of a job, in the launcher's folder and with its environment variables."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, env: ProcessEnv) -> None:
         """Go to the launcher's folder.
 
         Raises:
             ConfigError: there is no such folder here.
         """
         try:
-            os.chdir(settings.folder)
+            os.chdir(env.working_dir)
         except OSError as error:
             raise ConfigError(
-                f"{socket.gethostname()} has no folder {settings.folder}: start the run from one "
+                f"{socket.gethostname()} has no folder {env.working_dir}: start the run from one "
                 "that all nodes see"
             ) from error
         if "jax" in sys.modules:
             raise RunError("this process imported jax before its variables were set")
-        sys.path.insert(0, settings.folder)
-        os.environ.update(settings.environment)
-        faulthandler.register(DUMP, all_threads=True)
+        sys.path.insert(0, env.working_dir)
+        os.environ.update(env.env_vars)
+        faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
 
-    def machine(self) -> Machine:
-        """Say where this process runs."""
+    def info(self) -> ProcessInfo:
+        """Return where this process runs."""
         import platform
         from importlib.metadata import version
 
@@ -88,7 +88,7 @@ class _Process:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        return Machine(
+        return ProcessInfo(
             ray.get_runtime_context().get_node_id(),
             ray.util.get_node_ip_address(),
             os.getpid(),
@@ -99,49 +99,51 @@ class _Process:
             },
         )
 
-    def sees(self, path: str) -> bool:
-        """Return whether a file is there."""
+    def path_exists(self, path: str) -> bool:
+        """Return whether this node sees a file."""
         return Path(path).exists()
 
 
 class TrainProcess(_Process):
     """An actor that runs the training program."""
 
-    def mark(self, folder: str, name: str) -> str:
+    def write_marker(self, folder: str, name: str) -> str:
         """Write a file that all others should see; return its path."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder).resolve() / name
         path.write_text("")
         return str(path)
 
-    def unmark(self, path: str) -> None:
+    def remove_marker(self, path: str) -> None:
         """Remove that file."""
         Path(path).unlink()
 
-    def run(self, config: TrainConfig, place: context.Member, group: Mapping[str, str]) -> None:
+    def run(
+        self, config: TrainConfig, job: context.JobContext, membership: Mapping[str, str]
+    ) -> None:
         """Run the whole training, as one of several processes.
 
         Args:
             config: of the run.
-            place: of this process in the job.
-            group: variables from which it knows the other processes.
+            job: this process's place in it.
+            membership: environment variables from which jax knows the other processes.
         """
-        os.environ.update(group)
-        context.join(place)
+        os.environ.update(membership)
+        context.enter_job(job)
         from jaxrl_llm.train import run_here
 
         run_here(config)
 
 
 @contextlib.contextmanager
-def ending_on_faults() -> Iterator[None]:
+def exiting_on_device_error() -> Iterator[None]:
     """End the process on an error of jax that another one may not have; Ray starts another."""
     from jax.errors import JaxRuntimeError
 
     try:
         yield
     except JaxRuntimeError as error:
-        if context.comes_again(error):
+        if context.is_permanent(error):
             raise
         traceback.print_exc()
         sys.stderr.flush()
@@ -151,81 +153,81 @@ def ending_on_faults() -> Iterator[None]:
 class EngineHost(_Process):
     """An asynchronous actor with an engine on devices of its own.
 
-    A new one has no weights; it takes them when it is told of a push that it has not seen.
+    A new one has no weights; it takes them when it is told of a weight sync that it has not seen.
 
     Args:
-        settings: from the launcher.
+        env: from the launcher.
         config: of the run.
-        board: name of the job's board; a handle could not be given to an actor's next life.
-        number: which engine this is.
+        coordinator: name of the `Coordinator`; a handle could not be given to an actor's next life.
+        index: of this engine.
     """
 
-    def __init__(self, settings: Settings, config: TrainConfig, board: str, number: int) -> None:
+    def __init__(self, env: ProcessEnv, config: TrainConfig, coordinator: str, index: int) -> None:
         """Make the engine when weights come: there may be no model yet."""
         import ray
 
-        super().__init__(settings)
-        self._config, self._number = config, number
-        self._board = ray.get_actor(board)
+        super().__init__(env)
+        self._config, self._index = config, index
+        self._coordinator = ray.get_actor(coordinator)
         self._engine: Any = None
-        self._push = -1
+        self._sync = -1
         self._receipt: Any = None
         self._loading = threading.Lock()
-        self._opened = contextlib.ExitStack()  # as long as the process lives
-        self._board.came.remote(number, self.machine())
+        self._resources = contextlib.ExitStack()  # as long as the process lives
+        self._coordinator.register_engine.remote(index, self.info())
 
-    async def load(self, push: int, version: int) -> "Receipt":
-        """Take the weights of a push, unless the engine has them.
+    async def load(self, sync: int, version: int) -> "Receipt":
+        """Take the weights of a sync, unless the engine has them.
 
         Raises:
             EngineError: they did not come whole.
             ConfigError: there can't be such an engine here.
         """
-        with ending_on_faults():
-            return await asyncio.to_thread(self._load, push, version)
+        with exiting_on_device_error():
+            return await asyncio.to_thread(self._load, sync, version)
 
     async def sample(
-        self, requests: "Sequence[Request]", push: int, version: int
+        self, requests: "Sequence[Request]", sync: int, version: int
     ) -> "list[Completion]":
-        """Sample one answer for each request under the weights of a push."""
-        await self.load(push, version)
-        with ending_on_faults():
+        """Sample one answer for each request under the weights of a sync."""
+        await self.load(sync, version)
+        with exiting_on_device_error():
             return await asyncio.to_thread(self._engine.sample, requests)
 
-    async def tell(self, method: str) -> None:
-        """Pause, resume, sleep or wake."""
+    async def call(self, method: str) -> None:
+        """Call a method of the engine, if there is one yet: pause, resume, sleep or wake."""
         if self._engine is not None:
             await asyncio.to_thread(getattr(self._engine, method))
 
-    def _load(self, push: int, version: int) -> "Receipt":
+    def _load(self, sync: int, version: int) -> "Receipt":
         import jax
 
-        from jaxrl_llm.cluster.weights import collect, plan
+        from jaxrl_llm.cluster.weights import collect, plan_transfer
         from jaxrl_llm.models.parameters import declare
         from jaxrl_llm.sharding.checksum import checksum
 
         with self._loading:
-            if self._push == push:
+            if self._sync == sync:
                 return self._receipt
             if self._engine is None:
                 self._engine = self._open()
             engine, spec = self._engine, self._engine.spec
             is_native = self._config.rollout.engine == "native"
-            self._push = -1
+            self._sync = -1
             if is_native:
                 engine.unload()  # there is no room for both
-            params, came = collect(
-                self._board,
-                plan(spec, self._config.model.dtype),
+            params, received_bytes = collect(
+                self._coordinator,
+                plan_transfer(spec, self._config.model.dtype),
                 engine.weights_layout if is_native else None,
-                push=push,
+                sync=sync,
                 like=declare(spec),
             )
-            found = engine.load(params, version, **({"donate": True} if is_native else {}))
-            if found.checksum is None:  # it has compared with what came, not with what was sent
-                found = found._replace(checksum=int(jax.jit(checksum)(params)))
-            self._receipt = found._replace(moved_bytes=came)
-            self._push = push
+            receipt = engine.load(params, version, **({"donate": True} if is_native else {}))
+            if receipt.checksum is None:  # it has compared with what came, not with what was sent
+                receipt = receipt._replace(checksum=int(jax.jit(checksum)(params)))
+            self._receipt = receipt._replace(moved_bytes=received_bytes)
+            self._sync = sync
             return self._receipt
 
     def _open(self) -> Any:
@@ -239,10 +241,10 @@ class EngineHost(_Process):
         quiet_libraries()
         distributed.start()
         config = self._config
-        folder = Path(config.run_dir) / f"engine_{self._number}"
+        folder = Path(config.run_dir) / f"engine_{self._index}"
         folder.mkdir(parents=True, exist_ok=True)
         if config.compilation_cache:
-            self._opened.enter_context(compiled_into(folder.resolve() / "compilation"))
+            self._resources.enter_context(compiled_into(folder.resolve() / "compilation"))
         spec = without_adapter(read_spec(config.model.path))
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
         return local_engine(config, spec, layout, folder)

@@ -1,4 +1,7 @@
-"""What a process of a job on a cluster knows of it. Outside of clusters there is no member."""
+"""A process's place in a job on a cluster, and what it tells the job's coordinator.
+
+Outside of clusters there is no context, and nothing is told.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,47 +9,47 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 
-LASTING = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+PERMANENT_STATUSES = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 
-class Member(NamedTuple):
+class JobContext(NamedTuple):
     """A training process's place in its job.
 
     Attributes:
-        board: handle of the `Board` actor.
-        hosts: handles of the `EngineHost` actors; none where it samples where it trains.
+        coordinator: handle of the `Coordinator` actor.
+        engine_hosts: handles of the `EngineHost` actors; none where it samples where it trains.
         restarts: how often the job was started again.
-        number: which process this is.
+        process_index: of this training process.
         engine_devices: of all engines on nodes of their own.
         reward_tasks: tasks in which this process scores at once; 0 scores in its own workers.
-        retries: how often what is lost is tried again.
+        max_retries: how often what is lost is tried again.
     """
 
-    board: Any
-    hosts: tuple[Any, ...]
+    coordinator: Any
+    engine_hosts: tuple[Any, ...]
     restarts: int
-    number: int
+    process_index: int
     engine_devices: int
     reward_tasks: int
-    retries: int
+    max_retries: int
 
 
-_members: list[Member] = []
+_contexts: list[JobContext] = []
 
 
-def join(member: Member) -> None:
-    """Become a member of a job, for as long as the process lives."""
-    assert not _members, "a process has one job"
-    _members.append(member)
+def enter_job(context: JobContext) -> None:
+    """Take a place in a job, for as long as the process lives."""
+    assert not _contexts, "a process has one job"
+    _contexts.append(context)
 
 
-def current() -> Member | None:
+def current() -> JobContext | None:
     """Return this process's place in a job on a cluster, if it has one.
 
     >>> current() is None
     True
     """
-    return _members[0] if _members else None
+    return _contexts[0] if _contexts else None
 
 
 def is_restarted() -> bool:
@@ -55,51 +58,51 @@ def is_restarted() -> bool:
     >>> is_restarted()
     False
     """
-    member = current()
-    return member is not None and member.restarts > 0
+    job = current()
+    return job is not None and job.restarts > 0
 
 
-def comes_again(error: Exception) -> bool:
+def is_permanent(error: Exception) -> bool:
     """Return whether jax's error would come again: else it is a device's fault, or a peer's end.
 
-    >>> comes_again(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+    >>> is_permanent(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
     True
-    >>> comes_again(RuntimeError("INTERNAL: uncorrectable ECC error"))
+    >>> is_permanent(RuntimeError("INTERNAL: uncorrectable ECC error"))
     False
     """
-    return any(status in str(error) for status in LASTING)
+    return any(status in str(error) for status in PERMANENT_STATUSES)
 
 
-def show(method: str, *arguments: Any) -> None:
-    """Let the launcher's display do something, if this is the job's first process."""
-    member = current()
-    if member is not None and member.number == 0:
+def call_display(method: str, *arguments: Any) -> None:
+    """Call a method of the launcher's display, if this is the job's first process."""
+    job = current()
+    if job is not None and job.process_index == 0:
         import ray
 
-        ray.get(member.board.show.remote(method, *arguments))
+        ray.get(job.coordinator.put_display_call.remote(method, *arguments))
 
 
-def count(name: str, more: int) -> None:
-    """Add to one of the job's counts, if there is something to add."""
-    member = current()
-    if member is not None and more:
+def increment(counter: str, amount: int) -> None:
+    """Add to one of the job's counters, if there is something to add."""
+    job = current()
+    if job is not None and amount:
         import ray
 
-        ray.get(member.board.count.remote(name, more))
+        ray.get(job.coordinator.increment.remote(counter, amount))
 
 
-def is_told_to_end() -> bool:
+def is_stop_requested() -> bool:
     """Return whether the job's launcher was told to end; only the first process asks."""
-    member = current()
-    if member is None or member.number:
+    job = current()
+    if job is None or job.process_index:
         return False
     import ray
 
-    return ray.get(member.board.is_ending.remote())
+    return ray.get(job.coordinator.is_stop_requested.remote())
 
 
 @contextlib.contextmanager
-def reporting() -> Iterator[None]:
+def reporting_failure() -> Iterator[None]:
     """Let the launcher know at once of an error that leaves the block: the process may not get to.
 
     Ray's and jax's own errors are left out, as these may come of another process's end.
@@ -109,27 +112,27 @@ def reporting() -> Iterator[None]:
     except Preempted:  # by all processes
         raise
     except Exception as error:
-        member, origin = current(), type(error).__module__.partition(".")[0]
-        if member is not None and origin not in ("jax", "jaxlib", "ray"):
+        job, origin = current(), type(error).__module__.partition(".")[0]
+        if job is not None and origin not in ("jax", "jaxlib", "ray"):
             import ray
 
             kind = "ConfigError" if isinstance(error, ConfigError) else "RunError"
             text = str(error) if isinstance(error, RunError | ConfigError) else repr(error)
-            ray.get(member.board.fail.remote((kind, text)))
+            ray.get(job.coordinator.report_failure.remote((kind, text)))
         raise
 
 
 def metrics() -> dict[str, float]:
-    """Return what was lost and replaced, by name; nothing outside of a cluster."""
-    member = current()
-    if member is None or member.number:
+    """Return how often something was lost and replaced, by name; nothing outside of a cluster."""
+    job = current()
+    if job is None or job.process_index:
         return {}
     import ray
 
-    counts: Any = ray.get(member.board.counts.remote())
-    found = {"cluster/restarts": float(member.restarts)}
-    if member.hosts:
-        found["cluster/engine_restarts"] = float(counts.get("engine_restarts", 0))
-    if member.reward_tasks:
-        found["cluster/reward_retries"] = float(counts.get("reward_retries", 0))
-    return found
+    counters: Any = ray.get(job.coordinator.get_counters.remote())
+    values = {"cluster/restarts": float(job.restarts)}
+    if job.engine_hosts:
+        values["cluster/engine_restarts"] = float(counters.get("engine_restarts", 0))
+    if job.reward_tasks:
+        values["cluster/reward_retries"] = float(counters.get("reward_retries", 0))
+    return values

@@ -11,23 +11,23 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from jaxrl_llm.cluster.actors import Machine, Settings
+from jaxrl_llm.cluster.actors import ProcessEnv, ProcessInfo
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.sections.cluster import ClusterConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.sharding import distributed
 
-TAKEN_OVER = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")
-"""How the names of variables begin that all processes take over from the launcher."""
-LOOK_S = 0.5  # between two looks at the nodes
-LEAST_S = 1.0  # for a reservation
+FORWARDED_PREFIXES = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")
+"""Of the environment variables that all processes take over from the launcher."""
+POLL_INTERVAL_S = 0.5  # between two looks at the nodes
+MIN_RESERVE_S = 1.0  # for a reservation
 
 
 class LostError(RunError):
     """A process or node was lost, or the job hung: it can be started again."""
 
 
-class Needs(NamedTuple):
+class Requirements(NamedTuple):
     """What the processes of a job need.
 
     Attributes:
@@ -44,101 +44,107 @@ class Needs(NamedTuple):
     devices: tuple[int, int]
     on_cpus: bool
 
-    def settings(self, cluster: ClusterConfig, engine_of: TrainConfig | None = None) -> Settings:
-        """Return what a training process, or an engine of a run, takes over from here."""
-        found = {name: v for name, v in os.environ.items() if name.startswith(TAKEN_OVER)}
+    def process_env(
+        self, cluster: ClusterConfig, engine_of: TrainConfig | None = None
+    ) -> ProcessEnv:
+        """Return the environment of a training process, or of an engine of a run."""
+        env = {name: v for name, v in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
         is_vllm = engine_of is not None and engine_of.rollout.engine == "vllm"
         if self.on_cpus or is_vllm:  # whose sidecars have the GPUs
-            found["JAX_PLATFORMS"] = "cpu"
+            env["JAX_PLATFORMS"] = "cpu"
         if self.on_cpus:
-            found["JAX_NUM_CPU_DEVICES"] = str(self.devices[engine_of is not None])
+            env["JAX_NUM_CPU_DEVICES"] = str(self.devices[engine_of is not None])
         if engine_of is not None:  # whatever the variables of the launcher or the node say
-            found |= dict(zip(distributed.VARIABLES, ("localhost:1", "1", "0"), strict=True))
-        found |= {name: str(value) for name, value in cluster.env.items()}
-        return Settings(str(Path.cwd()), found)
+            env |= dict(zip(distributed.VARIABLES, ("localhost:1", "1", "0"), strict=True))
+        env |= {name: str(value) for name, value in cluster.env.items()}
+        return ProcessEnv(str(Path.cwd()), env)
 
 
-def await_nodes(count: int, until: float) -> list[Any]:
+def wait_for_nodes(count: int, until: float) -> list[Any]:
     """Return what Ray knows of its nodes when so many are there, or the time has come.
 
     Args:
-        count: of nodes that a job needs.
+        count: of nodes that a job requirements.
         until: by `time.monotonic`.
     """
     while True:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) >= count or time.monotonic() > until:
             return nodes
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
-def most_gpus(nodes: Sequence[Any]) -> int:
+def max_gpus_per_node(nodes: Sequence[Any]) -> int:
     """Return how many GPUs the node has that has most.
 
-    >>> most_gpus([{"Resources": {"CPU": 8.0}}, {"Resources": {"CPU": 8.0, "GPU": 4.0}}])
+    >>> max_gpus_per_node([{"Resources": {"CPU": 8.0}}, {"Resources": {"CPU": 8.0, "GPU": 4.0}}])
     4
     """
     return max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
 
 
-def requirements(config: TrainConfig, cluster: ClusterConfig, gpus: int) -> Needs:
-    """Return what a job needs of a cluster's nodes.
+def compute_requirements(config: TrainConfig, cluster: ClusterConfig, gpus: int) -> Requirements:
+    """Return what a job requirements of a cluster's nodes.
 
     Args:
         config: of the run.
         cluster: the same's.
         gpus: of a node.
     """
-    here = cluster.devices or max(gpus // cluster.processes_per_node, 1)
-    there = config.rollout.devices or max(gpus, 1)
+    train_devices = cluster.devices or max(gpus // cluster.processes_per_node, 1)
+    engine_devices = config.rollout.devices or max(gpus, 1)
 
     def resources(count: int, devices: int) -> dict[str, float]:
-        found = {"CPU": float(count * cluster.cpus)}
-        return found | ({"GPU": float(count * devices)} if gpus else {})
+        cpus = {"CPU": float(count * cluster.cpus)}
+        return cpus | ({"GPU": float(count * devices)} if gpus else {})
 
-    each, engine = resources(1, here), resources(1, there)
-    training = [resources(cluster.processes_per_node, here)] * cluster.nodes
-    return Needs(
-        each, engine, training + [engine] * config.rollout.nodes, (here, there), on_cpus=not gpus
+    process, engine = resources(1, train_devices), resources(1, engine_devices)
+    training = [resources(cluster.processes_per_node, train_devices)] * cluster.nodes
+    return Requirements(
+        process,
+        engine,
+        training + [engine] * config.rollout.nodes,
+        (train_devices, engine_devices),
+        on_cpus=not gpus,
     )
 
 
-def reserve(needs: Needs, seconds: float, until: float) -> Any:
+def reserve(requirements: Requirements, seconds: float, until: float) -> Any:
     """Reserve a part of a node for each of the job's nodes, each on another one.
 
     Args:
-        needs: of the job.
+        requirements: of the job.
         seconds: that it was given to start.
         until: when these end, by `time.monotonic`.
 
     Raises:
         RunError: they did not come in time.
     """
-    group = placement_group(needs.nodes, strategy="STRICT_SPREAD")
-    if not group.wait(max(until - time.monotonic(), LEAST_S)):
+    group = placement_group(requirements.nodes, strategy="STRICT_SPREAD")
+    if not group.wait(max(until - time.monotonic(), MIN_RESERVE_S)):
         remove_placement_group(group)
-        has = [_told(n["Resources"], needs.nodes[0]) for n in ray.nodes() if n["Alive"]]
-        wants = " or ".join(dict.fromkeys(_told(node, node) for node in needs.nodes))
+        has = [_format(n["Resources"], requirements.nodes[0]) for n in ray.nodes() if n["Alive"]]
+        wants = " or ".join(dict.fromkeys(_format(node, node) for node in requirements.nodes))
         raise RunError(
-            f"the cluster did not give {len(needs.nodes)} nodes with {wants} each in {seconds:g} s "
-            f"(cluster.start_timeout_s): it has {len(has)} ({'; '.join(has)}), some of which may "
-            "be in use"
+            f"the cluster did not give {len(requirements.nodes)} nodes with {wants} each in "
+            f"{seconds:g} s (cluster.start_timeout_s): it has {len(has)} ({'; '.join(has)}), "
+            "some of which may be in use"
         )
     return group
 
 
-def _told(resources: Mapping[str, float], kinds: Iterable[str]) -> str:
+def _format(resources: Mapping[str, float], kinds: Iterable[str]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
 
 
-def check_spare_cpus(needs: Needs, tasks: int) -> None:
+def check_spare_cpus(requirements: Requirements, tasks: int) -> None:
     """Refuse a cluster in which no CPU is left for tasks that score.
 
     Raises:
         RunError: all are reserved for the job's processes.
     """
     there = ray.cluster_resources().get("CPU", 0)
-    taken = sum(node["CPU"] for node in needs.nodes)
+    taken = sum(node["CPU"] for node in requirements.nodes)
     if tasks and there - taken < 1:
         raise RunError(
             f"cluster.reward_tasks={tasks}, but the job's processes take {taken:g} of the "
@@ -146,7 +152,9 @@ def check_spare_cpus(needs: Needs, tasks: int) -> None:
         )
 
 
-def actor(cls: type, group: Any, bundle: int, resources: dict[str, float], **options: Any) -> Any:
+def schedule(
+    cls: type, group: Any, bundle: int, resources: dict[str, float], **options: Any
+) -> Any:
     """Return an actor class that goes to one of the reserved nodes."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
@@ -159,8 +167,8 @@ def actor(cls: type, group: Any, bundle: int, resources: dict[str, float], **opt
     )
 
 
-def answers(tasks: list[Any], cluster: ClusterConfig) -> list[Any]:
-    """Return what processes answer while the job starts.
+def startup_results(tasks: list[Any], cluster: ClusterConfig) -> list[Any]:
+    """Return the results of calls to processes while the job starts.
 
     Raises:
         RunError: they don't in time.
@@ -174,27 +182,27 @@ def answers(tasks: list[Any], cluster: ClusterConfig) -> list[Any]:
             "(cluster.start_timeout_s)"
         ) from error
     except RayTaskError as error:
-        raise as_raised(error) from error
+        raise original_error(error) from error
     except RayError as error:
         if error.args and isinstance(error.args[0], RayTaskError):  # an actor's that was not made
-            raise as_raised(error.args[0]) from error
+            raise original_error(error.args[0]) from error
         raise LostError(f"a process was lost while it started: {error}") from error
 
 
-def as_raised(error: Any) -> Exception:
+def original_error(error: Any) -> Exception:
     """Return the error that a process raised; one of a bug keeps the process's traceback."""
     ours = isinstance(error.cause, ConfigError | RunError | OSError)
     return error.cause if ours else error
 
 
-def check_alike(machines: Sequence[Machine]) -> None:
+def check_same_versions(processes: Sequence[ProcessInfo]) -> None:
     """Refuse nodes on which other versions are installed.
 
     Raises:
         ConfigError: naming the first difference.
     """
-    first = machines[0]
-    for other in machines[1:]:
+    first = processes[0]
+    for other in processes[1:]:
         for name, version in first.versions.items():
             if other.versions[name] != version:
                 raise ConfigError(
@@ -211,11 +219,11 @@ def check_shared_folder(run_dir: str, actors: Sequence[Any], cluster: ClusterCon
         ConfigError: a process does not see what the first one writes there.
     """
     name = f".seen_by_all_{os.getpid()}"
-    [path] = answers([actors[0].mark.remote(run_dir, name)], cluster)
+    [path] = startup_results([actors[0].write_marker.remote(run_dir, name)], cluster)
     try:
-        seen = answers([other.sees.remote(path) for other in actors], cluster)
+        seen = startup_results([other.path_exists.remote(path) for other in actors], cluster)
     finally:
-        answers([actors[0].unmark.remote(path)], cluster)
+        startup_results([actors[0].remove_marker.remote(path)], cluster)
     if not all(seen):
         raise ConfigError(
             f"run_dir={run_dir!r} is not one folder: process {seen.index(False)} does not see what "

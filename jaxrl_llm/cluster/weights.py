@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     values: np.ndarray
 
 
-class Plan(NamedTuple):
+class TransferPlan(NamedTuple):
     """The arrays of a model as engines take them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     buckets: list[list[int]]
 
 
-def plan(spec: ModelSpec, dtype: str) -> Plan:
+def plan_transfer(spec: ModelSpec, dtype: str) -> TransferPlan:
     """Cut the arrays of a model into buckets.
 
     Args:
@@ -58,7 +58,7 @@ def plan(spec: ModelSpec, dtype: str) -> Plan:
     shapes = [tuple(array.shape) for array in jax.tree.leaves(declare(spec))]
     kinds = [np.dtype(kind) for kind in jax.tree.leaves(compute_dtypes(spec, dtype))]
     sizes = [math.prod(s) * k.itemsize for s, k in zip(shapes, kinds, strict=True)]
-    return Plan(shapes, kinds, list(cut(sizes, BUCKET_BYTES)))
+    return TransferPlan(shapes, kinds, list(cut(sizes, BUCKET_BYTES)))
 
 
 def own_pieces(array: jax.Array, dtype: np.dtype, turn: int = 0) -> list[Piece]:
@@ -121,7 +121,7 @@ def assemble(pieces: Sequence[Piece], bounds: Bounds, dtype: np.dtype, name: str
     for piece in pieces:
         if piece.bounds == bounds and piece.values.dtype == dtype:
             return piece.values
-    found, filled = np.empty([end - first for first, end in bounds], dtype), 0
+    box, filled = np.empty([end - first for first, end in bounds], dtype), 0
     for piece in pieces:
         common = [
             (max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, piece.bounds, strict=True)
@@ -130,25 +130,27 @@ def assemble(pieces: Sequence[Piece], bounds: Bounds, dtype: np.dtype, name: str
             continue
         into = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, bounds, strict=True))
         of = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, piece.bounds, strict=True))
-        found[into] = piece.values[of]
+        box[into] = piece.values[of]
         filled += math.prod(end - first for first, end in common)
-    if filled != found.size:
+    if filled != box.size:
         raise EngineError(
             f"of the weights {name}, {list(bounds)}, {filled} numbers of dtype {dtype} came, "
-            f"wanted {found.size}"
+            f"wanted {box.size}"
         )
-    return found
+    return box
 
 
-def publish(board: Any, params: Any, of: Plan, *, push: int, process: int) -> list[Any]:
-    """Put this process's parts of the weights where engines find them.
+def publish(
+    coordinator: Any, params: Any, plan: TransferPlan, *, sync: int, process: int
+) -> list[Any]:
+    """Put this process's parts of the weights into its node's object store, for engines to take.
 
     Args:
-        board: handle of the job's board.
+        coordinator: handle of the job's `Coordinator`.
         params: the weights, nested as `declare(spec)`.
-        of: the plan of their model.
-        push: number of this push.
-        process: number of this process.
+        plan: the plan of their model.
+        sync: number of this weight sync.
+        process: index of this process.
 
     Returns:
         References that must be kept as long as an engine may need these weights.
@@ -156,22 +158,24 @@ def publish(board: Any, params: Any, of: Plan, *, push: int, process: int) -> li
     import ray
 
     leaves, references = jax.tree.leaves(params), []
-    for number, bucket in enumerate(of.buckets):
-        parts = {i: own_pieces(leaves[i], of.dtypes[i], turn=i) for i in bucket}
+    for number, bucket in enumerate(plan.buckets):
+        parts = {i: own_pieces(leaves[i], plan.dtypes[i], turn=i) for i in bucket}
         references.append(ray.put(parts))
-        ray.get(board.publish.remote(push, number, process, references[-1:]))
+        ray.get(coordinator.publish.remote(sync, number, process, references[-1:]))
     return references
 
 
-def collect(board: Any, of: Plan, shardings: Any, *, push: int, like: Any) -> tuple[Any, int]:
-    """Take the weights of a push, as they are published.
+def collect(
+    coordinator: Any, plan: TransferPlan, shardings: Any, *, sync: int, like: Any
+) -> tuple[Any, int]:
+    """Take the weights of a sync, as they are published.
 
     Args:
-        board: handle of the job's board.
-        of: the plan of their model.
+        coordinator: handle of the job's `Coordinator`.
+        plan: the plan of their model.
         shardings: of the arrays on this process's devices, nested as `like`; None leaves them on
             the host, whole.
-        push: which one.
+        sync: number of the weight sync.
         like: a tree with an item for each array.
 
     Returns:
@@ -182,17 +186,17 @@ def collect(board: Any, of: Plan, shardings: Any, *, push: int, like: Any) -> tu
     """
     structure = jax.tree.structure(like)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(like)]
-    homes = [None] * len(of.shapes) if shardings is None else structure.flatten_up_to(shardings)
-    arrays: list[Any] = [None] * len(of.shapes)
+    homes = [None] * len(plan.shapes) if shardings is None else structure.flatten_up_to(shardings)
+    arrays: list[Any] = [None] * len(plan.shapes)
     total = 0
-    for number, bucket in enumerate(of.buckets):
-        references = board.parts.remote(push, number).future().result()
+    for number, bucket in enumerate(plan.buckets):
+        references = coordinator.get_parts.remote(sync, number).future().result()
         coming = [reference.future() for reference in references]  # all at once
         published = [future.result() for future in coming]
         for i in bucket:
             pieces = [piece for parts in published for piece in parts[i]]
             total += sum(piece.values.nbytes for piece in pieces)
-            arrays[i] = _place(pieces, of.shapes[i], of.dtypes[i], homes[i], names[i])
+            arrays[i] = _place(pieces, plan.shapes[i], plan.dtypes[i], homes[i], names[i])
     return jax.tree.unflatten(structure, arrays), total
 
 

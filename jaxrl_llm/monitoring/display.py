@@ -75,23 +75,23 @@ class LauncherDisplay(Display):
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         """Show the bar there."""
-        context.show("open", title, total, done)
+        context.call_display("open", title, total, done)
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
-        context.show("line", text)
+        context.call_display("line", text)
 
     def advance(self, text: str) -> None:
         """Print a step's line and move the bar."""
-        context.show("advance", text)
+        context.call_display("advance", text)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
-        context.show("table", title, columns, rows)
+        context.call_display("table", title, columns, rows)
 
     def close(self) -> None:
         """Remove the bar."""
-        context.show("close")
+        context.call_display("close")
 
 
 def open_display(title: str, total: int, done: int) -> Display:

@@ -108,7 +108,7 @@ def make_scorer(
         items = [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
         mine, before = distributed.share(len(items)), pool.counts.get("retried", 0)
         parts = distributed.gather(pool.score(items[mine], first=mine.start))
-        context.count("reward_retries", pool.counts.get("retried", 0) - before)
+        context.increment("reward_retries", pool.counts.get("retried", 0) - before)
         return [found for part in parts for found in part]
 
     return score
@@ -123,7 +123,7 @@ def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
             scorer,
             tasks=job.reward_tasks,
             timeout_s=reward.timeout_s,
-            retries=job.retries,
+            retries=job.max_retries,
             on_error=reward.on_error,
             limits=limits,
         )

@@ -16,12 +16,12 @@ from jaxrl_llm.sharding.layout import Layout
 
 def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
     """Build the engine that the config names, here or on nodes of its own."""
-    member = context.current()
-    if member is not None and member.hosts:
+    job = context.current()
+    if job is not None and job.engine_hosts:
         from jaxrl_llm.rollout.remote import RemoteEngine
 
         return RemoteEngine(
-            member,
+            job,
             without_adapter(spec),
             dtype=config.model.dtype,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,

@@ -9,8 +9,8 @@ import jax
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from jaxrl_llm.cluster.context import Member
-from jaxrl_llm.cluster.weights import plan, publish
+from jaxrl_llm.cluster.context import JobContext
+from jaxrl_llm.cluster.weights import plan_transfer, publish
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, check_request
 from jaxrl_llm.rollout.router import Router
@@ -29,20 +29,20 @@ class RemoteEngine:
     weights that were published last, and all of the requests again that the lost one was at.
 
     Args:
-        member: this process's place in the job.
+        job: this process's place in it.
         spec: the model, without an adapter.
         dtype: of the engines.
         max_tokens: the longest sequence, prompt and answer.
     """
 
-    def __init__(self, member: Member, spec: ModelSpec, *, dtype: str, max_tokens: int) -> None:
+    def __init__(self, job: JobContext, spec: ModelSpec, *, dtype: str, max_tokens: int) -> None:
         """Hold no weights."""
         self.spec, self.max_tokens = spec, max_tokens
-        self._member = member
-        self._plan = plan(spec, dtype)
-        self._router = Router(len(member.hosts))
-        self._pushes, self._turns = itertools.count(), itertools.count()
-        self._at: tuple[int, int] | None = None  # push and version
+        self._job = job
+        self._plan = plan_transfer(spec, dtype)
+        self._router = Router(len(job.engine_hosts))
+        self._sync_numbers, self._object_keys = itertools.count(), itertools.count()
+        self._loaded: tuple[int, int] | None = None  # number of the weight sync, and version
         self._references: list[Any] = []
 
     def load(self, params: Any, version: int) -> Receipt:
@@ -56,37 +56,38 @@ class RemoteEngine:
             EngineError: a host does not take them or is lost too often, or hosts hold different
                 weights.
         """
-        push = next(self._pushes)
-        self._at, self._references, tasks = None, [], []
+        sync = next(self._sync_numbers)
+        self._loaded, self._references, tasks = None, [], []
         if distributed.is_first():
-            tasks = [host.load.remote(push, version) for host in self._member.hosts]
+            tasks = [host.load.remote(sync, version) for host in self._job.engine_hosts]
         published = publish(
-            self._member.board, params, self._plan, push=push, process=self._member.number
+            self._job.coordinator, params, self._plan, sync=sync, process=self._job.process_index
         )
-        receipts: list[Receipt] = distributed.once(lambda: results(tasks))
+        receipts: list[Receipt] = distributed.once(lambda: get_results(tasks))
         if len({receipt[:2] for receipt in receipts}) > 1:
-            raise EngineError(f"engines hold different weights after one push: {receipts}")
-        self._references, self._at = published, (push, version)
+            raise EngineError(f"engines hold different weights after one sync: {receipts}")
+        self._references, self._loaded = published, (sync, version)
         return receipts[0]._replace(moved_bytes=sum(r.moved_bytes for r in receipts))
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one answer for each request, in order."""
         for request in requests:
             self._check(request)
-        at = self._held()
-        return self._shared(lambda: self._sample(requests, at))
+        weights = self._require_weights()
+        return self._on_first_process(lambda: self._sample(requests, weights))
 
     async def generate(self, request: Request) -> Completion:
         """Sample one answer; only where one process trains. Cancelling does not reach the host."""
         if distributed.count() > 1:
             raise EngineError("only `sample` can be called where several processes train")
         self._check(request)
-        at, place = self._held(), self._router.choose(request.prompt, _most(request))
+        weights = self._require_weights()
+        host = self._router.choose(request.prompt, _max_tokens(request))
         try:
-            task = self._member.hosts[place].sample.remote([request], *at)
-            return (await asyncio.to_thread(results, [task]))[0][0]
+            task = self._job.engine_hosts[host].sample.remote([request], *weights)
+            return (await asyncio.to_thread(get_results, [task]))[0][0]
         finally:
-            self._router.done(place, _most(request), request.prompt)
+            self._router.done(host, _max_tokens(request), request.prompt)
 
     async def stream(self, request: Request) -> AsyncIterator[Completion]:
         """Yield one answer, in one piece."""
@@ -94,60 +95,61 @@ class RemoteEngine:
 
     def pause(self) -> None:
         """Start nothing new."""
-        self._tell("pause")
+        self._call_all("pause")
 
     def resume(self) -> None:
         """Go on."""
-        self._tell("resume")
+        self._call_all("resume")
 
     def sleep(self) -> None:
         """Pause, and free the caches."""
-        self._tell("sleep")
+        self._call_all("sleep")
 
     def wake(self) -> None:
         """Go on after `sleep`."""
-        self._tell("wake")
+        self._call_all("wake")
 
     def close(self) -> None:
         """Forget the weights; the launcher ends the hosts."""
         self._references = []
 
-    def _tell(self, method: str) -> None:
+    def _call_all(self, method: str) -> None:
         if distributed.is_first():
-            results([host.tell.remote(method) for host in self._member.hosts])
+            get_results([host.call.remote(method) for host in self._job.engine_hosts])
 
-    def _shared(self, make: Callable[[], T]) -> T:
+    def _on_first_process(self, make: Callable[[], T]) -> T:
         """Call a function in the first process; the others get its result by the object stores."""
         if distributed.count() == 1:
             return make()
-        turn, made, board = next(self._turns), [], self._member.board
+        key, made, coordinator = next(self._object_keys), [], self._job.coordinator
 
-        def leave() -> None:
+        def put() -> None:
             made.append(make())
-            ray.get(board.leave.remote(turn, [ray.put(made[0])]))
+            ray.get(coordinator.put.remote(key, [ray.put(made[0])]))
 
-        distributed.once(leave)  # what is large does not go through jax's service
-        return made[0] if made else ray.get(ray.get(board.left.remote(turn)))
+        distributed.once(put)  # what is large does not go through jax's service
+        return made[0] if made else ray.get(ray.get(coordinator.get.remote(key)))
 
-    def _sample(self, requests: Sequence[Request], at: tuple[int, int]) -> list[Completion]:
-        router = Router(len(self._member.hosts))  # caches are empty after a push, in a new job, too
-        places = [router.choose(r.prompt, _most(r)) for r in requests]
-        shares = [
-            [i for i, p in enumerate(places) if p == n] for n in range(len(self._member.hosts))
-        ]
+    def _sample(self, requests: Sequence[Request], weights: tuple[int, int]) -> list[Completion]:
+        hosts = self._job.engine_hosts
+        router = Router(len(hosts))  # caches are empty after a weight sync, in a new job, too
+        chosen = [router.choose(r.prompt, _max_tokens(r)) for r in requests]
+        shares = [[i for i, c in enumerate(chosen) if c == host] for host in range(len(hosts))]
         tasks = [
-            host.sample.remote([requests[i] for i in share], *at)
-            for host, share in zip(self._member.hosts, shares, strict=True)
+            host.sample.remote([requests[i] for i in share], *weights)
+            for host, share in zip(hosts, shares, strict=True)
             if share
         ]
-        answered = zip((share for share in shares if share), results(tasks), strict=True)
-        found = {i: a for share, answers in answered for i, a in zip(share, answers, strict=True)}
-        return [found[i] for i in range(len(requests))]
+        answered = zip((share for share in shares if share), get_results(tasks), strict=True)
+        completions = {
+            i: a for share, answers in answered for i, a in zip(share, answers, strict=True)
+        }
+        return [completions[i] for i in range(len(requests))]
 
-    def _held(self) -> tuple[int, int]:
-        if self._at is None:
+    def _require_weights(self) -> tuple[int, int]:
+        if self._loaded is None:
             raise EngineError("the engine has no weights: call load first")
-        return self._at
+        return self._loaded
 
     def _check(self, request: Request) -> None:
         """Refuse what no engine can serve, before anything is sent; hosts may refuse more."""
@@ -157,8 +159,8 @@ class RemoteEngine:
         )
 
 
-def results(tasks: Sequence[Any]) -> list[Any]:
-    """Return what actors answer.
+def get_results(tasks: Sequence[Any]) -> list[Any]:
+    """Return the results of calls to actors.
 
     Raises:
         EngineError: one was lost more often than it may be started again, or its devices failed.
@@ -176,5 +178,5 @@ def results(tasks: Sequence[Any]) -> list[Any]:
         raise EngineError(f"an engine was lost too often: {error}") from error
 
 
-def _most(request: Request) -> int:
+def _max_tokens(request: Request) -> int:
     return len(request.prompt) + request.sampling.max_new_tokens

@@ -84,7 +84,11 @@ def run_job(config: TrainConfig) -> Progress:
     functions = Functions(config)  # wrong names fail before anything is loaded
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    with contextlib.ExitStack() as stack, distributed.together((Preempted,)), context.reporting():
+    with (
+        contextlib.ExitStack() as stack,
+        distributed.together((Preempted,)),
+        context.reporting_failure(),
+    ):
         watchdog = stack.enter_context(open_watchdog(config))
         folder = stack.enter_context(run_folder(config.run_dir, config))
         with compiling_ahead(config, folder) as wait:

@@ -462,8 +462,8 @@ def system_metrics(clock: Clock, compiled: CompileCounter, batch: Batch) -> dict
 
 def device_count() -> int:
     """Return the devices of all training processes, and of engines on nodes of their own."""
-    place = context.current()
-    return jax.device_count() + (place.engine_devices if place else 0)
+    job = context.current()
+    return jax.device_count() + (job.engine_devices if job else 0)
 
 
 def record(job: Job, step: int, metrics: dict[str, float]) -> None:

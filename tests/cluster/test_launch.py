@@ -13,24 +13,25 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from jaxrl_llm.cluster import launch
-from jaxrl_llm.cluster.actors import Machine
-from jaxrl_llm.cluster.launch import Job, check_end
+from jaxrl_llm.cluster import launch, watch
+from jaxrl_llm.cluster.actors import ProcessInfo
+from jaxrl_llm.cluster.job import RayJob, query_job
 from jaxrl_llm.cluster.resources import LostError
+from jaxrl_llm.cluster.watch import check_exit
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.load import build
 from jaxrl_llm.config.train import TrainConfig
 
 
-class Board:
-    """A board on which a process may have left an error."""
+class Coordinator:
+    """A coordinator to which a process may have reported an error."""
 
     def __init__(self, failure=None):
-        self.failure = self
-        self.found = failure
+        self.get_failure = self
+        self.value = failure
 
     def remote(self):
-        return ("board", self.found)
+        return ("coordinator", self.value)
 
 
 def raised(cause):
@@ -56,10 +57,10 @@ def ended(monkeypatch):
         return None
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(launch, "GRACE_S", 0.0)
+    monkeypatch.setattr(watch, "REPORT_GRACE_S", 0.0)
 
     def run(*tasks, failure=None):
-        check_end(Job(Board(failure), [], list(tasks)), tasks[0], list(tasks))
+        check_exit(RayJob(Coordinator(failure), [], list(tasks)), tasks[0], list(tasks))
 
     return run
 
@@ -99,7 +100,7 @@ def test_a_process_that_is_gone_is_a_loss(ended, error):
         ended(error, "running")
 
 
-def test_the_reason_of_one_that_could_not_end_is_on_the_board(ended):
+def test_the_reason_of_a_process_that_could_not_end_is_at_the_coordinator(ended):
     with pytest.raises(ConfigError, match="a key"):
         ended(ActorDiedError(), "running", failure=("ConfigError", "a key"))
     with pytest.raises(RunError, match="a reward") as caught:
@@ -118,35 +119,35 @@ def test_a_device_that_fails_is_a_loss(ended):
         ended(raised(jax.errors.JaxRuntimeError("INTERNAL: uncorrectable ECC error")))
 
 
-class Kept:
-    """A board whose counts and engines the launcher can ask for, until its node is gone."""
+class ReachableCoordinator:
+    """A coordinator whose counters and engines the launcher can ask for, until its node is gone."""
 
-    def __init__(self, counts, engines):
-        self.counts, self.engines = Answer(counts), Answer(engines)
+    def __init__(self, counters, engines):
+        self.get_counters, self.get_engines = Answer(counters), Answer(engines)
 
 
 class Answer:
     """A method of an actor, which answers at once."""
 
-    def __init__(self, found):
-        self.found = found
+    def __init__(self, value):
+        self.value = value
 
     def remote(self):
-        return self.found
+        return self.value
 
 
-def test_counts_and_engines_outlive_their_board(monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda found, timeout: found)
-    process = Machine("a" * 56, "10.0.0.1", pid=1, free_port=1, versions={})
+def test_counters_and_engines_outlive_their_coordinator(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    process = ProcessInfo("a" * 56, "10.0.0.1", pid=1, free_port=1, versions={})
     engine = process._replace(pid=2)  # made anew
-    job = Job(Kept({"engine_restarts": 2}, [engine]), [process], [])
-    assert launch.known(job, {}) == ({"engine_restarts": 2}, [process, engine])
+    job = RayJob(ReachableCoordinator({"engine_restarts": 2}, [engine]), [process], [])
+    assert query_job(job, {}) == ({"engine_restarts": 2}, [process, engine])
 
-    def gone(found, timeout):
+    def gone(value, timeout):
         raise ActorDiedError
 
     monkeypatch.setattr(ray, "get", gone)
-    assert launch.known(job, {"engine_restarts": 1}) == ({"engine_restarts": 1}, [process])
+    assert query_job(job, {"engine_restarts": 1}) == ({"engine_restarts": 1}, [process])
 
 
 @pytest.fixture
@@ -161,12 +162,12 @@ def launched(monkeypatch):
                 raise end
 
         @contextlib.contextmanager
-        def started(config, cluster, past):
-            seen.append(past.restarts)
+        def running_job(config, cluster, state):
+            seen.append(state.restarts)
             yield None
 
-        monkeypatch.setattr(launch, "connected", lambda *_: contextlib.nullcontext())
-        monkeypatch.setattr(launch, "started", started)
+        monkeypatch.setattr(launch, "ray_connection", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(launch, "running_job", running_job)
         monkeypatch.setattr(launch, "watch", watch)
         monkeypatch.setattr("time.sleep", waits.append)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}

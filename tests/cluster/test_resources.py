@@ -6,9 +6,15 @@ import pytest
 import ray
 
 from jaxrl_llm.cluster import resources
-from jaxrl_llm.cluster.actors import Machine
-from jaxrl_llm.cluster.launch import check_answers, connected
-from jaxrl_llm.cluster.resources import await_nodes, check_alike, most_gpus, requirements
+from jaxrl_llm.cluster.actors import ProcessInfo
+from jaxrl_llm.cluster.address import check_answers
+from jaxrl_llm.cluster.launch import ray_connection
+from jaxrl_llm.cluster.resources import (
+    check_same_versions,
+    compute_requirements,
+    max_gpus_per_node,
+    wait_for_nodes,
+)
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import build
 from jaxrl_llm.config.train import TrainConfig
@@ -39,9 +45,9 @@ def config(cluster, **rollout):
         ({"nodes": 2, "devices": 4}, {"nodes": 1}, 0, [{"CPU": 1}] * 3, (4, 1)),
     ],
 )
-def test_needs(cluster, rollout, gpus, wanted, devices):
+def test_requirements(cluster, rollout, gpus, wanted, devices):
     run = config(cluster, **rollout)
-    found = requirements(run, run.cluster, gpus)
+    found = compute_requirements(run, run.cluster, gpus)
     assert found.nodes == wanted
     assert found.devices == devices
 
@@ -50,36 +56,36 @@ def test_nodes_that_join_late_are_waited_for(monkeypatch):
     """Else a head without GPUs, which is there first, would have the job train on its CPUs."""
     joined = iter([[HEAD], [HEAD, NODE | {"Alive": False}], [HEAD, NODE]])
     monkeypatch.setattr(ray, "nodes", lambda: next(joined))
-    monkeypatch.setattr(resources, "LOOK_S", 0.0)
-    assert most_gpus(await_nodes(2, math.inf)) == 8
+    monkeypatch.setattr(resources, "POLL_INTERVAL_S", 0.0)
+    assert max_gpus_per_node(wait_for_nodes(2, math.inf)) == 8
     monkeypatch.setattr(ray, "nodes", lambda: [HEAD])
-    assert await_nodes(2, until=0.0) == [HEAD]
+    assert wait_for_nodes(2, until=0.0) == [HEAD]
 
 
 def test_processes_take_over_what_the_libraries_read(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET", "x")
     run = config({"nodes": 1, "devices": 4, "env": {"A": 1}}, nodes=1, devices=2)
-    on_cpus = requirements(run, run.cluster, 0)
-    found = on_cpus.settings(run.cluster).environment
+    on_cpus = compute_requirements(run, run.cluster, 0)
+    found = on_cpus.process_env(run.cluster).env_vars
     assert {"NCCL_DEBUG": "INFO", "A": "1", "JAX_NUM_CPU_DEVICES": "4"}.items() <= found.items()
     assert "SECRET" not in found
-    engines = on_cpus.settings(run.cluster, run).environment
+    engines = on_cpus.process_env(run.cluster, run).env_vars
     assert engines["JAX_NUM_CPU_DEVICES"] == "2"
     assert find_membership({"SLURM_STEP_NUM_TASKS": "4", **engines}).total == 1
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    on_gpus = requirements(run, run.cluster, 8)
-    assert "JAX_PLATFORMS" not in on_gpus.settings(run.cluster, run).environment
+    on_gpus = compute_requirements(run, run.cluster, 8)
+    assert "JAX_PLATFORMS" not in on_gpus.process_env(run.cluster, run).env_vars
     vllm = config({"nodes": 1}, nodes=1, engine="vllm")  # the sidecars have the GPUs
-    assert on_gpus.settings(vllm.cluster, vllm).environment["JAX_PLATFORMS"] == "cpu"
+    assert on_gpus.process_env(vllm.cluster, vllm).env_vars["JAX_PLATFORMS"] == "cpu"
 
 
 def test_nodes_with_other_versions_are_refused():
-    one = Machine("a" * 56, "10.0.0.1", 1, 1, {"python": "3.11.7", "jax": "0.10.2"})
+    one = ProcessInfo("a" * 56, "10.0.0.1", 1, 1, {"python": "3.11.7", "jax": "0.10.2"})
     other = one._replace(node="b" * 56, address="10.0.0.2", versions=one.versions | {"jax": "0.11"})
-    check_alike([one, one])
+    check_same_versions([one, one])
     with pytest.raises(ConfigError, match=r"jax is 0.10.2 on 10.0.0.1 .* but 0.11 on 10.0.0.2"):
-        check_alike([one, one, other])
+        check_same_versions([one, one, other])
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "host:port"])
@@ -91,7 +97,10 @@ def test_a_wrong_address_is_refused(address):
 def test_several_nodes_need_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     run = config({"nodes": 2})
-    with pytest.raises(ConfigError, match="this machine is one node"), connected(run.cluster, 2):
+    with (
+        pytest.raises(ConfigError, match="this machine is one node"),
+        ray_connection(run.cluster, 2),
+    ):
         pass
 
 

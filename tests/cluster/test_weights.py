@@ -9,8 +9,8 @@ import ray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.cluster import weights
-from jaxrl_llm.cluster.coordinator import Board
-from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, own_shards, plan
+from jaxrl_llm.cluster.coordinator import Coordinator
+from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, own_shards, plan_transfer
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
@@ -73,7 +73,7 @@ def test_what_does_not_come_is_an_error(pieces):
 
 def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(monkeypatch):
     monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
-    found = plan(SPEC, "bfloat16")
+    found = plan_transfer(SPEC, "bfloat16")
     assert [i for bucket in found.buckets for i in bucket] == list(range(len(found.shapes)))
     assert found.dtypes == jax.tree.leaves(compute_dtypes(SPEC, "bfloat16"))
     assert found.shapes == [a.shape for a in jax.tree.leaves(declare(SPEC))]
@@ -96,13 +96,13 @@ class Reference:
 
 
 class Remote:
-    """A board in this process behind a handle's interface."""
+    """A coordinator in this process behind a handle's interface."""
 
-    def __init__(self, board):
-        self.board = board
+    def __init__(self, coordinator):
+        self.coordinator = coordinator
 
     def __getattr__(self, name):
-        method = getattr(self.board, name)
+        method = getattr(self.coordinator, name)
 
         class Method:
             @staticmethod
@@ -116,19 +116,19 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
     monkeypatch.setattr(ray, "put", Reference)
     monkeypatch.setattr(ray, "get", lambda reference: reference.value)
     monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
-    board, of = Remote(Board(1, {})), plan(SPEC, "bfloat16")
+    coordinator, plan = Remote(Coordinator(1, {})), plan_transfer(SPEC, "bfloat16")
     mesh = make_mesh({"data": 2, "fsdp": 4})
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     params = jax.tree.map(
         lambda a: jax.device_put(a, split if a.ndim and a.shape[0] % 4 == 0 else None),
         initialize(SPEC, key=jax.random.key(0)),
     )
-    held = weights.publish(board, params, of, push=0, process=0)
-    assert len(held) == len(of.buckets)
+    held = weights.publish(coordinator, params, plan, sync=0, process=0)
+    assert len(held) == len(plan.buckets)
     like = declare(SPEC)
     home = NamedSharding(mesh, PartitionSpec())
     for shardings in (None, jax.tree.map(lambda _: home, like)):
-        found, total = weights.collect(board, of, shardings, push=0, like=like)
+        found, total = weights.collect(coordinator, plan, shardings, sync=0, like=like)
         kinds = compute_dtypes(SPEC, "bfloat16")
         jax.tree.map(
             lambda a, b, kind: np.testing.assert_array_equal(np.asarray(a), b.astype(kind)),
@@ -139,23 +139,23 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
         assert total == sum(np.asarray(a).nbytes for a in jax.tree.leaves(found))
 
 
-def test_a_board_waits_for_all_processes_and_forgets_old_pushes():
+def test_a_coordinator_waits_for_all_processes_and_forgets_old_syncs():
     async def run():
-        board = Board(2, {})
-        await board.publish(0, 0, 1, ["b"])
-        waiting = asyncio.create_task(board.parts(0, 0))
+        coordinator = Coordinator(2, {})
+        await coordinator.publish(0, 0, 1, ["b"])
+        waiting = asyncio.create_task(coordinator.get_parts(0, 0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await board.publish(0, 0, 0, ["a"])
+        await coordinator.publish(0, 0, 0, ["a"])
         assert await waiting == ["a", "b"]
-        late = asyncio.create_task(board.parts(0, 1))
-        await board.publish(1, 0, 0, ["c"])
-        with pytest.raises(LookupError, match="push 0 is over"):
+        late = asyncio.create_task(coordinator.get_parts(0, 1))
+        await coordinator.publish(1, 0, 0, ["c"])
+        with pytest.raises(LookupError, match="sync 0 is over"):
             await late
-        await board.count("engines", 1)
-        await board.show("line", "x")
-        assert await board.counts() == {"engines": 1}
-        assert await board.take() == [("line", ("x",))]
-        assert await board.take() == []
+        await coordinator.increment("engines", 1)
+        await coordinator.put_display_call("line", "x")
+        assert await coordinator.get_counters() == {"engines": 1}
+        assert await coordinator.take_display_calls() == [("line", ("x",))]
+        assert await coordinator.take_display_calls() == []
 
     asyncio.run(run())

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.cluster.context import Member
+from jaxrl_llm.cluster.context import JobContext
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import load, read_yaml, to_yaml
@@ -112,7 +112,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
 
 def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path, monkeypatch):
     """A file server may hold it for a while; the first start refuses at once."""
-    again = Member(None, (), 1, 0, engine_devices=0, reward_tasks=0, retries=1)
+    again = JobContext(None, (), 1, 0, engine_devices=0, reward_tasks=0, max_retries=1)
     config, waited = config_of(tmp_path), []
     with contextlib.ExitStack() as other:
         other.enter_context(run_folder(tmp_path, config))
