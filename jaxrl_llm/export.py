@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxrl_llm.config.errors import ConfigError
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.export",
@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    options = parse(arguments)
+    options = parse_arguments(arguments)
     from jaxrl_llm.runs.export import export_model  # jax is slow to import, --help should not wait
 
     try:

@@ -83,7 +83,7 @@ class _Process:
 
         import ray
 
-        from jaxrl_llm.runs.directory import PACKAGES
+        from jaxrl_llm.runs.versions import PACKAGES
 
         with socket.socket() as free:
             free.bind(("", 0))
@@ -234,7 +234,7 @@ class EngineHost(_Process):
         from jaxrl_llm.models.hf_config import read_spec
         from jaxrl_llm.models.lora import without_adapter
         from jaxrl_llm.rollout.build import local_engine
-        from jaxrl_llm.runs.directory import compiled_into
+        from jaxrl_llm.runs.compile_cache import use_compilation_cache
         from jaxrl_llm.sharding import distributed
         from jaxrl_llm.training.setup import open_layout, quiet_libraries
 
@@ -244,7 +244,7 @@ class EngineHost(_Process):
         folder = Path(config.run_dir) / f"engine_{self._index}"
         folder.mkdir(parents=True, exist_ok=True)
         if config.compilation_cache:
-            self._resources.enter_context(compiled_into(folder.resolve() / "compilation"))
+            self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
         spec = without_adapter(read_spec(config.model.path))
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
         return local_engine(config, spec, layout, folder)

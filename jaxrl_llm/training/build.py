@@ -38,7 +38,8 @@ from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.runs.directory import check_whole, open_run, open_watchdog, run_folder
+from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.runs.resume import check_finished, open_run, open_watchdog
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import checksum
@@ -95,7 +96,7 @@ def run_job(config: TrainConfig) -> Progress:
             job, start, prompt_batches = build(config, functions, folder, stack, watchdog)
             wait()
         done = run(job, start, prompt_batches)
-        check_whole(done.step, job.total_steps)
+        check_finished(done.step, job.total_steps)
         if distributed.is_first():
             print_before_and_after(folder, job.display)
     return done
@@ -164,7 +165,7 @@ def build(
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
     keep = functions.keep and per_answer(functions.keep, "algorithm.keep", np.bool_)
     given = {"reward.model": reward_model.params} if reward_model else None
-    opened = open_run(config, folder, trainees, train, stack, best="validation", given=given)
+    opened = open_run(config, folder, trainees, train, stack, best="validation", frozen=given)
     aside = ThreadPoolExecutor(1, "aside")
     stack.callback(aside.shutdown, wait=False, cancel_futures=True)
     job = Job(
@@ -217,7 +218,7 @@ def build(
         validate=make_validator(config, draw, stops, score_validation, validation),
         dump=RolloutDumps(folder / "rollouts"),
         total_steps=opened.total_steps,
-        origin=opened.origin,
+        origin=opened.start_digests,
         checkpoints=opened.checkpoints,
         log=opened.log,
         display=opened.display,

@@ -16,7 +16,7 @@ from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.runs.directory import programs_in
+from jaxrl_llm.runs.compile_cache import compilation_cache_of
 from jaxrl_llm.sharding import distributed
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
         program that is being compiled.
     """
     settings: Any = jax.config
-    into = programs_in(folder)
+    into = compilation_cache_of(folder)
     is_kept = settings.jax_compilation_cache_dir == str(into) and not into.exists()
     if not is_kept or distributed.count() > 1 or not is_large(config.model):
         yield lambda: None

@@ -17,7 +17,7 @@ from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.runs.directory import Trainee
+from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
@@ -64,7 +64,7 @@ def make_roles(
     actor: Model,
     layouts: Layouts,
     shape_on: Callable[[Layout], RowShape],
-) -> tuple[dict[str, Role], dict[str, Trainee]]:
+) -> tuple[dict[str, Role], dict[str, TrainableModel]]:
     """Build every model that is trained, and say what it starts from.
 
     Args:
@@ -101,7 +101,7 @@ def make_roles(
             learning_rate=how.schedule,
             max_skipped=how.max_skipped,
         )
-        trainees[name] = Trainee(model, learner, key)
+        trainees[name] = TrainableModel(model, learner, key)
     if functions.mark:
         mark = covariance_marker(functions.mark, roles["actor"].infer, config.seed)
         roles["actor"] = dataclasses.replace(roles["actor"], mark=mark)

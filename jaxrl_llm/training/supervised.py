@@ -25,14 +25,8 @@ from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.runs.directory import (
-    OpenRun,
-    Trainee,
-    check_whole,
-    open_run,
-    open_watchdog,
-    run_folder,
-)
+from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.runs.resume import OpenRun, TrainableModel, check_finished, open_run, open_watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.setup import (
@@ -120,7 +114,7 @@ def _train(
             extra = {
                 "data": stream.get_state(),
                 "metrics_bytes": log.position(step),
-                "origin": opened.origin,
+                "origin": opened.start_digests,
             }
             opened.checkpoints.save(step, {"actor": state}, extra)
         if ending:
@@ -128,7 +122,7 @@ def _train(
     profiler.close()
     compiled.close()
     opened.checkpoints.wait()
-    check_whole(step, total)
+    check_finished(step, total)
     return state.params, spec, base
 
 
@@ -158,7 +152,7 @@ def _start(
         frozen=model.frozen,
     )
     examples = _read_examples(config)
-    opened = open_run(config, folder, {"actor": Trainee(model, learner)}, examples, stack)
+    opened = open_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
     return learner, opened, model.spec, base
 

@@ -1,0 +1,196 @@
+"""A run at the place where it stands: a fresh start, or continued from its newest checkpoint."""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.cluster import context
+from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
+from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.dataset import batches
+from jaxrl_llm.monitoring.display import Display, open_display
+from jaxrl_llm.monitoring.metrics_log import MetricsLog
+from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.preemption import Preemption
+from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.training.setup import Model
+from jaxrl_llm.training.step import Learner, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class TrainableModel(NamedTuple):
+    """A model to train.
+
+    Attributes:
+        model: the weights to start from.
+        learner: its updates.
+        key: of the config, that names the model.
+    """
+
+    model: Model
+    learner: Learner
+    key: str = "model.path"
+
+
+def starting_digests(
+    models: Mapping[str, TrainableModel], items: Sequence[Any], frozen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return digests of the weights and the tokenised data that a run starts from."""
+    data = hashlib.sha256()
+    for item in items:
+        data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
+    weights = {name: (m.model.params, m.model.frozen) for name, m in models.items()}
+    sums = {name: int(jax.jit(checksum)(tree)) for name, tree in (weights | {**frozen}).items()}
+    return {**sums, "data": data.hexdigest()}
+
+
+def restore_or_start(
+    checkpoints: Checkpoints,
+    models: Mapping[str, TrainableModel],
+    stream: Any,
+    *,
+    resume: str,
+    digests: dict[str, Any],
+) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
+    """Return the step, states and other contents of the newest checkpoint, or a fresh start.
+
+    Args:
+        checkpoints: of the run.
+        models: to train, by name.
+        stream: the data; it is set to the checkpoint's position.
+        resume: the key checkpoint.resume.
+        digests: `starting_digests` of the run as it is configured now.
+
+    Raises:
+        ConfigError: the run in this folder started from other weights or other data.
+    """
+    if checkpoints.latest() is None:
+        return 0, {name: m.learner.init(m.model.params) for name, m in models.items()}, {}
+    if resume == "never" and not context.is_restarted():
+        raise ConfigError(
+            f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
+            f"{checkpoints.latest()}: set it to auto, or name another run_dir"
+        )
+    like = {
+        name: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(trainable.learner.init, trainable.model.like),
+            trainable.learner.state_shardings,
+        )
+        for name, trainable in models.items()
+    }
+    saved = checkpoints.restore(like)
+    keys = {name: trainable.key for name, trainable in models.items()} | {"data": "data.train"}
+    for name, digest in digests.items():
+        if saved.extra["origin"][name] != digest:
+            raise ConfigError(
+                f"{keys.get(name, name)}: its contents are not those that this run began with, so "
+                "it can't be continued: put them back, or name another run_dir than "
+                f"{checkpoints.directory}"
+            )
+    stream.set_state(saved.extra["data"])
+    log.info("continuing after step %d", saved.step)
+    return saved
+
+
+class OpenRun(NamedTuple):
+    """A run at the step where it stands, with the files that it goes on reading and writing.
+
+    Attributes:
+        step: steps done.
+        total_steps: steps in all.
+        states: parameters and optimizer states, by the model's name.
+        extra: the newest checkpoint's other contents; empty at a fresh start.
+        stream: the data, at the run's position.
+        start_digests: of the weights and data that the run began with.
+        preemption: whether the run was told to end.
+    """
+
+    step: int
+    total_steps: int
+    states: dict[str, TrainState]
+    extra: dict[str, Any]
+    stream: Any
+    start_digests: dict[str, Any]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    display: Display
+    preemption: Preemption
+
+
+def open_watchdog(config: TrainConfig | SftConfig) -> Watchdog:
+    """Return the watchdog that ends a run that hangs; on a cluster the launcher does it."""
+    return Watchdog(config.stall_timeout_s if context.current() is None else None)
+
+
+def check_finished(step: int, total: int) -> None:
+    """Raise Preempted where a run has ended before its last step; until there it is saved."""
+    if step < total:
+        saved = f"saved after step {step} of {total}" if step else "there was no step to save"
+        raise Preempted(f"{saved}; the same command continues")
+
+
+def open_run(
+    config: TrainConfig | SftConfig,
+    folder: Path,
+    models: Mapping[str, TrainableModel],
+    items: Sequence[Any],
+    stack: contextlib.ExitStack,
+    *,
+    best: str | None = None,
+    frozen: Mapping[str, Any] | None = None,
+) -> OpenRun:
+    """Open a run's data, checkpoints and metrics at the place where it stands.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        models: to train, by name.
+        items: the tokenised data, in the files' order.
+        stack: closes the files at the run's end.
+        best: metric by which the best checkpoint is kept besides the newest.
+        frozen: parameters of models that the run does not train, by their config key.
+    """
+    is_rl = isinstance(config, TrainConfig)
+    size = config.batch.prompts_per_step if is_rl else config.batch.examples_per_step
+    with config_errors_at("data.train"):
+        stream = batches(
+            items,
+            batch_size=size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            epochs=None if config.steps else config.epochs,
+            drop_remainder=True,
+        )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
+    stack.callback(checkpoints.close)
+    digests = starting_digests(models, items, frozen or {})
+    step, states, extra = restore_or_start(
+        checkpoints, models, stream, resume=config.checkpoint.resume, digests=digests
+    )
+    log = MetricsLog(
+        folder,
+        step=step,
+        position=extra.get("metrics_bytes", 0),
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        config=as_tree(config),
+    )
+    stack.callback(log.close)
+    total = config.steps or len(items) * config.epochs // size
+    display = open_display("training" if is_rl else "supervised training", total, step)
+    stack.callback(display.close)
+    preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
+    return OpenRun(
+        step, total, states, extra, stream, digests, checkpoints, log, display, preemption
+    )

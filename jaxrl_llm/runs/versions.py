@@ -1,0 +1,39 @@
+"""The versions, devices and commit that a run is made with."""
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.sharding import distributed
+
+PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
+"""Packages whose versions change a run's results."""
+
+
+def collect_versions(seed: int) -> dict[str, Any]:
+    """Return versions of packages, devices, git commit and seed, by which a run can be repeated."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str | None:
+        if not (root / ".git").exists() or not shutil.which("git"):
+            return None
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    return {
+        "jaxrl_llm": importlib.metadata.version("jaxrl_llm"),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changed_files": git("status", "--porcelain"),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "devices": [d.device_kind for d in jax.devices()],
+        "processes": distributed.count(),
+        "seed": seed,
+    }

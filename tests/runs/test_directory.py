@@ -1,0 +1,177 @@
+"""Run folders: one run at a time, its config and versions, and when it may be continued."""
+
+import contextlib
+import inspect
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxrl_llm.cluster import context
+from jaxrl_llm.cluster.context import JobContext
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.load import load, read_yaml, to_yaml
+from jaxrl_llm.config.sections.data import DataConfig
+from jaxrl_llm.config.sections.model import PolicyConfig
+from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.runs import directory
+from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.runs.resume import restore_or_start
+
+
+def config_of(folder, **more):
+    return TrainConfig(
+        run_dir=str(folder),
+        model=PolicyConfig(path="m"),
+        data=DataConfig(train=("t.parquet",)),
+        **more,
+    )
+
+
+def refusal(function, *args, **more):
+    """Return the message of a ConfigError, which must be one line."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def enter(folder, config):
+    with run_folder(folder, config):
+        raise AssertionError("this is not reached")
+
+
+def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp_path):
+    config = config_of(tmp_path / "a" / "b", seed=7)
+    with run_folder(config.run_dir, config) as folder:
+        assert folder == tmp_path / "a" / "b"
+        assert load(TrainConfig, folder / "config.yaml") == config
+        versions = json.loads((folder / "versions.json").read_text())
+    assert versions["seed"] == 7
+    assert versions["jax"] == jax.__version__
+    assert versions["python"] == sys.version.split()[0]
+    assert versions["devices"] == ["cpu"] * 8
+    assert {"git_commit", "git_changed_files", "jaxrl_llm", "optax"} <= set(versions)
+    is_checkout = (Path(__file__).resolve().parents[2] / ".git").exists()
+    assert (versions["git_commit"] is not None) == is_checkout
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
+    program = (
+        "import sys\n"
+        "from jaxrl_llm.config.sections.data import DataConfig\n"
+        "from jaxrl_llm.config.sections.model import PolicyConfig\n"
+        "from jaxrl_llm.config.train import TrainConfig\n"
+        "from jaxrl_llm.runs.directory import run_folder\n"
+        "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
+        " data=DataConfig(train=('t',)))\n"
+        "with run_folder(config.run_dir, config):\n"
+        "    print('holding', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    config = config_of(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdout.readline() == "holding\n"
+        before = (tmp_path / "config.yaml").read_text()
+        message = refusal(enter, tmp_path, config)
+        assert message == f"run_dir: another process is running in {str(tmp_path)!r}"
+        assert (tmp_path / "config.yaml").read_text() == before, "nothing was touched"
+        first.kill()
+    with run_folder(tmp_path, config):  # a killed process holds no lock
+        pass
+
+
+def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path, monkeypatch):
+    """A file server may hold it for a while; the first start refuses at once."""
+    again = JobContext(None, (), 1, 0, engine_devices=0, reward_tasks=0, max_retries=1)
+    config, waited = config_of(tmp_path), []
+    with contextlib.ExitStack() as other:
+        other.enter_context(run_folder(tmp_path, config))
+        monkeypatch.setattr(context, "_members", [again._replace(restarts=0)])
+        assert "another process is running" in refusal(enter, tmp_path, config)
+        monkeypatch.setattr(context, "_members", [again])
+        monkeypatch.setattr(directory, "LEASE_S", 0.0)
+        assert "another process is running" in refusal(enter, tmp_path, config)
+        monkeypatch.setattr(directory, "LEASE_S", 60.0)
+        monkeypatch.setattr("time.sleep", lambda seconds: waited.append(other.close()))
+        with run_folder(tmp_path, config):
+            assert len(waited) == 1
+
+
+def test_a_run_folder_that_is_a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    message = refusal(enter, path, config_of(path))
+    assert message.startswith("run_dir: ")
+    assert str(path) in message
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
+    config = config_of(tmp_path)
+    with pytest.raises(RuntimeError, match="mine"), run_folder(tmp_path, config):
+        raise RuntimeError("mine")
+    with run_folder(tmp_path, config):
+        pass
+
+
+def test_keys_that_changed_since_the_run_began_are_logged(tmp_path, caplog):
+    with run_folder(tmp_path, config_of(tmp_path, seed=1)):
+        pass
+    with caplog.at_level(logging.WARNING), run_folder(tmp_path, config_of(tmp_path, seed=1)):
+        pass
+    assert caplog.messages == []
+    again = config_of(tmp_path, seed=2, optim=OptimConfig(grad_clip=None))
+    with caplog.at_level(logging.WARNING), run_folder(tmp_path, again):
+        pass
+    assert caplog.messages == [
+        "config changed since this run began: seed: 1 -> 2",
+        "config changed since this run began: optim.grad_clip: 1.0 -> None",
+    ]
+    assert read_yaml(tmp_path / "config.yaml")["seed"] == 2
+
+
+def test_a_run_with_a_checkpoint_refuses_keys_that_would_mix_two_runs(tmp_path, caplog):
+    with run_folder(tmp_path, config_of(tmp_path, seed=1)):
+        (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    with (
+        caplog.at_level(logging.WARNING),
+        run_folder(tmp_path, config_of(tmp_path, seed=1, steps=9)),
+    ):
+        assert caplog.messages == ["config changed since this run began: steps: None -> 9"]
+    message = refusal(run_folder(tmp_path, config_of(tmp_path, seed=2)).__enter__)
+    assert message.startswith("seed: 1 -> 2: the run in ")
+    assert "name another run_dir" in message
+    assert read_yaml(tmp_path / "config.yaml")["seed"] == 1  # what ran, not what was refused
+
+
+class FakeCheckpoints:
+    def __init__(self, directory, step):
+        self.directory, self.step = directory, step
+
+    def latest(self):
+        return self.step
+
+
+def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
+    restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
+    checkpoints = FakeCheckpoints(tmp_path, 5)
+    message = refusal(restore, checkpoints, {}, None, resume="never", digests={})
+    assert message.startswith("checkpoint.resume=never, but ")
+    assert "holds step 5: set it to auto, or name another run_dir" in message
+
+
+def test_yaml_of_the_config_in_a_run_folder_is_what_print_config_prints(tmp_path):
+    config = config_of(tmp_path)
+    with run_folder(tmp_path, config):
+        assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
