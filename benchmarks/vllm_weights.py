@@ -36,6 +36,7 @@ from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.parameters import compute_dtypes, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.sharding.reshard import cast_tree
@@ -165,11 +166,9 @@ def main(words: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=options.work) as folder:
             engine = VllmEngine(
                 spec,
+                EngineSettings(ANSWERS, PROMPT + ANSWER, dtype=options.dtype),
                 source=None,
                 config=VllmConfig(),
-                slots=ANSWERS,
-                max_tokens=PROMPT + ANSWER,
-                dtype=options.dtype,
                 folder=Path(folder) / "vllm",
             )
             try:

@@ -40,7 +40,7 @@ def serve(config: ServeConfig) -> None:
     if api_key is None and not is_loopback(config.host):
         log.warning("host=%s without an API key: whoever reaches it may use it", config.host)
     with bind(config.host, config.port) as listener:
-        served, engine = open_engine(config)
+        served, engine = open_model(config)
         try:
             server = uvicorn.Server(
                 uvicorn.Config(
@@ -59,40 +59,35 @@ def serve(config: ServeConfig) -> None:
             engine.close()
 
 
-def open_engine(config: ServeConfig) -> tuple[Any, Any]:
+def open_model(config: ServeConfig) -> tuple[Any, Any]:
     """Load the model; return what is served and the engine that holds it.
 
     Raises:
         ConfigError: the directory can't be read, or it does not fit the mesh.
     """
-    from jaxrl_llm.evaluation import policy
+    from jaxrl_llm.evaluation.policy import read_policy
+    from jaxrl_llm.rollout.build import loaded_engine
+    from jaxrl_llm.rollout.engine import EngineSettings
     from jaxrl_llm.serving.length import text_limit
     from jaxrl_llm.serving.requests import Served
     from jaxrl_llm.training.setup import open_layout
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)
-    found = policy.read_policy(config.model, layout)
-    max_tokens = config.max_tokens or found.spec.max_positions
+    policy = read_policy(config.model, layout)
+    max_tokens = config.max_tokens or policy.spec.max_positions
     served = Served(
         name=config.name or config.model,
-        tokenizer=found.tokenizer,
-        stop_ids=found.stops,
-        vocab_size=found.spec.vocab_size,
+        tokenizer=policy.tokenizer,
+        stop_ids=policy.stops,
+        vocab_size=policy.spec.vocab_size,
         max_tokens=max_tokens,
         max_answers=config.limits.max_answers,
-        text_limit=text_limit(found.tokenizer, max_tokens),
+        text_limit=text_limit(policy.tokenizer, max_tokens),
     )
-    found.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
-    engine = policy.open_engine(
-        found,
-        layout,
-        slots=config.slots,
-        max_tokens=served.max_tokens,
-        dtype=config.dtype,
-        cache_gb=config.cache_gb,
-    )
-    return served, engine
+    policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
+    settings = EngineSettings(config.slots, max_tokens, config.cache_gb, config.dtype)
+    return served, loaded_engine(policy.spec, policy.params, settings, layout, policy.tokenizer)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -37,6 +37,7 @@ from jaxrl_llm.models.kernels import (
 )
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
@@ -248,13 +249,8 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     """
     spec, layout = spec_of(job["shape"]), Layout(make_mesh({}, jax.devices()[:1]))
     (prompt, new), requests = job["answer"], job["requests"]
-    engine = NativeEngine(
-        spec,
-        layout=layout,
-        slots=requests,
-        max_tokens=prompt + new,
-        dtype="bfloat16",
-    )
+    settings = EngineSettings(requests, prompt + new, dtype="bfloat16")
+    engine = NativeEngine(spec, settings, layout=layout)
     draw = jax.jit(functools.partial(initialize, spec), out_shardings=layout.of(declare(spec)))
     engine.load(draw(key=jax.random.key(0)), version=0)
     rng = np.random.default_rng(0)

@@ -18,17 +18,29 @@ import jaxrl_llm
 from jaxrl_llm.config import cli
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import make_mesh
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+try:
+    from jaxrl_llm.rollout.types import Request, SamplingParams
+except ImportError:  # an earlier commit
+    from jaxrl_llm.types import Request
+    from jaxrl_llm.types import Sampling as SamplingParams
 
 
 def engine_of(spec: Any, job: dict[str, Any], slots: int, longest: int) -> Any:
     """Build the engine of whatever commit this is, on one device."""
     mesh = make_mesh({}, jax.devices()[:1])
     known = inspect.signature(NativeEngine).parameters
-    given: dict[str, Any] = {"slots": slots, "max_tokens": job["longest_prompt"] + longest}
+    max_tokens = job["longest_prompt"] + longest
+    if "settings" in known:
+        from jaxrl_llm.rollout.engine import EngineSettings
+        from jaxrl_llm.sharding.layout import Layout
+
+        return NativeEngine(spec, EngineSettings(slots, max_tokens), layout=Layout(mesh))
+    given: dict[str, Any] = {"slots": slots, "max_tokens": max_tokens}
     if "mesh" in known:
         given["mesh"] = mesh
     else:

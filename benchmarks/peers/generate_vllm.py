@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import VERSION
@@ -25,10 +26,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = VllmEngine(
             spec,
+            EngineSettings(len(job["lengths"][0]), job["longest_prompt"] + longest),
             source=job["model"],
             config=VllmConfig(),
-            slots=len(job["lengths"][0]),
-            max_tokens=job["longest_prompt"] + longest,
             folder=Path(folder),
         )
         engine.load(load_params(job["model"], spec), version=0)

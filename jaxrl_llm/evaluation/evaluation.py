@@ -19,10 +19,12 @@ from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, check_prompt_row, load_rows, tokenize_prompts
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
-from jaxrl_llm.evaluation.policy import Policy, open_engine, read_policy
+from jaxrl_llm.evaluation.policy import Policy, read_policy
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_scorer
+from jaxrl_llm.rollout.build import loaded_engine
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import Completion, SamplingParams
 from jaxrl_llm.sharding import distributed
@@ -42,14 +44,13 @@ def run_evaluation(config: EvaluateConfig) -> Report:
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         policy = read_policy(config.model, layout, step=config.step)
         prompts = read_prompts(config, policy)
-        engine = open_engine(
-            policy,
-            layout,
-            slots=config.slots,
+        settings = EngineSettings(
+            max_running_sequences=config.slots,
             max_tokens=max(len(p.tokens) for p in prompts) + config.max_new_tokens,
-            dtype=config.dtype,
             cache_gb=config.cache_gb,
+            dtype=config.dtype,
         )
+        engine = loaded_engine(policy.spec, policy.params, settings, layout, policy.tokenizer)
         stack.callback(engine.close)
         rollouts = sample(
             engine,

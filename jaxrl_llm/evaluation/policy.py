@@ -1,6 +1,5 @@
 """A trained policy to sample from: a Hugging Face directory or a run's checkpoint, in an engine."""
 
-import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.runs.export import restore_model
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
@@ -71,48 +69,3 @@ def read_policy(path: str, layout: Layout, *, step: int | None = None) -> Policy
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         return Policy(spec, params, tokenizer, stop_ids(tokenizer, source), step)
-
-
-def open_engine(
-    policy: Policy,
-    layout: Layout,
-    *,
-    slots: int,
-    max_tokens: int,
-    dtype: str,
-    cache_gb: float | None = None,
-) -> NativeEngine:
-    """Build the native engine for a policy and load its weights, as version 0.
-
-    Args:
-        policy: to sample from.
-        layout: how slots and weights are split.
-        slots: sequences decoded at once.
-        max_tokens: the longest sequence, prompt and answer.
-        dtype: of weights, cache and computation.
-        cache_gb: memory for keys and values; None lets the engine choose.
-
-    Raises:
-        ConfigError: the model has fewer positions, or the engine can't be built so.
-    """
-    if max_tokens > policy.spec.max_positions:
-        raise ConfigError(
-            f"the longest prompt and answer have {max_tokens} tokens, but the model has "
-            f"{policy.spec.max_positions} positions (max_position_embeddings)"
-        )
-    with config_errors_at("the engine"):
-        engine = NativeEngine(
-            policy.spec,
-            layout=layout,
-            slots=slots,
-            max_tokens=max_tokens,
-            cache_gb=cache_gb,
-            dtype=dtype,
-            detokenize=functools.partial(
-                policy.tokenizer.decode,
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-            ),
-        )
-    engine.load(policy.params, version=0)
-    return engine

@@ -1,6 +1,8 @@
 """From a config to the engine that it names."""
 
+import functools
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
@@ -8,7 +10,7 @@ from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
@@ -24,7 +26,7 @@ def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Pa
             job,
             without_adapter(spec),
             dtype=config.model.dtype,
-            max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            max_tokens=engine_settings(config).max_tokens,
         )
     return local_engine(config, spec, layout, folder)
 
@@ -44,29 +46,57 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
         )
     from jaxrl_llm.rollout.vllm.engine import VllmEngine
 
-    rollout = config.rollout
     with config_errors_at("rollout"):
         return VllmEngine(
             without_adapter(spec),
+            engine_settings(config),
             source=config.model.path,
-            config=rollout.vllm,
-            slots=rollout.slots,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            cache_gb=rollout.cache_gb,
-            dtype=config.model.dtype,
+            config=config.rollout.vllm,
             folder=folder / "vllm",
         )
 
 
 def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
     """Build the native engine for the longest prompt and answer of a run."""
-    rollout = config.rollout
     with config_errors_at("rollout"):
-        return NativeEngine(
-            without_adapter(spec),
-            layout=layout,
-            slots=rollout.slots,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            cache_gb=rollout.cache_gb,
-            dtype=config.model.dtype,
+        return NativeEngine(without_adapter(spec), engine_settings(config), layout=layout)
+
+
+def engine_settings(config: TrainConfig) -> EngineSettings:
+    """Return room for the longest prompt and answer of a run."""
+    rollout = config.rollout
+    return EngineSettings(
+        max_running_sequences=rollout.slots,
+        max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        cache_gb=rollout.cache_gb,
+        dtype=config.model.dtype,
+    )
+
+
+def loaded_engine(
+    spec: ModelSpec, params: Any, settings: EngineSettings, layout: Layout, tokenizer: Any
+) -> NativeEngine:
+    """Build the native engine for a trained policy and load its weights, as version 0.
+
+    Args:
+        spec: the model, without an adapter.
+        params: its weights.
+        settings: room and precision.
+        layout: how sequences and weights are split.
+        tokenizer: of transformers; for requests with texts that stop them.
+
+    Raises:
+        ConfigError: the model has fewer positions, or the engine can't be built so.
+    """
+    if settings.max_tokens > spec.max_positions:
+        raise ConfigError(
+            f"the longest prompt and answer have {settings.max_tokens} tokens, but the model has "
+            f"{spec.max_positions} positions (max_position_embeddings)"
         )
+    detokenize = functools.partial(
+        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    with config_errors_at("the engine"):
+        engine = NativeEngine(spec, settings, layout=layout, detokenize=detokenize)
+    engine.load(params, version=0)
+    return engine

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +15,24 @@ from jaxrl_llm.rollout.types import Completion, Receipt, Request
 
 class EngineError(RunError):
     """A request that an engine can't serve, or an engine that failed."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Room and precision of an engine.
+
+    Attributes:
+        max_running_sequences: sequences decoded at once, in all.
+        max_tokens: the longest sequence, prompt and answer.
+        cache_gb: GB of each device for keys and values at most; None is enough for the longest
+            sequence in every slot.
+        dtype: of weights, cache and computation.
+    """
+
+    max_running_sequences: int
+    max_tokens: int
+    cache_gb: int | float | None = None
+    dtype: str = "float32"
 
 
 @runtime_checkable

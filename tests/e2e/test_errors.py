@@ -42,7 +42,7 @@ def failed(result, status, pattern):
         ("mesh.train.fsdp=3", r"mesh\.train: .*fsdp=3 does not cover 1 devices"),
         ("data.max_prompt_tokens=3", r"data\.train: .*row 0: \d+ tokens, .* max_prompt_tokens=3"),
         ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
-        ("rollout.cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: wanted"),
+        ("rollout.cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: expected"),
         ("log.wandb=project", r"log\.wandb='project' needs the package wandb: pip install"),
     ],
 )

@@ -23,6 +23,7 @@ from jaxrl_llm.models.kernels import (
 )
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
@@ -55,7 +56,7 @@ def _sequences(device, dtype):
     """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
     mesh = make_mesh({}, [device])
     params = jax.device_put(initialize(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh))
-    engine = NativeEngine(SPEC, layout=Layout(mesh), slots=32, max_tokens=LENGTH, dtype=dtype)
+    engine = NativeEngine(SPEC, EngineSettings(32, LENGTH, dtype=dtype), layout=Layout(mesh))
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]

@@ -26,6 +26,7 @@ from jaxrl_llm.planning.lowering import bytes_on_device, halves
 from jaxrl_llm.planning.memory import lay_out, phases, workload
 from jaxrl_llm.planning.program import Collective, count, replica_groups
 from jaxrl_llm.planning.steps import read_step
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.programs import PAGE
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -119,7 +120,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
 def test_the_plan_of_the_engine_is_what_it_holds(configure):
     config = configure()
     shapes = lay_out(config)
-    engine = NativeEngine(DENSE, layout=shapes.layouts.rollout, slots=16, max_tokens=32)
+    engine = NativeEngine(DENSE, EngineSettings(16, 32), layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
     pool, (rows, width) = engine._batches._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)

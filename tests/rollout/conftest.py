@@ -9,6 +9,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -83,8 +84,13 @@ def build():
 
     def make(devices=1, axes=None, model="dense", **options):
         mesh = make_mesh(axes or {"fsdp": -1}, jax.devices()[:devices])
-        sizes = {"slots": 4, "max_tokens": MAX_TOKENS} | options
-        return NativeEngine(SPECS[model], layout=Layout(mesh), **sizes)
+        settings = {"max_running_sequences": 4, "max_tokens": MAX_TOKENS}
+        for field in dataclasses.fields(EngineSettings):
+            if field.name in options:
+                settings[field.name] = options.pop(field.name)
+        return NativeEngine(
+            SPECS[model], EngineSettings(**settings), layout=Layout(mesh), **options
+        )
 
     return make
 

@@ -55,9 +55,9 @@ def variant(build, params, small_cache):
     """(name) -> an engine, compiled once, that differs from the shared one."""
     pieces = {"PIECES": (8,), "READ_AT_ONCE": (16,), "SHORTEST_ROW": 16}
     variants = {
-        "pieces": ({"steps": 1, "slots": 3}, pieces),
+        "pieces": ({"steps": 1, "max_running_sequences": 3}, pieces),
         "cramped": (
-            {"steps": 7, "slots": 6, "cache_gb": small_cache(7)},
+            {"steps": 7, "max_running_sequences": 6, "cache_gb": small_cache(7)},
             {"FEWEST_ROWS": 3, "PIECES": (16,)},
         ),
     }
@@ -195,6 +195,6 @@ def test_branches_of_one_conversation_do_not_touch_each_other(variant, params, n
 
 
 def test_a_cache_without_room_for_the_longest_sequence_is_refused(build, small_cache):
-    with pytest.raises(ValueError, match=r"^a cache of .* GB holds 48 tokens: wanted at least"):
+    with pytest.raises(ValueError, match=r"^a cache of .* GB holds 48 tokens: expected at least"):
         build(cache_gb=small_cache(3))
     build(cache_gb=small_cache(4)).close()

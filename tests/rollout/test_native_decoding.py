@@ -176,7 +176,7 @@ def answers_on(build, draw_params):
                 devices=8 if axes else 1,
                 axes=axes or {"data": 1},
                 model=model,
-                slots=8,
+                max_running_sequences=8,
                 steps=8,
             )
             try:

@@ -297,16 +297,17 @@ def test_requests_that_can_not_be_served_are_refused(engine, bad, text):
 
 def test_slots_must_divide_among_the_devices(build):
     with pytest.raises(ValueError) as error:
-        build(devices=8, slots=12)
+        build(devices=8, max_running_sequences=12)
     assert str(error.value) == (
-        "rollout.slots=12 can't be shared evenly by the 8 parts of a batch; wanted a multiple of 8"
+        "rollout.slots=12 can't be shared evenly by the 8 parts of a batch; expected a multiple "
+        "of 8"
     )
 
 
 @pytest.mark.parametrize("axis", ["stage", "context"])
 def test_nothing_is_decoded_over_stages_or_contexts(build, axis):
     with pytest.raises(ValueError, match=f"^nothing is decoded over the axis '{axis}'; wanted"):
-        build(devices=8, axes={axis: 2, "data": 4}, slots=8)
+        build(devices=8, axes={axis: 2, "data": 4}, max_running_sequences=8)
 
 
 def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch):

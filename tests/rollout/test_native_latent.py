@@ -10,6 +10,7 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
@@ -46,12 +47,8 @@ def test_answers_and_cache():
         Request(tuple(rng.integers(0, 32, n).tolist()), SamplingParams(7, temperature=1.0), seed=n)
         for n in (1, 5, 9)
     ]
-    engine = NativeEngine(
-        SPEC,
-        layout=Layout(make_mesh({}, jax.devices()[:1])),
-        slots=SLOTS,
-        max_tokens=LENGTH,
-    )
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    engine = NativeEngine(SPEC, EngineSettings(SLOTS, LENGTH), layout=layout)
     try:
         engine.load(params, version=0)
         answers = engine.sample(requests)

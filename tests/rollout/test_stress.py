@@ -40,7 +40,7 @@ def cramped(build, params):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "PIECES", (16,))
         patch.setattr(programs, "READ_AT_ONCE", (64,))
-        engine = build(slots=6, steps=3, cache_gb=gb)
+        engine = build(max_running_sequences=6, steps=3, cache_gb=gb)
     engine.load(params, version=0)
     yield engine
     engine.close()

@@ -27,7 +27,7 @@ from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward, logits
-from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, sync, weights
@@ -93,9 +93,11 @@ def ask(tokens=24, seed=0, prompt=PROMPT, **how):
 
 
 def make(folder, **changed):
-    options = {"slots": 16, "max_tokens": MAX_TOKENS} | changed.pop("engine", {})
+    settings = EngineSettings(
+        **{"max_running_sequences": 16, "max_tokens": MAX_TOKENS} | changed.pop("engine", {})
+    )
     config = VllmConfig(**{"timeout_s": 20.0, "start_timeout_s": 240.0} | changed)
-    return VllmEngine(SPEC, source=None, config=config, folder=folder, **options)
+    return VllmEngine(SPEC, settings, source=None, config=config, folder=folder)
 
 
 @contextlib.contextmanager
@@ -207,7 +209,7 @@ def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, how):
     """One at a time: of both, vLLM adds the bias first, and transformers applies the penalty."""
     how = how | {"temperature": 0.0, "top_logprobs": 3}
     native = NativeEngine(
-        SPEC, layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])), slots=4, max_tokens=64
+        SPEC, EngineSettings(4, 64), layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1]))
     )
     native.load(FIRST, version=0)
     [wanted] = native.sample([ask(**how)])

@@ -34,7 +34,7 @@ from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
@@ -437,7 +437,7 @@ def test_a_program_that_is_not_there_is_an_error(start):
 def test_without_an_environment_the_command_that_makes_one_is_named(tmp_path):
     config = VllmConfig(python=str(tmp_path / "python"))
     with pytest.raises(EngineError, match=r"python -m jaxrl_llm\.rollout\.vllm\.setup"):
-        VllmEngine(SPEC, source=None, config=config, slots=4, max_tokens=32, folder=tmp_path)
+        VllmEngine(SPEC, EngineSettings(4, 32), source=None, config=config, folder=tmp_path)
 
 
 def test_each_sidecar_has_its_gpus_and_its_variables(monkeypatch):
@@ -516,25 +516,27 @@ def test_setup_takes_the_version_for_what_it_is(tmp_path, version, right):
 
 
 def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
-    options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cpu": True}
-    found = environment.engine_arguments(SPEC, VllmConfig(), cache_gb=None, **options)
+    options = {"model": "x", "cpu": True}
+    settings = EngineSettings(8, 60)
+    found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
     token = 4 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_width
     assert found["kv_cache_memory_bytes"] >= 8 * 60 * token
-    found = environment.engine_arguments(SPEC, VllmConfig(), cache_gb=0.5, **options)
+    settings = EngineSettings(8, 60, cache_gb=0.5)
+    found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
     assert found["kv_cache_memory_bytes"] == 5e8
     config = VllmConfig(options={"max_num_batched_tokens": 64})
-    found = environment.engine_arguments(SPEC, config, cache_gb=1.0, **options)
+    found = environment.engine_arguments(SPEC, config, settings, **options)
     assert found["max_num_batched_tokens"] == 64
 
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_the_cache_of_each_gpu_is_its_part_of_the_heads(latent):
     spec = LATENT if latent else SPEC
-    options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cpu": False}
 
     def cache(gb, tensor_parallel):
         config = VllmConfig(tensor_parallel=tensor_parallel)
-        found = environment.engine_arguments(spec, config, cache_gb=gb, **options)
+        settings = EngineSettings(8, 60, cache_gb=gb)
+        found = environment.engine_arguments(spec, config, settings, model="x", cpu=False)
         return found["kv_cache_memory_bytes"]
 
     whole = cache(None, 1)
@@ -544,16 +546,16 @@ def test_the_cache_of_each_gpu_is_its_part_of_the_heads(latent):
 
 def test_a_gpu_is_shared_and_sleep_is_for_gpus():
     """vLLM wants most of the memory free, whatever the cache's size; on CPUs it refuses `sleep`."""
-    options = {"model": "x", "slots": 8, "max_tokens": 60, "dtype": "float32", "cache_gb": 1.0}
+    settings, options = EngineSettings(8, 60, cache_gb=1.0), {"model": "x"}
     config = VllmConfig(sleep=True)
-    on_gpu = environment.engine_arguments(SPEC, config, cpu=False, **options)
+    on_gpu = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
     assert on_gpu["gpu_memory_utilization"] <= 0.05
     assert on_gpu["enable_sleep_mode"]
-    on_cpu = environment.engine_arguments(SPEC, config, cpu=True, **options)
+    on_cpu = environment.engine_arguments(SPEC, config, settings, cpu=True, **options)
     assert "gpu_memory_utilization" not in on_cpu
     assert not on_cpu["enable_sleep_mode"]
     config = VllmConfig(options={"gpu_memory_utilization": 0.5})
-    found = environment.engine_arguments(SPEC, config, cpu=False, **options)
+    found = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
     assert found["gpu_memory_utilization"] == 0.5
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.native.batches import Batches
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
-from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, sizes
+from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, Sizes, choose_sizes
 from jaxrl_llm.rollout.native.scheduler import Answer
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.layout import Layout
@@ -59,51 +59,34 @@ class NativeEngine:
 
     Args:
         spec: the model.
+        settings: room and precision. `max_running_sequences` is a multiple of the parts of a
+            batch; half of `cache_gb` is for pages, as much for rows gathered from these.
         layout: how rows and weights are split; the axes `stage` and `context` have one device.
-        slots: sequences decoded at once; a multiple of the parts of a batch.
-        max_tokens: the longest sequence, prompt and answer.
-        cache_gb: GB of each device for keys and values at most: half of them for pages, as much for
-            rows gathered from these. None is enough for the longest sequence in every slot.
-        dtype: of weights, cache and computation.
         steps: tokens decoded in a chunk.
         detokenize: from token ids to text, for requests with texts that stop them.
 
     Raises:
-        ValueError: slots that the devices can't share evenly, a mesh with stages or contexts, or a
-            cache in which the longest sequence has no room.
+        ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
+            or contexts, or a cache in which the longest sequence has no room.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
+        settings: EngineSettings,
         *,
         layout: Layout,
-        slots: int,
-        max_tokens: int,
-        cache_gb: int | float | None = None,
-        dtype: str = "float32",
         steps: int = STEPS,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
-        parts = _check_sizes(layout, slots)
-        shapes = sizes(parts=parts, slots=slots, max_tokens=max_tokens, steps=steps)
-        if cache_gb is not None:
-            page = Programs(spec, layout, shapes, dtype).page_bytes()
-            held = int(cache_gb * 1e9 / 2 / page)
-            shapes = shapes._replace(pages=min(held, shapes.pages))
-            needed = -(-max_tokens // PAGE) + 1
-            if shapes.pages < needed:
-                raise ValueError(
-                    f"a cache of {cache_gb} GB holds {shapes.pages * PAGE} tokens: wanted at least "
-                    f"{needed * 2 * page / 1e9:.3g} GB, for a sequence of {max_tokens} tokens"
-                )
-        self.spec, self.max_tokens, self.slots = spec, max_tokens, slots
-        self.programs = Programs(spec, layout, shapes, dtype)
+        shapes = _choose_sizes(spec, settings, layout, steps)
+        self.spec, self.settings = spec, settings
+        self.programs = Programs(spec, layout, shapes, settings.dtype)
         self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
-        self._batches = Batches(self.programs, slots, detokenize)
+        self._batches = Batches(self.programs, settings.max_running_sequences, detokenize)
         self._incoming: list[Answer] = []
         self._state = threading.Condition()
         self._device = threading.Lock()  # held while weights, pages and sequences are in use
@@ -236,7 +219,7 @@ class NativeEngine:
     def _check(self, request: Request) -> None:
         check_request(
             request,
-            max_tokens=self.max_tokens,
+            max_tokens=self.settings.max_tokens,
             vocab_size=self.spec.vocab_size,
             most={
                 "top_logprobs": MOST_TOP_LOGPROBS,
@@ -303,16 +286,39 @@ class NativeEngine:
         return self._batches.take_all() + found
 
 
-def _check_sizes(layout: Layout, slots: int) -> int:
-    """Return into how many parts slots are split."""
+def _choose_sizes(spec: ModelSpec, settings: EngineSettings, layout: Layout, steps: int) -> Sizes:
+    """Choose the shapes of the programs, with as many pages as the cache has room for."""
+    sizes = choose_sizes(
+        parts=_count_parts(layout, settings.max_running_sequences),
+        max_running_sequences=settings.max_running_sequences,
+        max_tokens=settings.max_tokens,
+        steps=steps,
+    )
+    if settings.cache_gb is None:
+        return sizes
+    page_bytes = Programs(spec, layout, sizes, settings.dtype).page_bytes()
+    affordable = int(settings.cache_gb * 1e9 / 2 / page_bytes)
+    sizes = sizes._replace(pages=min(affordable, sizes.pages))
+    needed = -(-settings.max_tokens // PAGE) + 1
+    if sizes.pages < needed:
+        raise ValueError(
+            f"a cache of {settings.cache_gb} GB holds {sizes.pages * PAGE} tokens: expected at "
+            f"least {needed * 2 * page_bytes / 1e9:.3g} GB, for a sequence of "
+            f"{settings.max_tokens} tokens"
+        )
+    return sizes
+
+
+def _count_parts(layout: Layout, max_running_sequences: int) -> int:
+    """Return into how many parts a batch is split."""
     idle = [axis for axis in ("stage", "context") if layout.mesh.shape[axis] > 1]
     if idle:
-        raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; wanted a size of 1")
+        raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; expected a size of 1")
     parts = batch_shards(layout.mesh)
-    if slots % parts:
+    if max_running_sequences % parts:
         raise ValueError(
-            f"rollout.slots={slots} can't be shared evenly by the {parts} parts of a batch; "
-            f"wanted a multiple of {parts}"
+            f"rollout.slots={max_running_sequences} can't be shared evenly by the {parts} parts of "
+            f"a batch; expected a multiple of {parts}"
         )
     return parts
 

@@ -88,35 +88,40 @@ class Sizes(NamedTuple):
         return next(width for width in self.widths if width >= length)
 
 
-def sizes(
-    *, parts: int, slots: int, max_tokens: int, steps: int, pages: int | None = None
+def choose_sizes(
+    *,
+    parts: int,
+    max_running_sequences: int,
+    max_tokens: int,
+    steps: int,
+    pages: int | None = None,
 ) -> Sizes:
-    """Choose few shapes: parts of the slots, and of the longest sequence.
+    """Choose few shapes: parts of the running sequences, and of the longest one.
 
     Args:
         parts: of a batch.
-        slots: the most sequences decoded at once, a multiple of the parts.
+        max_running_sequences: a multiple of the parts.
         max_tokens: the longest sequence.
         steps: tokens decoded in a chunk.
-        pages: of a part; None is enough for all slots.
+        pages: of a part; None is enough for all.
 
-    >>> sizes(parts=1, slots=32, max_tokens=600, steps=16).rows
+    >>> choose_sizes(parts=1, max_running_sequences=32, max_tokens=600, steps=16).rows
     (8, 16, 32)
-    >>> sizes(parts=1, slots=32, max_tokens=600, steps=16).widths
+    >>> choose_sizes(parts=1, max_running_sequences=32, max_tokens=600, steps=16).widths
     (160, 304, 608)
     """
-    longest = _up(max_tokens, PAGE)
+    longest, running = _up(max_tokens, PAGE), max_running_sequences
     widths = {_up(longest / n, PAGE) for n in (4, 2) if longest >= n * SHORTEST_ROW}
-    rows = {_up(slots / n, parts) for n in (16, 4, 2) if slots >= n * FEWEST_ROWS}
+    rows = {_up(running / n, parts) for n in (16, 4, 2) if running >= n * FEWEST_ROWS}
     lengths = {min(piece, longest) for piece in PIECES}
     pieces = {
-        (_up(min(max(1, tokens // length), slots), parts), length)
+        (_up(min(max(1, tokens // length), running), parts), length)
         for tokens, length in itertools.product(READ_AT_ONCE, lengths)
     }
     return Sizes(
         parts,
-        slots // parts * (longest // PAGE + 1) if pages is None else pages,
-        tuple(sorted(rows | {slots})),
+        running // parts * (longest // PAGE + 1) if pages is None else pages,
+        tuple(sorted(rows | {running})),
         tuple(sorted(widths | {longest})),
         tuple(sorted(pieces)),
         steps,

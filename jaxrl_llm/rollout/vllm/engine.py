@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError, check_request, streamed
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.rollout.vllm.answers import Asked
@@ -77,18 +77,14 @@ class VllmEngine:
 
     Args:
         spec: the model, without an adapter.
+        settings: room and precision; `max_running_sequences` of all sidecars together.
         source: Hugging Face directory that the model came from; None for a model without ancestor.
         config: of the sidecars.
-        slots: sequences that they decode at once, in all.
-        max_tokens: the longest sequence, prompt and answer.
-        cache_gb: GB for keys and values of each sidecar's devices; None is enough for the longest
-            sequence in every slot.
-        dtype: of weights, cache and computation.
         folder: for logs and the model's config.
 
     Raises:
         EngineError: there is no environment with vLLM, or not enough memory for the weights.
-        ValueError: slots that the sidecars can't share evenly.
+        ValueError: a number of sequences that the sidecars can't share evenly.
     """
 
     _config: VllmConfig
@@ -96,38 +92,35 @@ class VllmEngine:
     def __init__(
         self,
         spec: ModelSpec,
+        settings: EngineSettings,
         *,
         source: str | None,
         config: VllmConfig,
-        slots: int,
-        max_tokens: int,
-        cache_gb: float | None = None,
-        dtype: str = "float32",
         folder: Path,
     ) -> None:
         """Begin to start the sidecars; the first `load` waits for them."""
-        if slots % config.sidecars:
+        if settings.max_running_sequences % config.sidecars:
             raise ValueError(
-                f"rollout.slots={slots} can't be shared evenly by {config.sidecars} sidecars"
+                f"rollout.slots={settings.max_running_sequences} can't be shared evenly by "
+                f"{config.sidecars} sidecars"
             )
-        self.spec, self.max_tokens = spec, max_tokens
+        self.spec, self.settings = spec, settings
         self._config, self._folder = config, folder
         python = find_python(config.python)
         self._on_cpu = is_cpu_build(python)
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
-        described = config_to_save(spec, source, np.dtype(dtype))
+        described = config_to_save(spec, source, np.dtype(settings.dtype))
         (model / "config.json").write_text(json.dumps(described))
-        self._parcel = Parcel(spec, dtype)
+        self._parcel = Parcel(spec, settings.dtype)
         self._commands = [[*prefix, python] for prefix in prefixes(config)]
         self._arguments = engine_arguments(
             spec,
             config,
+            dataclasses.replace(
+                settings, max_running_sequences=settings.max_running_sequences // config.sidecars
+            ),
             model=str(model.resolve()),
-            slots=slots // config.sidecars,
-            max_tokens=max_tokens,
-            cache_gb=cache_gb,
-            dtype=dtype,
             cpu=self._on_cpu,
         )
         self._router = Router(config.sidecars)
@@ -235,7 +228,7 @@ class VllmEngine:
     def _check(self, request: Request) -> None:
         check_request(
             request,
-            max_tokens=self.max_tokens,
+            max_tokens=self.settings.max_tokens,
             vocab_size=self.spec.vocab_size,
             most={"top_logprobs": MOST_TOP_LOGPROBS},
         )

@@ -12,7 +12,7 @@ import jax
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings
 
 HOME = Path(os.environ.get("JAXRL_LLM_VLLM", "~/.cache/jaxrl_llm/vllm")).expanduser()
 """The environment that `setup` makes."""
@@ -106,12 +106,9 @@ def _devices(config: VllmConfig, first: int, number: int) -> list[str]:
 def engine_arguments(
     spec: ModelSpec,
     config: VllmConfig,
+    settings: EngineSettings,
     *,
     model: str,
-    slots: int,
-    max_tokens: int,
-    cache_gb: float | None,
-    dtype: str,
     cpu: bool,
 ) -> dict[str, Any]:
     """Return the keywords of vLLM's `AsyncEngineArgs` for one sidecar.
@@ -121,30 +118,27 @@ def engine_arguments(
     Args:
         spec: the model.
         config: of the sidecars.
+        settings: of this sidecar alone.
         model: directory of the model's config.
-        slots: sequences decoded at once.
-        max_tokens: the longest sequence.
-        cache_gb: GB for keys and values on each GPU; None is enough for all slots.
-        dtype: of weights, cache and computation.
         cpu: whether vLLM was built for CPUs.
     """
-    if cache_gb is None:
-        blocks = math.ceil(max_tokens / BLOCK_ON_CPU) + 1
-        cache = jax.eval_shape(lambda: init_cache(spec, 1, BLOCK_ON_CPU, dtype=dtype))
+    if settings.cache_gb is None:
+        blocks = math.ceil(settings.max_tokens / BLOCK_ON_CPU) + 1
+        cache = jax.eval_shape(lambda: init_cache(spec, 1, BLOCK_ON_CPU, dtype=settings.dtype))
         block = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
         # each GPU has some of the heads, but the whole of what latent attention keeps
         parts = min(config.tensor_parallel, spec.kv_heads) if spec.latent is None else 1
-        cache_bytes = math.ceil(slots * blocks * block / parts)
+        cache_bytes = math.ceil(settings.max_running_sequences * blocks * block / parts)
     else:
-        cache_bytes = int(cache_gb * 1e9)
+        cache_bytes = int(settings.cache_gb * 1e9)
     found = {
         "model": model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "dtype": dtype,
-        "max_model_len": max_tokens,
-        "max_num_seqs": slots,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_tokens,
+        "max_num_seqs": settings.max_running_sequences,
         "kv_cache_memory_bytes": cache_bytes,
         "enable_prefix_caching": True,
         "tensor_parallel_size": config.tensor_parallel,
