@@ -40,7 +40,7 @@ def serve(config: ServeConfig) -> None:
     if api_key is None and not is_loopback(config.host):
         log.warning("host=%s without an API key: whoever reaches it may use it", config.host)
     with bind(config.host, config.port) as listener:
-        served, engine = open_model(config)
+        served, engine = open_served_model(config)
         try:
             server = uvicorn.Server(
                 uvicorn.Config(
@@ -59,7 +59,7 @@ def serve(config: ServeConfig) -> None:
             engine.close()
 
 
-def open_model(config: ServeConfig) -> tuple[Any, Any]:
+def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     """Load the model; return what is served and the engine that holds it.
 
     Raises:

@@ -24,7 +24,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import build, describe
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.serve import bind, open_model
+from jaxrl_llm.serve import bind, open_served_model
 from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app
 from jaxrl_llm.serving.requests import choice_seeds
 
@@ -69,7 +69,7 @@ def opened(directory):
     """What is served, and the engine, on two of the devices."""
     sizes = {"rollout": {"devices": 2}}
     made = build(ServeConfig, {"model": str(directory), "name": "tiny", "slots": 8, "mesh": sizes})
-    served, engine = open_model(made)
+    served, engine = open_served_model(made)
     yield served, engine, made.limits
     engine.close()
 
