@@ -306,7 +306,7 @@ def test_slots_must_divide_among_the_devices(build):
 
 @pytest.mark.parametrize("axis", ["stage", "context"])
 def test_nothing_is_decoded_over_stages_or_contexts(build, axis):
-    with pytest.raises(ValueError, match=f"^nothing is decoded over the ; expected a size"):
+    with pytest.raises(ValueError, match=f"^nothing is decoded over the axis '{axis}'; expected"):
         build(devices=8, axes={axis: 2, "data": 4}, max_running_sequences=8)
 
 
