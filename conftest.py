@@ -42,6 +42,7 @@ UPDATE = [
     "algorithms/*",
     "jaxrl_llm/training/*",
     "jaxrl_llm/data/packing.py",
+    "jaxrl_llm/data/bin_packing.py",
     "jaxrl_llm/data/balance.py",
 ]
 GUARDED = {

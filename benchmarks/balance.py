@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl_llm.data.balance import VERL_COST, imbalance, loads
-from jaxrl_llm.data.packing import RowShape, best_fit, plan, row_shape
+from jaxrl_llm.data.balance import VERL_COST, imbalance, sum_by_rank
+from jaxrl_llm.data.bin_packing import best_fit, plan_microbatches
+from jaxrl_llm.data.packing import RowShape, row_shape
 
 MEAN, LENGTH, DRAWS = 512, 4096, 10
 CASES = [
@@ -44,7 +45,7 @@ def in_order(sizes: np.ndarray, shape: RowShape) -> Plan:
 
 def padded(sizes: np.ndarray, found: Plan, shape: RowShape) -> float:
     """Return a step over its bound, where padding costs all but attention too."""
-    squares = loads(VERL_COST(sizes) - sizes, found, shape.rows, shape.ranks)
+    squares = sum_by_rank(VERL_COST(sizes) - sizes, found, shape.rows, shape.ranks)
     slowest = (squares + shape.tokens / shape.ranks).max(1).sum()
     return float(slowest * shape.ranks / VERL_COST(sizes).sum())
 
@@ -83,7 +84,7 @@ def main() -> None:
     for sequences, ranks, rows in CASES:
         tokens = ranks * rows * LENGTH
         shape = row_shape(tokens, LENGTH, sequences=sequences, multiple_of=ranks)
-        old, new = (measure(make, sequences, shape) for make in (in_order, plan))
+        old, new = (measure(make, sequences, shape) for make in (in_order, plan_microbatches))
         cells = [sequences, ranks, rows, f"{old[0]:.1f}", f"{new[0]:.1f}"]
         cells += [f"{bound(sequences, shape):.1f}"]
         cells += [f"{value:.3f}" for pair in zip(old[1:3], new[1:3], strict=True) for value in pair]

@@ -40,7 +40,8 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
-from jaxrl_llm.data.packing import RowShape, padding, plan, row_shape
+from jaxrl_llm.data.bin_packing import padding, plan_microbatches
+from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -205,7 +206,7 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int) -> Run:
         start = time.perf_counter()
         state, _ = jax.block_until_ready(learner.update(state, batch, {}))
         took.append(time.perf_counter() - start)
-    filled = padding(batch.sizes, plan(batch.sizes, shape), shape)
+    filled = padding(batch.sizes, plan_microbatches(batch.sizes, shape), shape)
     share = 1 - (1 - filled) * tokens / int(batch.sizes.sum())
     return Run(took, float(first["loss"]), gradients, share)
 

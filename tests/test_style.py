@@ -33,7 +33,7 @@ NOT_YET_FUNCTIONS = {
 }
 NOT_YET_FILES = {
     *("benchmarks/gpu.py", "benchmarks/grpo_step.py"),
-    *("jaxrl_llm/data/packing.py", "jaxrl_llm/rollout/vllm/engine.py"),
+    "jaxrl_llm/rollout/vllm/engine.py",
     *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py", "jaxrl_llm/training/setup.py"),
     *("jaxrl_llm/training/step.py", "models/hf_families.py"),
     *("models/transformer.py", "sharding/reshard.py"),

@@ -85,7 +85,8 @@ def karmarkar_karp(
     most 4/3 - 1/(3·parts) times the smallest possible, as with the greedy method that gives the
     next largest number to the smallest part, and on average much closer; neither is always better.
     From Karmarkar and Karp 1982, "The differencing method of set partitioning"; bound by Michiels
-    et al. 2007 (https://doi.org/10.1007/s10878-006-9010-z).
+    et al. 2007 (https://doi.org/10.1007/s10878-006-9010-z). By hand: NumPy and SciPy have
+    no number partitioning, and these lines are less than a dependency.
 
     Args:
         costs: the numbers, not negative.
@@ -105,9 +106,9 @@ def karmarkar_karp(
     if parts < 1 or (equal_size and len(costs) % parts):
         equal = " of equal size" if equal_size else ""
         raise ValueError(f"{len(costs)} numbers can't be divided into {parts} parts{equal}")
-    found: list[list[int]] = [[] for _ in range(parts)]
+    divided: list[list[int]] = [[] for _ in range(parts)]
     if not len(costs) or parts == 1:
-        return [[*range(len(costs))], *found[1:]]
+        return [[*range(len(costs))], *divided[1:]]
     members = np.argsort(-costs, kind="stable").reshape(-1, parts if equal_size else 1)
     sums = dict(enumerate(costs[members]))  # descending; parts that are empty are left out
     widest = [(-_spread(s, parts), number) for number, s in sums.items()]
@@ -131,15 +132,15 @@ def karmarkar_karp(
         place[first], place[second] = joined[:ones], joined[len(order) - others :][::-1]
     for number, indices in enumerate(members.tolist()):
         for index, part in zip(indices, place[number].tolist(), strict=True):
-            found[part].append(index)
-    return [sorted(part) for part in found]
+            divided[part].append(index)
+    return [sorted(part) for part in divided]
 
 
 def _spread(sums: Float[np.ndarray, " k"], parts: int) -> float:
     return float(sums[0] - (sums[-1] if len(sums) == parts else 0))
 
 
-def loads(
+def sum_by_rank(
     amounts: Float[np.ndarray, " B"] | Int[np.ndarray, " B"],
     batches: Sequence[Sequence[Sequence[int]]],
     rows: int,
@@ -153,15 +154,15 @@ def loads(
         rows: in a micro-batch; rank i has the i-th block of rows / ranks.
         ranks: devices over which rows are split.
 
-    >>> print(loads(np.array([3, 2, 1]), [[[0], [1]], [[], [2]]], rows=2, ranks=2))
+    >>> print(sum_by_rank(np.array([3, 2, 1]), [[[0], [1]], [[], [2]]], rows=2, ranks=2))
     [[3. 2.]
      [0. 1.]]
     """
-    found = np.zeros((len(batches), ranks))
-    for batch, total in zip(batches, found, strict=True):
+    sums = np.zeros((len(batches), ranks))
+    for batch, total in zip(batches, sums, strict=True):
         for number, row in enumerate(batch):
             total[number * ranks // rows] += amounts[list(row)].sum()
-    return found
+    return sums
 
 
 def imbalance(
@@ -185,12 +186,12 @@ def imbalance(
         the same cost, 1 at best; and under verl's names the tokens of ranks, had the sequences been
         dealt out in their order, and `balanced_` as they are.
 
-    >>> found = imbalance(np.array([3, 2, 1]), [[[0], [1, 2]]], 2, 2, VERL_COST)
-    >>> found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]
+    >>> metrics = imbalance(np.array([3, 2, 1]), [[[0], [1, 2]]], 2, 2, VERL_COST)
+    >>> metrics["global_seqlen/minmax_diff"], metrics["global_seqlen/balanced_max"]
     (4.0, 3.0)
     """
-    costs = loads(cost(sizes), batches, rows, ranks)
-    tokens = loads(sizes, batches, rows, ranks).sum(0)
+    costs = sum_by_rank(cost(sizes), batches, rows, ranks)
+    tokens = sum_by_rank(sizes, batches, rows, ranks).sum(0)
     in_order = [float(part.sum()) for part in np.array_split(sizes, ranks)]
     return {
         "perf/imbalance": float(costs.max(1).sum() / costs.mean(1).sum()),

@@ -20,6 +20,7 @@ from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.balance import imbalance
+from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import (
     Prompt,
@@ -27,7 +28,7 @@ from jaxrl_llm.data.dataset import (
     load_rows,
     tokenize_prompts,
 )
-from jaxrl_llm.data.packing import RowShape, padding, plan
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare
@@ -250,7 +251,7 @@ def imbalance_of(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
     """
     batches, sizes = [], batch.sizes
     for first in range(0, len(sizes), minibatch):
-        found = plan(sizes[first : first + minibatch], shape)
+        found = plan_microbatches(sizes[first : first + minibatch], shape)
         batches += [[[first + i for i in row] for row in rows] for rows in found]
     found = imbalance(sizes, batches, shape.rows, shape.ranks, shape.cost)
     return found | {"perf/padding": padding(sizes, batches, shape)}

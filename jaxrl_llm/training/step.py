@@ -21,7 +21,8 @@ from jaxtyping import Array
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import describe
-from jaxrl_llm.data.packing import RowShape, in_bucket, pack_rows, plan
+from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches
+from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.moe.balance import (
     RouterStats,
@@ -80,7 +81,7 @@ def microbatches(
             f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
         )
     sharding = over_batch(mesh)
-    for planned in plan(batch.sizes, shape):
+    for planned in plan_microbatches(batch.sizes, shape):
         members, bucket = in_bucket(batch.sizes, planned, shape)
         indices, micro = _laid_out(batch, names, members, bucket)
         yield indices, distributed.put(micro, sharding)

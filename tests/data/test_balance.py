@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, model_cost
-from jaxrl_llm.data.packing import plan, row_shape
+from jaxrl_llm.data.bin_packing import plan_microbatches
+from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, initialize
@@ -183,7 +184,7 @@ def test_the_metrics_of_a_plan_by_hand():
 def test_a_plan_balances_what_the_order_did_not():
     sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
     shape = row_shape(1024, 128, sequences=64, multiple_of=8)
-    found = imbalance(sizes, plan(sizes, shape), shape.rows, shape.ranks, VERL_COST)
+    found = imbalance(sizes, plan_microbatches(sizes, shape), shape.rows, shape.ranks, VERL_COST)
     left = found["global_seqlen/balanced_max"] - found["global_seqlen/balanced_min"]
     assert found["global_seqlen/minmax_diff"] > 5 * left
     assert 1 <= found["perf/imbalance"] < 1.2

@@ -59,7 +59,7 @@ def test_a_continued_run_finds_its_programs(workshop):
 def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkeypatch):
     """A step whose program were another one by a bit would be there twice."""
     monkeypatch.setitem(workshop.cache, "jax_compilation_cache_dir", str(tmp_path))
-    monkeypatch.setattr(packing, "LEAST_FLOPS", 0.0)
+    monkeypatch.setattr(packing, "MIN_BUCKET_FLOPS", 0.0)
     words = ("data.validation=[]", "steps=1", "batch.max_tokens_per_device=32")
     words += ("model.dtype=bfloat16", "algorithm.kl_loss=k3")
 
@@ -87,7 +87,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
 @pytest.mark.slow
 def test_nothing_compiles_after_the_first_step(workshop, monkeypatch):
     """Thirty steps of prompts and answers of many lengths, in all buckets."""
-    monkeypatch.setattr(packing, "LEAST_FLOPS", 0.0)
+    monkeypatch.setattr(packing, "MIN_BUCKET_FLOPS", 0.0)
     rng, lines = random.Random(0), []
     for _ in range(240):
         text = "".join(rng.choices("12+=", k=rng.randint(1, 30)))

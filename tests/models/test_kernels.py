@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.model import ModelConfig
-from jaxrl_llm.data.packing import SEQUENCES_PER_ROW
+from jaxrl_llm.data.packing import MAX_SEQUENCES_PER_ROW
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.kernels import (
@@ -73,7 +73,7 @@ def test_sizes_and_starts_equal_a_loop():
         assert found.starts[r].tolist() == starts + [-1] * (none + 1)
         assert found.sizes[r].tolist() == sizes + [-1] * none
     assert found.starts.dtype == found.sizes.dtype == jnp.int32
-    assert MOST_SEGMENTS == SEQUENCES_PER_ROW
+    assert MOST_SEGMENTS == MAX_SEQUENCES_PER_ROW
 
 
 def described(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):

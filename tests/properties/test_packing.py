@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given
 
 from jaxrl_llm.data.balance import Cost
+from jaxrl_llm.data.bin_packing import best_fit, padding, plan_microbatches
 from jaxrl_llm.data.packing import (
-    LEAST_FLOPS,
-    SEQUENCES_PER_ROW,
+    MAX_SEQUENCES_PER_ROW,
+    MIN_BUCKET_FLOPS,
     RowShape,
-    best_fit,
     pack,
     pack_rows,
-    padding,
-    plan,
     row_shape,
     unpack,
 )
@@ -55,27 +53,31 @@ def members(batch):
 @given(problems())
 def test_every_sequence_is_placed_once_and_no_row_is_overfull(problem):
     sizes, shape = problem
-    batches = plan(sizes, shape)
+    batches = plan_microbatches(sizes, shape)
     assert sorted(index for batch in batches for index in members(batch)) == [*range(len(sizes))]
     for batch in batches:
         assert 1 <= len(batch) <= shape.rows
         assert len(members(batch)) <= shape.sequences
         assert members(batch), "no empty micro-batch"
         for row in batch:
-            assert (shape.ranks == 1) <= len(row) <= SEQUENCES_PER_ROW
+            assert (shape.ranks == 1) <= len(row) <= MAX_SEQUENCES_PER_ROW
             assert sum(int(sizes[index]) for index in row) <= shape.length
 
 
 @given(problems())
 def test_the_plan_depends_on_nothing_but_its_input(problem):
-    assert plan(*problem) == plan(*problem)
+    assert plan_microbatches(*problem) == plan_microbatches(*problem)
 
 
 @given(problems())
 def test_rows_are_well_filled(problem):
     """At most one row with a free slot is half empty, else two of them would have been one."""
     sizes, shape = problem
-    loads = [int(sizes[row].sum()) for row in best_fit(sizes, shape) if len(row) < shape.most]
+    loads = [
+        int(sizes[row].sum())
+        for row in best_fit(sizes, shape)
+        if len(row) < shape.sequences_per_row
+    ]
     assert sum(2 * load <= shape.length for load in loads) <= 1
 
 
@@ -129,7 +131,7 @@ def test_a_plan_is_no_slower_than_best_fit(problem, cost):
     """Its rows in order, dealt out to ranks of equal cost."""
     sizes, shape = problem
     shape = shape._replace(cost=cost)
-    wanted, found = in_order(sizes, shape), plan(sizes, shape)
+    wanted, found = in_order(sizes, shape), plan_microbatches(sizes, shape)
     assert places(sizes, found, shape) <= places(sizes, wanted, shape) or len(found) <= len(wanted)
     if shape.ranks == 1:
         assert time(sizes, found, shape) <= time(sizes, wanted, shape) * (1 + 1e-9)
@@ -143,7 +145,7 @@ def test_ranks_finish_together(each, limit):
     for seed in range(3):
         rng = np.random.default_rng(seed)
         sizes = np.clip(rng.lognormal(np.log(512) - 0.5, 1.0, 512), 1, 4096).astype(np.int32)
-        found, ideal = plan(sizes, shape), cost(sizes).sum() / shape.ranks
+        found, ideal = plan_microbatches(sizes, shape), cost(sizes).sum() / shape.ranks
         assert waiting(sizes, found, shape, cost) < 1.05 * ideal
         assert waiting(sizes, in_order(sizes, shape), shape, cost) > 1.06 * ideal
         assert time(sizes, found, shape) < limit * ideal
@@ -174,7 +176,7 @@ def test_few_places_hold_no_token(count, ranks, rows, limit):
     shape = row_shape(ranks * rows * 512, 512, sequences=count, multiple_of=ranks, cost=LARGE)
     for seed in range(10):
         sizes = spread(seed, count, 512)
-        found = plan(sizes, shape)
+        found = plan_microbatches(sizes, shape)
         wasted = 1 - sizes.sum() / places(sizes, found, shape)
         assert wasted < limit
         assert padding(sizes, found, shape) == pytest.approx(wasted)
@@ -185,7 +187,7 @@ def test_buckets_are_halves_and_worth_a_compilation():
     assert [b[:2] for b in shape.buckets] == [(4, 16), (8, 16), (12, 16), (24, 16)]
     halves = RowShape(rows=2, length=24, sequences=9, ranks=2, unit=8, cost=LARGE).buckets
     assert [b[:2] for b in halves] == [(2, 8), (2, 16), (2, 24)]
-    small = shape._replace(cost=Cost(1.0, flops=LEAST_FLOPS / (12 * 16)))
+    small = shape._replace(cost=Cost(1.0, flops=MIN_BUCKET_FLOPS / (12 * 16)))
     assert [b[:2] for b in small.buckets] == [(12, 16), (24, 16)]
 
 
@@ -193,7 +195,7 @@ def test_the_rank_beside_a_long_sequence_gets_as_much():
     """Equal micro-batches would wait: 16 tokens beside 12, then 10 beside 10."""
     sizes = np.array([16, *[2] * 16])
     shape = RowShape(rows=2, length=16, sequences=32, ranks=2, cost=Cost(16.0))
-    found = plan(sizes, shape)
+    found = plan_microbatches(sizes, shape)
     assert [[int(sizes[row].sum()) for row in batch] for batch in found] == [[16, 16], [8, 8]]
 
 
@@ -201,7 +203,7 @@ def test_sequences_of_many_sizes_need_fewer_microbatches_than_best_fit():
     """Where they have one shape: its last rows have 16 short sequences and much room."""
     sizes = np.array([16] * 8 + [1] * 64)
     shape = RowShape(rows=1, length=32, sequences=16)
-    assert [len(in_order(sizes, shape)), len(plan(sizes, shape))] == [8, 7]
+    assert [len(in_order(sizes, shape)), len(plan_microbatches(sizes, shape))] == [8, 7]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -211,28 +213,28 @@ def test_the_number_of_microbatches_is_near_the_lower_bound(seed, shape):
     sizes = np.minimum(rng.lognormal(5.0, 0.7, 600).astype(np.int32) + 1, shape.length)
     bound = -(-int(sizes.sum()) // (shape.rows * shape.length))
     assert bound >= 20
-    assert len(plan(sizes, shape)) <= 1.05 * bound + 1
+    assert len(plan_microbatches(sizes, shape)) <= 1.05 * bound + 1
 
 
 def test_many_short_sequences_need_no_more_than_their_slots():
     sizes = np.ones(160, np.int32)
-    batches = plan(sizes, RowShape(rows=2, length=64, sequences=32))
+    batches = plan_microbatches(sizes, RowShape(rows=2, length=64, sequences=32))
     assert [[len(row) for row in batch] for batch in batches] == [[16, 16]] * 5
 
 
 def test_a_full_row_and_a_perfect_fit():
     shape = RowShape(rows=2, length=10, sequences=32)
-    assert plan(np.array([4, 10, 6]), shape) == [[[1], [2, 0]]]
+    assert plan_microbatches(np.array([4, 10, 6]), shape) == [[[1], [2, 0]]]
 
 
 def test_nothing_to_plan():
-    assert plan(np.zeros(0, np.int32), SHAPES[0]) == []
+    assert plan_microbatches(np.zeros(0, np.int32), SHAPES[0]) == []
 
 
 @pytest.mark.parametrize(("size", "index"), [(0, 1), (-1, 1), (17, 1)])
 def test_sequences_that_fit_no_row(size, index):
     with pytest.raises(ValueError, match=f"sequence {index} has {size} tokens, wanted 1 to 16"):
-        plan(np.array([3, size, 16]), SHAPES[0])
+        plan_microbatches(np.array([3, size, 16]), SHAPES[0])
 
 
 # ------------------------------------------------------------------------------------- pack, unpack
@@ -243,7 +245,7 @@ def test_packed_rows_hold_each_sequence_where_they_say(problem, seed):
     sizes, shape = problem
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, 1000, (len(sizes), shape.length))
-    for batch in plan(sizes, shape):
+    for batch in plan_microbatches(sizes, shape):
         rows = pack_rows(tokens, sizes, batch, shape)
         assert rows.tokens.shape == (shape.rows, shape.length)
         assert rows.row.shape == rows.start.shape == rows.size.shape == (shape.sequences,)
@@ -269,7 +271,7 @@ def test_unpack_inverts_pack(problem, seed, dtype):
     rng = np.random.default_rng(seed)
     width = int(sizes.max())  # T may be less than L
     values = rng.integers(1, 100, (len(sizes), width)).astype(dtype)
-    for batch in plan(sizes, shape):
+    for batch in plan_microbatches(sizes, shape):
         indices = members(batch)
         rows = pack_rows(np.ones(values.shape, np.int32), sizes, batch, shape)
         n = len(indices)
@@ -289,7 +291,7 @@ def test_unpack_inverts_pack(problem, seed, dtype):
 def test_packing_again_what_was_unpacked_gives_the_rows_back():
     shape = SHAPES[0]
     sizes = np.array([5, 9, 16, 2], np.int32)
-    (batch,) = plan(sizes, shape)
+    (batch,) = plan_microbatches(sizes, shape)
     rows = pack_rows(np.arange(64).reshape(4, 16) + 1, sizes, batch, shape)
     where = (rows.row, rows.start, rows.size)
     back = np.asarray(jax.jit(unpack)(jnp.asarray(rows.tokens), *map(jnp.asarray, where)))
@@ -348,7 +350,7 @@ def test_a_shape_keeps_the_limit_and_divides_evenly(tokens, length, sequences, m
     assert shape.rows * shape.length <= tokens
     assert shape.rows % multiple_of == 0
     assert shape.sequences % multiple_of == 0
-    assert shape.sequences >= min(sequences, SEQUENCES_PER_ROW)
+    assert shape.sequences >= min(sequences, MAX_SEQUENCES_PER_ROW)
 
 
 def test_a_limit_too_small_for_one_row_on_each_device():

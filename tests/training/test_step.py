@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.balance import Cost
-from jaxrl_llm.data.packing import LEAST_FLOPS, RowShape, row_shape
+from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, row_shape
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
@@ -327,7 +327,7 @@ def test_nothing_compiles_after_the_first_update(learner, params):
 def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
     """Later ones have other lengths, and so other shapes."""
     model, names = Forward(spec=SPEC), ("logprobs",)
-    shape = SHAPE._replace(cost=Cost(24576.0, flops=LEAST_FLOPS / 8))
+    shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
     assert [bucket[:2] for bucket in shape.buckets] == [(1, 8), (2, 8)]
     infer, plain = (logprob_pass(model, s, mesh, names) for s in (shape, SHAPE))
     learner = learn(mesh, params, scaled, optax.sgd(0.0), shape)
