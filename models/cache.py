@@ -14,15 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
+from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import (
-    Layer,
-    attending,
-    decoder_layer,
-    embed,
-    final_norm,
-    rotations,
-)
+from jaxrl_llm.models.transformer import embed, final_norm
 from jaxrl_llm.sharding.layout import Layout
 
 

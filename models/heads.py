@@ -1,4 +1,4 @@
-"""Heads of one number: a critic's value per token, a reward model's score per sequence."""
+"""Heads: logits over the vocabulary, a critic's value per token, a reward model's score."""
 
 import dataclasses
 
@@ -7,7 +7,62 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.gather import gathered
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+
+
+def head_matrix(
+    params: Params, spec: ModelSpec, layout: Layout | None = None
+) -> Float[Array, "D V"]:
+    """Return the output projection: the transposed embedding when tied, else its own array.
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        layout: How activations are split over a mesh; the matrix is then gathered from the devices
+            that split tokens, and stays split by vocabulary.
+
+    Raises:
+        ValueError: The model ends in a value head or in a reward head.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> head_matrix({"embed": jnp.ones((8, 4))}, spec).shape
+    (4, 8)
+    """
+    if spec.value_head or spec.reward_head:
+        head = "value" if spec.value_head else "reward"
+        raise ValueError(f"a model with a {head} head has no logits; wanted a language model")
+    matrix = gathered(params, spec, "embed" if spec.tied_embeddings else "head", layout)
+    return matrix.T if spec.tied_embeddings else matrix
+
+
+def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+    """Project hidden states onto the vocabulary: inputs in the dtype of `hidden`, sums in float32.
+
+    With a soft-cap c the product z becomes c·tanh(z/c), in float32 (Gemma 2,
+    https://arxiv.org/abs/2408.00118, section 2).
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        hidden: Hidden states after the final norm.
+
+    Returns:
+        Logits in float32.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> logits({"embed": jnp.ones((8, 4))}, spec, jnp.ones((2, 4), jnp.bfloat16)).dtype
+    dtype('float32')
+    """
+    head = head_matrix(params, spec).astype(hidden.dtype)
+    z = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    cap = spec.logit_softcap
+    return z if cap is None else cap * jnp.tanh(z / cap)
 
 
 def token_values(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:

@@ -20,11 +20,11 @@ from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, describe
 from jaxrl_llm.data.packing import unpack
-from jaxrl_llm.models.heads import token_values
+from jaxrl_llm.models.heads import head_matrix, token_values
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward_with_router, head_matrix
+from jaxrl_llm.models.transformer import forward_with_router
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.types import Rows
 

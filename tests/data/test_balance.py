@@ -13,10 +13,11 @@ from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, m
 from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
+from jaxrl_llm.models.heads import head_matrix
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, head_matrix
+from jaxrl_llm.models.transformer import forward
 
 NUMBERS = st.lists(st.integers(0, 40), max_size=7)
 

@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from jaxrl_llm import export, sft
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 
 TOKENS = np.array([[5, 9, 77, 31, 200, 258, 3]])
 BASE = {

@@ -18,10 +18,11 @@ import torch
 import transformers
 
 from jaxrl_llm import export, sft
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import read_adapter_spec
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 
 pytestmark = [
     # peft asks transformers under a name that transformers has deprecated

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.cache import Cache, extend, init_cache
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.rope import YarnScaling
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 
 PROMPTS, NEW, SLOTS = np.array([1, 4, 7]), 5, 14
 

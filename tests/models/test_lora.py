@@ -16,6 +16,7 @@ import transformers
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec, save_adapter
 from jaxrl_llm.models.hf_config import read_spec
@@ -30,7 +31,7 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
 from jaxrl_llm.models.spec import LoraSpec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.sharding.rules import shardings

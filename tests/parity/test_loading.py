@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from jaxrl_llm.models.heads import sequence_scores, token_values, with_value_head
+from jaxrl_llm.models.heads import head_matrix, sequence_scores, token_values, with_value_head
 from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.transformer import forward, head_matrix
+from jaxrl_llm.models.transformer import forward
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

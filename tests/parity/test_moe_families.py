@@ -12,10 +12,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import extend, init_cache
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
-from jaxrl_llm.models.transformer import forward, forward_with_router, logits
+from jaxrl_llm.models.transformer import forward, forward_with_router
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

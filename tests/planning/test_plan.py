@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm import plan as planner
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf_config import make_config, read_spec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import initialize, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.planning.advice import advise, scaled
 from jaxrl_llm.planning.estimate import GPUS, forward_flops
 from jaxrl_llm.planning.lowering import bytes_on_device, halves

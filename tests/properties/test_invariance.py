@@ -21,9 +21,10 @@ from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.objective import Forward, PolicyObjective

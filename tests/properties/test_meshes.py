@@ -16,11 +16,12 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, forward_with_router, logits
+from jaxrl_llm.models.transformer import forward, forward_with_router
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams

@@ -22,11 +22,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.hf_config import config_to_save
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams

@@ -12,9 +12,10 @@ from jaxrl_llm.algorithms.losses import ppo_clip, select_clip_cov, select_kl_cov
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import clipped_value_loss
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, logits
+from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.objective import Forward, PolicyObjective, ValueObjective

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int
 
 from jaxrl_llm.models.cache import Cache, extend, init_cache
+from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import logits
 from jaxrl_llm.rollout.native.sampler import Chances, Processors, choose_tokens
 from jaxrl_llm.sharding.layout import Layout
 

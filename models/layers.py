@@ -1,0 +1,281 @@
+"""One layer of the decoder as free functions: norms, attention's inputs, feed-forward, their sum.
+
+Parameters may be float32 master weights: matrices are cast to the compute dtype where they are
+used. RMS norms and rotations are computed in float32.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.linear import adapted_matrix, linear
+from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
+from jaxrl_llm.models.moe.mixture import mixture
+from jaxrl_llm.models.rope import Rotation, rotate, rotation
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+
+State = TypeVar("State")
+Router = dict[str, Any]  # what the experts of a layer report; empty for a plain feed-forward
+ACTIVATION_FUNCTIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+"""Stores a function's arguments for the backward pass, and nothing of what it computes."""
+
+
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float, unit_offset: bool = False
+) -> Float[Array, "*B D"]:
+    r"""Normalize by the root mean square, $x\,g / \sqrt{\mathrm{mean}(x^2)+\epsilon}$.
+
+    Zhang & Sennrich 2019, eq. 4 (https://arxiv.org/abs/1910.07467), with ε inside the root. All of
+    it is in float32, the product with g included, and only the result is rounded to the dtype of x.
+    Gemma's code does the same; that of Llama and Qwen rounds before the product, which in bfloat16
+    costs up to one more bit.
+
+    Args:
+        x: Input.
+        scale: The scale g.
+        eps: Added to the mean square.
+        unit_offset: Whether g is 1 + `scale` (Gemma).
+
+    Returns:
+        The normed input, in its dtype.
+
+    >>> rms_norm(jnp.array([3.0, -3.0]), jnp.array([1.0, 2.0]), eps=0.0).round(5).tolist()
+    [1.0, -2.0]
+    """
+
+    @_recomputed
+    def normed(x: Array, scale: Array) -> Array:
+        wide, gain = x.astype(jnp.float32), scale.astype(jnp.float32) + float(unit_offset)
+        scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+        return (scaled * gain).astype(x.dtype)
+
+    return normed(x, scale)
+
+
+class Layer(NamedTuple):
+    """What tells the layers of a stack apart, besides their weights.
+
+    Attributes:
+        windowed: Whether it has the window; None where all layers of the model are alike.
+    """
+
+    windowed: Bool[Array, "*layers"] | bool | None
+
+
+class Rotations(NamedTuple):
+    """Rotations of the rows' positions: of most layers, and of those with the window."""
+
+    main: Rotation
+    windowed: Rotation
+
+    def of(self, layer: Layer) -> Rotation:
+        """Return the rotation of one layer."""
+        windowed = layer.windowed
+        if self.main is self.windowed or windowed is None:
+            return self.main
+        if isinstance(windowed, bool):
+            return self.windowed if windowed else self.main
+        return jax.tree.map(lambda a, b: jnp.where(windowed, b, a), self.main, self.windowed)
+
+
+def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
+    """Compute the rotations that the layers of a model choose from.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> rotations(spec, jnp.array([[0, 1]])).main.cos.shape
+    (1, 2, 1)
+    """
+    width, theta = spec.rotary_width, spec.rope_theta
+    main = rotation(positions, head_width=width, theta=theta, scaling=spec.rope_scaling)
+    if spec.local_rope_theta is None:
+        return Rotations(main, main)
+    return Rotations(main, rotation(positions, head_width=width, theta=spec.local_rope_theta))
+
+
+def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
+    """Yield the weights of each stack of layers, and what else tells its layers apart.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32, window=4, windowed_layers=(True, False))
+    >>> [layer.windowed.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
+    [[True, False]]
+    """
+    for name, layers in spec.stacks.items():
+        windowed = spec.windowed_layers[layers.start : layers.stop]
+        yield params[name], Layer(jnp.array(windowed) if windowed else None)
+
+
+def attending(spec: ModelSpec, layer: Layer) -> Attending:
+    """Return how one layer attends: the scale of its scores, its window and its soft-cap.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=4,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> attending(spec, Layer(None)).scale
+    0.5
+    """
+    window = spec.window
+    if layer.windowed is False:
+        window = None
+    elif window is not None and layer.windowed is not None:
+        window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
+    return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
+
+
+def feed_forward(
+    weights: Params,
+    spec: ModelSpec,
+    h: Float[Array, "R L D"],
+    real: Bool[Array, "R L"] | None = None,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "R L D"], Router]:
+    """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
+
+    Shazeer 2020 (https://arxiv.org/abs/2002.05202). In a layer with a router it is the routed
+    experts of `models.moe.mixture`, and the shared ones beside them.
+
+    Args:
+        weights: One layer's arrays.
+        spec: The model.
+        h: Normed residual stream.
+        real: Which positions are not padding; None means all. Only what is reported depends on it.
+        layout: How activations are split over a mesh.
+
+    Returns:
+        What is added to the residual stream, and what the experts report: the fields of
+        `models.moe.balance.RouterStats`.
+
+    >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
+    >>> feed_forward(weights, spec, jnp.full((1, 1, 1), 100.0))
+    (Array([[[10000.]]], dtype=float32), {})
+    """
+    activation = ACTIVATION_FUNCTIONS[spec.activation]
+
+    @_recomputed
+    def gated(gate: Array, up: Array) -> Array:
+        return activation(gate) * up
+
+    def plain(prefix: str) -> Array:
+        gate, up = (linear(weights, spec, f"{prefix}{name}", h) for name in ("gate", "up"))
+        return linear(weights, spec, f"{prefix}down", gated(gate, up))
+
+    if spec.moe is None or "router" not in weights:
+        return plain(""), {}
+    real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
+    scale = spec.lora.scale if spec.lora else 0.0
+    out, stats = mixture(
+        weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
+    )
+    out = out + plain("shared_") if spec.moe.shared_ff_width else out
+    return out, stats._asdict()
+
+
+def queries_keys_values(
+    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation
+) -> tuple[Float[Array, "R L N H"], Float[Array, "R L K H"], Float[Array, "R L K H"]]:
+    """Compute what a layer's attention takes: queries and keys, both rotated, and values.
+
+    Args:
+        weights: One layer's arrays.
+        spec: The model.
+        h: Normed residual stream.
+        by: Rotations for the rows' positions.
+
+    Returns:
+        q, k and v; with latent attention those of `models.mla`.
+
+    >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32, qk_norm=False)
+    >>> weights = {name: jnp.ones((1, n, 2)) for name, n in dict(query=2, key=1, value=1).items()}
+    >>> by = rotations(spec, jnp.array([[0]])).main
+    >>> queries_keys_values(weights, spec, jnp.ones((1, 1, 1)), by)[0].tolist()
+    [[[[1.0, 1.0], [1.0, 1.0]]]]
+    """
+
+    def apply(name: str, x: Array) -> Array:
+        return linear(weights, spec, name, x)
+
+    def latent_norm(name: str, x: Array) -> Array:
+        return rms_norm(x, weights[name], eps=LATENT_NORM_EPS)
+
+    if spec.latent is not None and spec.latent.absorbed:
+        kv_b = adapted_matrix(weights, spec, "kv_b")
+        return absorb(spec.latent, h, by, apply, latent_norm, kv_b)
+    if spec.latent is not None:
+        return expand(spec.latent, h, by, apply, latent_norm)
+    q, k, v = (apply(name, h) for name in ("query", "key", "value"))
+    if spec.qk_norm:
+        q, k = norm_of(spec, q, weights["query_norm"]), norm_of(spec, k, weights["key_norm"])
+    return rotate(q, by), rotate(k, by), v
+
+
+def decoder_layer(
+    weights: Params,
+    spec: ModelSpec,
+    x: Float[Array, "R L D"],
+    by: Rotation,
+    attention: Callable[[Array, Array, Array], tuple[Array, State]],
+    real: Bool[Array, "R L"] | None = None,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "R L D"], State, Router]:
+    """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
+
+    With `spec.post_norms` what is added is normed too.
+
+    Args:
+        weights: One layer's arrays, without the leading `layers` axis.
+        spec: The model.
+        x: Residual stream; its dtype is the compute dtype.
+        by: Rotations for the rows' positions.
+        attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
+            attends within the row; decoding writes into a cache and returns it as the state.
+        real: Which positions are not padding; None means all.
+        layout: How activations are split over a mesh.
+
+    Returns:
+        The residual stream, what `attention` returned as its state, and what the experts report.
+    """
+
+    def norm(x: Array, name: str) -> Array:
+        return norm_of(spec, x, weights[name])
+
+    h = norm(x, "attention_norm")
+    q, k, v = queries_keys_values(weights, spec, h, by)
+    mixed, state = attention(q, k, v)
+    if spec.latent is not None:
+        kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
+        mixed = mixed_values(spec.latent, mixed, kv_b)
+    out = linear(weights, spec, "output", mixed, inputs=2)
+    x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
+    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
+    return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+
+
+def norm_of(
+    spec: ModelSpec, x: Float[Array, "*B D"], scale: Float[Array, " D"]
+) -> Float[Array, "*B D"]:
+    """Norm with a model's ε and kind of scale.
+
+    >>> spec = ModelSpec(vocab_size=8, width=2, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> norm_of(spec, jnp.array([3.0, -3.0]), jnp.ones(2)).round(5).tolist()
+    [1.0, -1.0]
+    """
+    return rms_norm(x, scale, eps=spec.norm_eps, unit_offset=spec.unit_offset_norms)
