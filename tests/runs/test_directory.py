@@ -98,9 +98,9 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path,
     config, waited = config_of(tmp_path), []
     with contextlib.ExitStack() as other:
         other.enter_context(run_folder(tmp_path, config))
-        monkeypatch.setattr(context, "_members", [again._replace(restarts=0)])
+        monkeypatch.setattr(context, "_contexts", [again._replace(restarts=0)])
         assert "another process is running" in refusal(enter, tmp_path, config)
-        monkeypatch.setattr(context, "_members", [again])
+        monkeypatch.setattr(context, "_contexts", [again])
         monkeypatch.setattr(directory, "LEASE_S", 0.0)
         assert "another process is running" in refusal(enter, tmp_path, config)
         monkeypatch.setattr(directory, "LEASE_S", 60.0)
