@@ -42,6 +42,7 @@ from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -127,18 +128,6 @@ def case_of(name: str, sequences: int, dtype: str) -> Case:
         drawn = lognormal_lengths(sequences, most // 4, most)
         lengths = np.random.default_rng(0).permutation(drawn).tolist()
     return Case(name, SIZES[model], lengths, most, dtype)
-
-
-def update_flops(spec: ModelSpec, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of a forward and a backward pass over sequences, without padding.
-
-    >>> spec = case_of("tiny-512-equal", 1, "float32").spec
-    >>> update_flops(spec, [2]) - 2 * update_flops(spec, [1])  # a pair of tokens, 4 layers, N·H=128
-    6144.0
-    """
-    n = np.array(lengths, np.float64)
-    pairs = 12 * spec.layers * spec.heads * spec.head_width * (n * (n + 1) / 2).sum()
-    return float(model_cost(spec).flops * n.sum() + pairs)
 
 
 def batch_of(case: Case) -> Batch:

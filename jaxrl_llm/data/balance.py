@@ -8,12 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxrl_llm.models.arrays import ArrayDecl
-from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.spec import ModelSpec
 
 
@@ -56,23 +54,11 @@ def model_cost(spec: ModelSpec) -> Cost:
     >>> model_cost(spec).breakeven * 3 * 2 * 2  # 3 layers of 48 + 72, norms of 4, and the embedding
     420.0
     """
-    declared = declare(spec)
-    if not spec.tied_embeddings or spec.value_head or spec.reward_head:
-        del declared["embed"]  # looked up, not multiplied with
-    leaves = jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, ArrayDecl))
     windowed = sum(spec.windowed_layers) if spec.windowed_layers else spec.layers
     full = spec.layers - (windowed if spec.window else 0)
     pairs = full * spec.heads * spec.head_width
-    parameters = sum(_multiplied(leaf, spec) for leaf in leaves)
+    parameters = sum(active_parameters(spec))
     return Cost(parameters / pairs if pairs else math.inf, 6.0 * parameters)
-
-
-def _multiplied(array: ArrayDecl, spec: ModelSpec) -> int:
-    """Return how many of an array's parameters a token is multiplied with."""
-    parameters = math.prod(array.shape)
-    if spec.moe and "experts" in array.stacked:
-        return parameters // spec.moe.experts * spec.moe.experts_per_token
-    return parameters
 
 
 def karmarkar_karp(

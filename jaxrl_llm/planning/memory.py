@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import forward_flops
 from jaxrl_llm.planning.lowering import (
     Role,
     bytes_on_device,
@@ -201,7 +201,8 @@ def workload(shapes: Shapes, step: str) -> Work:
     updates = batch.prompts_per_step // groups * batch.epochs_per_step
     runs = microbatches(config, role)
     params, moments = bytes_on_device(role.params), bytes_on_device(role.optimizer)
-    forward = forward_flops(role.settings.spec, role.shape.tokens, longest(config) / 2)
+    tokens = role.shape.tokens
+    forward = forward_flops(role.settings.spec, tokens, tokens * longest(config) / 2)
     if what == "apply":
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
     if what == "accumulate":
@@ -221,5 +222,7 @@ def _engine_work(shapes: Shapes, what: str) -> Work:
     if what == "decode":
         attended = prompt + answer / 2
         cached = shapes.cache / 2 * attended / longest(config)  # half of it are pages
-        return Work(mesh, rounds * answer, weights + cached, forward_flops(spec, slots, attended))
-    return Work(mesh, 1.0, weights, forward_flops(spec, prompts * prompt, prompt / 2))
+        flops = forward_flops(spec, slots, slots * attended)
+        return Work(mesh, rounds * answer, weights + cached, flops)
+    tokens = prompts * prompt
+    return Work(mesh, 1.0, weights, forward_flops(spec, tokens, tokens * prompt / 2))

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import PER_NODE, Gpu, forward_flops, seconds
+from jaxrl_llm.planning.estimate import PER_NODE, Gpu, seconds
 from jaxrl_llm.planning.program import PASSES, Collective, Counted
 from jaxrl_llm.planning.sampling import Generation, resident
 
@@ -78,7 +79,7 @@ def train_seconds(
     """
     whole = lengths + prompt
     tokens = int(whole.sum())
-    flops = forward_flops(spec, tokens, resident(whole, 0)) * (4 if update else 1)
+    flops = forward_flops(spec, tokens, tokens * resident(whole, 0)) * (4 if update else 1)
     runs = math.ceil(tokens / (mesh.data * mesh.fsdp * mesh.tokens))
     each = sent(spec, mesh, update=update)
     weights = (12 if update else 2) * parameter_count(spec) / (mesh.fsdp * mesh.tensor)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf_config import make_config
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import COMPUTE, GPUS, forward_flops
+from jaxrl_llm.planning.estimate import COMPUTE, GPUS
 from jaxrl_llm.planning.lowering import halves
 from jaxrl_llm.planning.memory import lay_out
 from jaxrl_llm.planning.program import count
@@ -208,7 +209,7 @@ def test_a_group_leaves_the_node_when_it_is_wider_than_one():
 
 def test_training_on_one_gpu_is_its_operations():
     lengths, gpu, mesh = np.full(1000, 90), GPUS["H200"], TrainMesh(1, 1, 1, 10**6)
-    flops = forward_flops(SPEC, 100_000, 50)
+    flops = forward_flops(SPEC, 100_000, 100_000 * 50)
     passed = train_seconds(SPEC, lengths, 10, mesh, gpu, update=False)
     assert passed == pytest.approx(flops / (COMPUTE * gpu.flops))
     assert train_seconds(SPEC, lengths, 10, mesh, gpu, update=True) == pytest.approx(4 * passed)

@@ -1,0 +1,126 @@
+"""Floating-point operations (FLOPs) of a model: of a forward pass, of an update, of one token.
+
+Only what no implementation can do without is counted: two FLOPs for each number of a weight matrix
+and token, and those of the products in attention. Norms, activation functions and softmax are left
+out, and so is what a program computes twice or for padding.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxrl_llm.models.arrays import ArrayDecl
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
+
+
+class ActiveParameters(NamedTuple):
+    """Numbers of parameters that one token is multiplied with.
+
+    Of experts those count that a token is sent to. Embeddings count as a head if they are tied to
+    it, and not where tokens are only looked up in them.
+
+    Attributes:
+        layers: in matrices of the layers.
+        head: in the matrix of the output head.
+        vectors: in scales of norms, and in biases.
+    """
+
+    layers: int
+    head: int
+    vectors: int
+
+
+def active_parameters(spec: ModelSpec) -> ActiveParameters:
+    """Count the parameters that one token is multiplied with.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  qk_norm=False, max_positions=32)
+    >>> active_parameters(spec)  # each layer has 48 in attention and 72 in the MLP
+    ActiveParameters(layers=360, head=32, vectors=28)
+    """
+    declarations = declare(spec)
+    embed = declarations.pop("embed")
+    heads = [declarations.pop(name) for name in ("score", "head") if name in declarations]
+    leaves = jax.tree.leaves(declarations, is_leaf=lambda leaf: isinstance(leaf, ArrayDecl))
+    return ActiveParameters(
+        sum(_active(leaf, spec) for leaf in leaves if len(leaf.hf_axes) > 1),
+        sum(_active(leaf, spec) for leaf in heads or [embed]),
+        sum(_active(leaf, spec) for leaf in leaves if len(leaf.hf_axes) == 1),
+    )
+
+
+def _active(array: ArrayDecl, spec: ModelSpec) -> int:
+    size = math.prod(array.shape)
+    if spec.moe and "experts" in array.stacked:
+        return size // spec.moe.experts * spec.moe.experts_per_token
+    return size
+
+
+def forward_flops(
+    spec: ModelSpec, tokens: int | float, pairs: int | float, *, scored: int | float | None = None
+) -> int | float:
+    r"""Count the FLOPs of a forward pass, $2\,(T P_{layers} + T_{scored} P_{head} + A)$.
+
+    Each of the pairs of a token and one that it attends to costs a product of keys and one of
+    values in each layer, so $A = \mathrm{pairs} \cdot \mathrm{layers} \cdot N (H_k + H_v)$;
+    Kaplan et al. 2020, section 2.1 (https://arxiv.org/abs/2001.08361).
+
+    Args:
+        spec: The model.
+        tokens: T, all of them.
+        pairs: Of a token and one that it attends to, over all tokens; also in layers with a window.
+        scored: Tokens whose logits are computed; None computes all.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> forward_flops(spec, 1, 0) == 2 * (4 * 8 + 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 6)
+    True
+    >>> forward_flops(spec, 3, 6) - forward_flops(spec, 3, 6, scored=1) == 2 * 2 * 4 * 8
+    True
+    """
+    active = active_parameters(spec)
+    products = tokens * active.layers + (tokens if scored is None else scored) * active.head
+    return 2 * (products + pairs * spec.layers * spec.heads * _widths(spec))
+
+
+def _widths(spec: ModelSpec) -> int:
+    """Return the width of a head's keys and values together."""
+    if spec.latent is None:
+        return 2 * spec.head_width
+    if spec.latent.absorbed:
+        return 2 * spec.head_width - spec.latent.rope_width
+    return spec.latent.key_width + spec.latent.value_width
+
+
+def update_flops(spec: ModelSpec, lengths: Sequence[int]) -> int | float:
+    """Count the FLOPs of a forward and a backward pass, twice as many, over causal sequences.
+
+    Args:
+        spec: The model.
+        lengths: Tokens of each sequence.
+
+    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
+    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...                  max_positions=32)
+    >>> update_flops(spec, [2]) - 2 * update_flops(spec, [1])  # one more pair, N = H = 2
+    48
+    """
+    return 3 * forward_flops(spec, sum(lengths), causal_pairs(0, *lengths))
+
+
+def causal_pairs(start: int, *ends: int) -> int:
+    """Count the pairs of tokens, each with itself and those before it, of causal sequences.
+
+    Args:
+        start: Tokens of each sequence that are left out as the attending ones, as they are cached.
+        ends: Tokens of each sequence, those left out among them.
+
+    >>> causal_pairs(0, 3), causal_pairs(2, 3), causal_pairs(0, 2, 3)
+    (6, 3, 9)
+    """
+    return sum((end * (end + 1) - start * (start + 1)) // 2 for end in ends)

@@ -1,0 +1,61 @@
+"""FLOPs of a model against what XLA counts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.flops import causal_pairs, forward_flops, update_flops
+from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.transformer import forward
+
+SPEC = ModelSpec(
+    vocab_size=512,
+    width=512,
+    layers=1,  # XLA counts a loop's body once
+    heads=8,
+    kv_heads=4,
+    head_width=64,
+    ff_width=1536,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=512,
+)
+
+
+def counted_by_xla(spec, length):
+    def run(params, rows):
+        return logits(params, spec, forward(params, spec, rows, rows, rows))
+
+    params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return jax.jit(run).lower(params, rows).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_forward_pass_has_the_flops_that_xla_counts(tied):
+    spec, length = dataclasses.replace(SPEC, tied_embeddings=tied), 64
+    needed = forward_flops(spec, length, length**2)  # XLA's attention computes all pairs
+    np.testing.assert_allclose(
+        counted_by_xla(spec, length), needed, rtol=0.05
+    )  # and norms, softmax
+
+
+def test_an_update_has_thrice_the_flops_of_a_causal_forward_pass():
+    lengths = [3, 7, 1]
+    pairs = sum(seen for length in lengths for seen in range(1, length + 1))
+    assert causal_pairs(0, *lengths) == pairs
+    assert update_flops(SPEC, lengths) == 3 * forward_flops(SPEC, 11, pairs)
+
+
+def test_a_prompt_in_the_cache_is_not_computed_again():
+    parts = [
+        forward_flops(SPEC, end - start, causal_pairs(start, end), scored=0)
+        for start, end in ((0, 3), (3, 5))
+    ]
+    assert sum(parts) == forward_flops(SPEC, 5, causal_pairs(0, 5), scored=0)
