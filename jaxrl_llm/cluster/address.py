@@ -41,11 +41,11 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
     >>> check_answers("nowhere")
     Traceback (most recent call last):
         ...
-    jaxrl_llm.config.errors.ConfigError: cluster.address='nowhere', wanted host:port or ray://host:port
+    jaxrl_llm.config.errors.ConfigError: cluster.address: expected (ray://)host:port, got 'nowhere'
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
-        raise ConfigError(f"cluster.address={address!r}, wanted host:port or ray://host:port")
+        raise ConfigError(f"cluster.address: expected (ray://)host:port, got {address!r}")
     seconds = min(seconds, CONNECT_S)
     until = time.monotonic() + seconds
     try:
@@ -60,9 +60,8 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
     if len(answer) < len(SETTINGS) or answer[3:9] != SETTINGS[3:]:
         end = "and then the connection's end" if closed else f"in {seconds:g} s"
         raise ConfigError(
-            f"no Ray cluster answers at cluster.address={address!r}: got "
-            f"{answer[:60] if answer else 'nothing'} {end}, wanted a server that speaks HTTP/2, "
-            "as Ray's do"
+            f"no Ray cluster answers at cluster.address={address!r}: expected a server that speaks "
+            f"HTTP/2, as Ray's do, got {answer[:60] if answer else 'nothing'} {end}"
         )
 
 

@@ -134,8 +134,8 @@ def assemble(pieces: Sequence[Piece], bounds: Bounds, dtype: np.dtype, name: str
         filled += math.prod(end - first for first, end in common)
     if filled != box.size:
         raise EngineError(
-            f"of the weights {name}, {list(bounds)}, {filled} numbers of dtype {dtype} came, "
-            f"wanted {box.size}"
+            f"weights {name}, {list(bounds)}: expected {box.size} numbers of dtype {dtype}, "
+            f"got {filled}"
         )
     return box
 

@@ -39,7 +39,7 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
     """
     for index, size in enumerate(sizes):
         if not 0 < size <= shape.length:
-            raise ValueError(f"sequence {index} has {size} tokens, wanted 1 to {shape.length}")
+            raise ValueError(f"sequence {index}: expected 1 to {shape.length} tokens, got {size}")
     costs = shape.cost(sizes)
     # ranks of equal cost, or else of equal size, which are easier to pack
     levels = [costs, sizes.astype(np.float64)] if shape.ranks > 1 else [costs]

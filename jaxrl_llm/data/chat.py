@@ -51,12 +51,12 @@ def load_tokenizer(directory: str | Path) -> Any:
 
     >>> load_tokenizer("/no/such/model")
     Traceback (most recent call last):
-    ValueError: tokenizer: no directory '/no/such/model'; wanted a local model or one of the hub
+    ValueError: tokenizer: expected a local model or one of the hub: no directory '/no/such/model'
     """
     try:
         path = resolve(directory)
     except FileNotFoundError as error:
-        raise ValueError(f"tokenizer: {error}; wanted a local model or one of the hub") from error
+        raise ValueError(f"tokenizer: expected a local model or one of the hub: {error}") from error
     from transformers import AutoTokenizer
 
     try:
@@ -187,16 +187,16 @@ def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
     >>> stop_ids(Plain(), "/")
     (7,)
     """
-    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    tokens = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     path = resolve(directory) / "generation_config.json"
     if path.is_file():
-        found |= _configured_stop_ids(path)
-    if not found:
+        tokens |= _configured_stop_ids(path)
+    if not tokens:
         raise ValueError(
             f"stop tokens: the tokenizer has no eos token and {str(path)!r} names no eos_token_id,"
             " so a reply could never end"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(tokens))
 
 
 def _configured_stop_ids(path: Path) -> set[int]:
@@ -210,6 +210,7 @@ def _configured_stop_ids(path: Path) -> set[int]:
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
         raise ValueError(
-            f"stop tokens: {str(path)!r} has eos_token_id {value!r}, wanted an id or a list of ids"
+            f"stop tokens: expected an id or a list of ids as eos_token_id in {str(path)!r}, "
+            f"got {value!r}"
         )
     return set(listed)

@@ -6,30 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.data.chat import Tokenizer, encode_prompt
-from jaxrl_llm.data.rows import (
-    Row,
-    check_example_row,
-    check_prompt_row,
-    load_rows,
-    read_rows,
-    sft_rows,
-    verl_rows,
-)
-
-__all__ = [
-    "Example",
-    "Prompt",
-    "Row",
-    "batches",
-    "check_example_row",
-    "check_prompt_row",
-    "load_rows",
-    "read_rows",
-    "sft_rows",
-    "tokenize_examples",
-    "tokenize_prompts",
-    "verl_rows",
-]
+from jaxrl_llm.data.rows import Row
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +136,8 @@ def tokenize_examples(
 def _fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) -> bool:
     if length > limit and not filter_overlong:
         raise ValueError(
-            f"dataset row {index}: {length} tokens, wanted at most {name}={limit}; raise it, or set"
-            " filter_overlong to drop such rows"
+            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}; raise it,"
+            " or set filter_overlong to drop such rows"
         )
     return length <= limit
 
@@ -207,13 +184,13 @@ def batches(
     [['a', 'b'], ['c', 'd'], ['e', 'a'], ['b', 'c'], ['d', 'e']]
     """
     if not items:
-        raise ValueError("batches: got no items, wanted one or more")
+        raise ValueError("batches: expected one item or more, got none")
     if batch_size < 1 or (epochs is not None and epochs < 1):
         raise ValueError(
-            f"batches: got batch_size={batch_size}, epochs={epochs}; wanted both to be at least 1"
+            f"batches: expected at least 1 each, got batch_size={batch_size}, epochs={epochs}"
         )
     if not 0 <= seed < 2**32:
-        raise ValueError(f"batches: got seed={seed}, wanted 0 <= seed < 2**32")
+        raise ValueError(f"batches: expected 0 <= seed < 2**32, got {seed}")
     if drop_remainder and epochs is not None and len(items) * epochs < batch_size:
         raise ValueError(
             f"batches: {len(items)} items for {epochs} epochs never fill a batch of {batch_size}"

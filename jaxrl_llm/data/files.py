@@ -1,4 +1,8 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all.
+
+A file is locked (`flock`) under the name by which it is renamed in the end, so no lock file stays
+beside it; `filelock` would leave one there.
+"""
 
 import contextlib
 import fcntl
@@ -8,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-PARTIAL = ".jaxrl_llm_partial"
-"""How the names of files end that are not written to their end."""
+PARTIAL_SUFFIX = ".jaxrl_llm_partial"
+"""Of the names of files that are not written to their end."""
 
-WAIT_S = 300.0  # for another that writes the same file
-LOOK_S = 0.05  # between two looks whether it has ended
+LOCK_TIMEOUT_S = 300.0  # for another that writes the same file
+POLL_INTERVAL_S = 0.05  # between two tries to lock it
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write, which appears complete or not at all.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write, which appears complete or not at all.
 
     It is written beside its own place and renamed in the end. What a writer that was killed left
     there, the next one replaces. Two writers of one file take turns, and the last one's stays.
@@ -26,17 +30,17 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         path: to create or to replace; its folder exists.
 
     Raises:
-        TimeoutError: another process has been writing it for `WAIT_S`.
+        TimeoutError: another process has been writing it for `LOCK_TIMEOUT_S`.
         OSError: it can't be written, or its file system knows no locks.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
-    >>> with whole_file(folder / "a.txt") as file:
+    >>> with atomic_write(folder / "a.txt") as file:
     ...     _ = file.write(b"all of it")
     >>> [path.name for path in folder.iterdir()]
     ['a.txt']
     """
-    partial = path.with_name(f".{path.name}{PARTIAL}")
+    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
     try:
         with _locked(partial) as file:
             try:
@@ -58,12 +62,12 @@ def remove_partials(folder: Path) -> None:
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
-    >>> (folder / f".a.txt{PARTIAL}").touch()
+    >>> (folder / f".a.txt{PARTIAL_SUFFIX}").touch()
     >>> remove_partials(folder)
     >>> [*folder.iterdir()]
     []
     """
-    for partial in folder.glob(f".*{PARTIAL}"):
+    for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
         if (file := _try_lock(partial)) is not None:
             with file:
                 partial.unlink()
@@ -71,14 +75,14 @@ def remove_partials(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that no other process has open here; make it if there is none."""
-    until = time.monotonic() + WAIT_S
+    """Open a file that no other process has open here; create it if there is none."""
+    until = time.monotonic() + LOCK_TIMEOUT_S
     while (file := _try_lock(path)) is None:
         if time.monotonic() > until:
             raise TimeoutError(
-                f"{path}: another process has been writing it for {WAIT_S:g} s, wanted it to end"
+                f"{path}: another process has been writing it for {LOCK_TIMEOUT_S:g} s"
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     with file:
         try:
             yield file

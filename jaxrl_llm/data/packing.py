@@ -107,7 +107,7 @@ def row_shape(
     if rows == 0:
         raise ValueError(
             f"a micro-batch of {tokens} tokens can't hold {multiple_of} rows of {length} tokens, "
-            f"one for each part of the batch: wanted at least {multiple_of * length}"
+            f"one for each part of the batch: expected at least {multiple_of * length}"
         )
     rows = min(rows, -(-sequences // multiple_of) * multiple_of)
     slots = min(rows * MAX_SEQUENCES_PER_ROW, sequences)

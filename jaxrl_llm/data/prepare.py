@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.scorers import last_boxed
 
 Written = dict[Path, int]  # rows per file
 
-MOST_PROBLEMS = 2**62  # more than this can't be sampled from
+MAX_PROBLEMS = 2**62  # more than this can't be sampled from
 
 
 def arithmetic(  # noqa: PLR0913 - each is a key of a config
@@ -68,8 +68,8 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
     problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
     if mistakes and (operators != "+" or not 0 <= mistakes <= 1):
         raise ValueError(
-            f"arithmetic: got mistakes={mistakes} with operators {operators!r}; wanted a share"
-            " from 0 to 1, and only the operator '+', which has carries to forget"
+            "arithmetic: expected mistakes from 0 to 1, and then only the operator '+', which has"
+            f" carries to forget; got mistakes={mistakes} with operators {operators!r}"
         )
     rng = random.Random(seed)
     chosen = rng.sample(range(problems), validation_rows + train_rows)
@@ -82,7 +82,7 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
         text = _problem(number, digits=digits, terms=terms, operators=operators)
         value = str(_value(text))
         if zero_pad:
-            text = re.sub("[0-9]+", lambda found: found.group().zfill(digits), text)
+            text = re.sub("[0-9]+", lambda match: match.group().zfill(digits), text)
         return f"{text}=", value
 
     def example(number: int) -> Row:
@@ -108,22 +108,22 @@ def _check_arithmetic(
 ) -> None:
     if min(train_rows, validation_rows, digits, terms) < 1 or sft_rows < 0:
         raise ValueError(
-            f"arithmetic: got train_rows={train_rows}, validation_rows={validation_rows},"
-            f" sft_rows={sft_rows}, digits={digits}, terms={terms}; wanted at least 1 each"
-            " (sft_rows: 0)"
+            f"arithmetic: expected at least 1 each (sft_rows: 0), got train_rows={train_rows},"
+            f" validation_rows={validation_rows}, sft_rows={sft_rows}, digits={digits},"
+            f" terms={terms}"
         )
     if not operators or set(operators) - set("+-*") or len(set(operators)) < len(operators):
         raise ValueError(
-            f"arithmetic: got operators {operators!r}, wanted some of '+-*', each once"
+            f"arithmetic: expected as operators some of '+-*', each once, got {operators!r}"
         )
     problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
-    if problems > MOST_PROBLEMS:
+    if problems > MAX_PROBLEMS:
         raise ValueError(f"arithmetic: {digits} digits and {terms} terms are too many to sample")
-    wanted = validation_rows + max(train_rows, sft_rows)
-    if wanted > problems:
+    needed = validation_rows + max(train_rows, sft_rows)
+    if needed > problems:
         raise ValueError(
             f"arithmetic: only {problems} problems have {digits} digits, {terms} terms and"
-            f" operators {operators!r}; wanted {wanted} (validation plus the larger other file)"
+            f" operators {operators!r}; expected {needed} (validation plus the larger other file)"
         )
 
 
@@ -240,7 +240,7 @@ def _columns(row: Row, where: str, names: Sequence[str]) -> list[str]:
     for name in names:
         if not isinstance(row.get(name), str):
             raise ValueError(
-                f"{where}: wanted text in column {name!r}, got columns {', '.join(sorted(row))}"
+                f"{where}: expected text in column {name!r}, got columns {', '.join(sorted(row))}"
             )
     return [row[name] for name in names]
 
@@ -280,7 +280,7 @@ def _source_rows(source: str, config: str, split: str) -> list[Row]:
     if source.endswith((".parquet", ".jsonl")):
         files = source.split(",")
         if len(files) != 2:
-            raise ValueError(f"{source}: got {len(files)} file(s), wanted two as 'TRAIN,TEST'")
+            raise ValueError(f"{source}: expected two files as 'TRAIN,TEST', got {len(files)}")
         return read_rows(files[split == "test"])
     return _hub_rows(source, config, split)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.data.files import whole_file
+from jaxrl_llm.data.files import atomic_write
 
 Row = dict[str, Any]
 
@@ -32,7 +32,7 @@ def read_rows(path: str | Path) -> list[Row]:
     path = Path(path)
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
     if path.suffix not in readers:
-        raise ValueError(f"{path}: can't read {path.suffix!r} files, wanted .parquet or .jsonl")
+        raise ValueError(f"{path}: expected a .parquet or .jsonl file")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     return readers[path.suffix](path)
@@ -67,7 +67,7 @@ def _json_row(line: str, where: str) -> Row:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: got a {type(row).__name__}, wanted a JSON object")
+        raise ValueError(f"{where}: expected a JSON object, got a {type(row).__name__}")
     return row
 
 
@@ -84,7 +84,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist(list(rows))
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         pyarrow.parquet.write_table(table, file)
 
 
@@ -100,11 +100,11 @@ def verl_rows(paths: Sequence[str]) -> list[Row]:
 
     Raises:
         ValueError: an unreadable file, or a row that does not fit, by file, row (counted from 0),
-            field, what was got and what is wanted.
+            field, what is expected and what was got.
 
     >>> verl_rows(["train.csv"])
     Traceback (most recent call last):
-    ValueError: train.csv: can't read '.csv' files, wanted .parquet or .jsonl
+    ValueError: train.csv: expected a .parquet or .jsonl file
     """
     return _read_all(paths, check_prompt_row)
 
@@ -130,13 +130,13 @@ def sft_rows(paths: Sequence[str]) -> list[Row]:
 
 def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[Row]:
     if isinstance(paths, str) or not paths:
-        raise ValueError(f"dataset paths: got {paths!r}, wanted a list of one file or more")
+        raise ValueError(f"dataset paths: expected a list of one file or more, got {paths!r}")
     rows: list[Row] = []
     for path in paths:
-        of_file = read_rows(path)
-        for number, row in enumerate(of_file):
+        file_rows = read_rows(path)
+        for number, row in enumerate(file_rows):
             check(row, f"{path}, row {number}")
-        rows += of_file
+        rows += file_rows
     return rows
 
 
@@ -165,7 +165,7 @@ def load_rows(
     rows = load_function(spec, home=__name__, passed=("paths",), key="dataset")(paths)
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
         raise ValueError(
-            f"dataset: {spec.fn!r} gave a {type(rows).__name__}, wanted a sequence of rows"
+            f"dataset: expected a sequence of rows from {spec.fn!r}, got a {type(rows).__name__}"
         )
     rows = [rows[number] for number in range(len(rows))]
     for number, row in enumerate(rows):
@@ -178,19 +178,19 @@ def check_prompt_row(row: Any, where: str) -> None:
 
     >>> check_prompt_row({"prompt": "2+2="}, "train.jsonl, row 0")
     Traceback (most recent call last):
-    ValueError: train.jsonl, row 0: field 'prompt': got '2+2=', wanted a list of messages
+    ValueError: train.jsonl, row 0: field 'prompt': expected a list of messages, got '2+2='
     """
     _check_messages(row, where)
     source = row.get("data_source")
     if not isinstance(source, str) or not source:
-        raise _misfit(where, "data_source", source, "a non-empty string")
+        raise _field_error(where, "data_source", source, "a non-empty string")
     reward = row.get("reward_model")
     if not isinstance(reward, dict):
-        raise _misfit(where, "reward_model", reward, "an object with a 'ground_truth'")
+        raise _field_error(where, "reward_model", reward, "an object with a 'ground_truth'")
     if reward.get("ground_truth") is None:
-        raise _misfit(where, "reward_model.ground_truth", None, "the reference answer")
+        raise _field_error(where, "reward_model.ground_truth", None, "the reference answer")
     if not isinstance(row.get("extra_info"), dict | None):
-        raise _misfit(where, "extra_info", row["extra_info"], "an object or nothing")
+        raise _field_error(where, "extra_info", row["extra_info"], "an object or nothing")
 
 
 def check_example_row(row: Any, where: str) -> None:
@@ -199,34 +199,34 @@ def check_example_row(row: Any, where: str) -> None:
     >>> row = {"prompt": [{"role": "user", "content": "2+2="}], "response": 4}
     >>> check_example_row(row, "sft.jsonl, row 0")
     Traceback (most recent call last):
-    ValueError: sft.jsonl, row 0: field 'response': got 4, wanted a non-empty string
+    ValueError: sft.jsonl, row 0: field 'response': expected a non-empty string, got 4
     """
     _check_messages(row, where)
     response = row.get("response")
     if not isinstance(response, str) or not response:
-        raise _misfit(where, "response", response, "a non-empty string")
+        raise _field_error(where, "response", response, "a non-empty string")
 
 
 def _check_messages(row: Any, where: str) -> None:
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: got {_shown(row)}, wanted a row as a dict")
+        raise ValueError(f"{where}: expected a row as a dict, got {_abbreviated(row)}")
     messages = row.get("prompt")
     if not isinstance(messages, list) or not messages:
-        raise _misfit(where, "prompt", messages, "a list of messages")
+        raise _field_error(where, "prompt", messages, "a list of messages")
     for number, message in enumerate(messages):
         name = f"prompt[{number}]"
         if not isinstance(message, dict):
-            raise _misfit(where, name, message, "an object with 'role' and 'content'")
+            raise _field_error(where, name, message, "an object with 'role' and 'content'")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise _misfit(where, f"{name}.{key}", message.get(key), "a string")
+                raise _field_error(where, f"{name}.{key}", message.get(key), "a string")
 
 
-def _misfit(where: str, name: str, got: Any, wanted: str) -> ValueError:
-    return ValueError(f"{where}: field {name!r}: got {_shown(got)}, wanted {wanted}")
+def _field_error(where: str, name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{where}: field {name!r}: expected {expected}, got {_abbreviated(value)}")
 
 
-def _shown(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     if value is None:
         return "nothing"
     text = repr(value)

@@ -16,8 +16,8 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
-from jaxrl_llm.data.dataset import Prompt, check_prompt_row, load_rows, tokenize_prompts
-from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
+from jaxrl_llm.data.rows import check_prompt_row, load_rows, write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
 from jaxrl_llm.evaluation.policy import Policy, read_policy
 from jaxrl_llm.monitoring.report import answer_rows

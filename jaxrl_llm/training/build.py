@@ -22,13 +22,9 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.dataset import (
-    Prompt,
-    check_prompt_row,
-    load_rows,
-    tokenize_prompts,
-)
+from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.rows import check_prompt_row, load_rows
 from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare

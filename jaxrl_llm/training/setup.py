@@ -23,7 +23,7 @@ from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
 from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.data.balance import model_cost
-from jaxrl_llm.data.files import remove_partials, whole_file
+from jaxrl_llm.data.files import atomic_write, remove_partials
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec
@@ -69,7 +69,7 @@ class Model(NamedTuple):
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 

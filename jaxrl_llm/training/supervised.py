@@ -14,12 +14,8 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.dataset import (
-    Example,
-    check_example_row,
-    load_rows,
-    tokenize_examples,
-)
+from jaxrl_llm.data.dataset import Example, tokenize_examples
+from jaxrl_llm.data.rows import check_example_row, load_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec

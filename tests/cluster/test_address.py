@@ -91,7 +91,7 @@ def test_a_server_that_is_not_ray_is_refused_in_time(listen, answer, got):
     message = str(caught.value)
     assert message.startswith(f"no Ray cluster answers at cluster.address='127.0.0.1:{port}': ")
     assert got in message
-    assert message.endswith("wanted a server that speaks HTTP/2, as Ray's do")
+    assert "expected a server that speaks HTTP/2, as Ray's do, got " in message
     assert "\n" not in message
 
 

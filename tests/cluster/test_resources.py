@@ -90,7 +90,7 @@ def test_nodes_with_other_versions_are_refused():
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "host:port"])
 def test_a_wrong_address_is_refused(address):
-    with pytest.raises(ConfigError, match=f"cluster.address='{address}'"):
+    with pytest.raises(ConfigError, match=f"cluster.address.*'{address}'"):
         check_answers(address)
 
 

@@ -67,7 +67,9 @@ def test_copies_are_published_by_all_devices_in_turns():
     ],
 )
 def test_what_does_not_come_is_an_error(pieces):
-    with pytest.raises(EngineError, match=r"of the weights w, \[\(0, 4\)\], [02] numbers"):
+    with pytest.raises(
+        EngineError, match=r"weights w, \[\(0, 4\)\]: expected 4 numbers of dtype float32, got [02]"
+    ):
         assemble(pieces, ((0, 4),), np.dtype(np.float32), "w")
 
 

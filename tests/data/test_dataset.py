@@ -17,17 +17,8 @@ from hypothesis import given
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data import dataset
-from jaxrl_llm.data.dataset import (
-    Example,
-    batches,
-    check_example_row,
-    check_prompt_row,
-    load_rows,
-    sft_rows,
-    tokenize_examples,
-    tokenize_prompts,
-    verl_rows,
-)
+from jaxrl_llm.data.dataset import Example, batches, tokenize_examples, tokenize_prompts
+from jaxrl_llm.data.rows import check_example_row, check_prompt_row, load_rows, sft_rows, verl_rows
 
 
 def row(question="1+2=", answer="3", **more):
@@ -73,7 +64,7 @@ def test_blank_lines_are_no_rows(tmp_path):
 
 @pytest.mark.parametrize("paths", [[], "train.parquet"])
 def test_paths_must_be_a_list(paths):
-    with pytest.raises(ValueError, match="wanted a list of one file or more"):
+    with pytest.raises(ValueError, match="expected a list of one file or more"):
         verl_rows(paths)
 
 
@@ -84,7 +75,7 @@ def test_missing_file(tmp_path):
 
 
 def test_unknown_suffix(tmp_path):
-    with pytest.raises(ValueError, match=r"a.json: can't read '.json' files, wanted .parquet or"):
+    with pytest.raises(ValueError, match=r"a.json: expected a .parquet or .jsonl file"):
         verl_rows([str(tmp_path / "a.json")])
 
 
@@ -108,7 +99,7 @@ def test_truncated_jsonl_names_the_line(tmp_path):
 def test_jsonl_line_that_is_no_object(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1: got a list, wanted a JSON object"):
+    with pytest.raises(ValueError, match="line 1: expected a JSON object, got a list"):
         verl_rows([str(path)])
 
 
@@ -122,17 +113,21 @@ def test_jsonl_that_is_not_text(tmp_path):
 # --------------------------------------------------------------------------------------- checking
 
 WRONG = [
-    (("prompt",), None, "field 'prompt': got nothing, wanted a list of messages"),
-    (("prompt",), [], "field 'prompt': got [], wanted a list of messages"),
-    (("prompt",), "1+2=", "field 'prompt': got '1+2=', wanted a list of messages"),
-    (("prompt", 0), "hi", "field 'prompt[0]': got 'hi', wanted an object with 'role' and"),
-    (("prompt", 0, "role"), None, "field 'prompt[0].role': got nothing, wanted a string"),
-    (("prompt", 0, "content"), 3, "field 'prompt[0].content': got 3, wanted a string"),
-    (("data_source",), "", "field 'data_source': got '', wanted a non-empty string"),
-    (("data_source",), 7, "field 'data_source': got 7, wanted a non-empty string"),
-    (("reward_model",), None, "field 'reward_model': got nothing, wanted an object with a"),
-    (("reward_model", "ground_truth"), None, "field 'reward_model.ground_truth': got nothing"),
-    (("extra_info",), "x" * 99, "field 'extra_info': got '" + "x" * 76 + "..., wanted an object"),
+    (("prompt",), None, "field 'prompt': expected a list of messages, got nothing"),
+    (("prompt",), [], "field 'prompt': expected a list of messages, got []"),
+    (("prompt",), "1+2=", "field 'prompt': expected a list of messages, got '1+2='"),
+    (("prompt", 0), "hi", "field 'prompt[0]': expected an object with 'role' and"),
+    (("prompt", 0, "role"), None, "field 'prompt[0].role': expected a string, got nothing"),
+    (("prompt", 0, "content"), 3, "field 'prompt[0].content': expected a string, got 3"),
+    (("data_source",), "", "field 'data_source': expected a non-empty string, got ''"),
+    (("data_source",), 7, "field 'data_source': expected a non-empty string, got 7"),
+    (("reward_model",), None, "field 'reward_model': expected an object with a"),
+    (
+        ("reward_model", "ground_truth"),
+        None,
+        "field 'reward_model.ground_truth': expected the reference answer, got nothing",
+    ),
+    (("extra_info",), "x" * 99, "expected an object or nothing, got '" + "x" * 76 + "..."),
 ]
 
 
@@ -151,18 +146,20 @@ def test_wrong_field_is_named(path, value, message, tmp_path):
 def test_missing_field_is_named():
     missing = row()
     del missing["data_source"]
-    with pytest.raises(ValueError, match="here: field 'data_source': got nothing"):
+    with pytest.raises(
+        ValueError, match="here: field 'data_source': expected a non-empty string, got nothing"
+    ):
         check_prompt_row(missing, "here")
 
 
 def test_row_that_is_no_dict():
-    with pytest.raises(ValueError, match="here: got 'x', wanted a row as a dict"):
+    with pytest.raises(ValueError, match="here: expected a row as a dict, got 'x'"):
         check_prompt_row("x", "here")
 
 
 @pytest.mark.parametrize("response", [None, "", 3])
 def test_wrong_response_is_named(response):
-    with pytest.raises(ValueError, match=r"field 'response': got .*, wanted a non-empty string"):
+    with pytest.raises(ValueError, match=r"field 'response': expected a non-empty string, got .*"):
         check_example_row(example(response=response), "here")
 
 
@@ -170,7 +167,10 @@ def test_sft_rows_are_checked(tmp_path):
     good = write_jsonl(tmp_path / "good.jsonl", [example()])
     assert sft_rows([good]) == [example()]
     bad = write_jsonl(tmp_path / "bad.jsonl", [row()])
-    with pytest.raises(ValueError, match=r"bad.jsonl, row 0: field 'response': got nothing"):
+    with pytest.raises(
+        ValueError,
+        match=r"bad.jsonl, row 0: field 'response': expected a non-empty string, got nothing",
+    ):
         sft_rows([bad])
 
 
@@ -223,13 +223,16 @@ def test_custom_class(custom):
 
 
 def test_custom_rows_are_checked(custom):
-    with pytest.raises(ValueError, match=r"mine.py:broken, row 1: field 'prompt': got 'no list'"):
+    with pytest.raises(
+        ValueError,
+        match=r"mine.py:broken, row 1: field 'prompt': expected a list of messages, got 'no list'",
+    ):
         custom("broken")
 
 
 @pytest.mark.parametrize(("name", "got"), [("generator", "generator"), ("mapping", "dict")])
 def test_custom_result_must_be_a_sequence(custom, name, got):
-    with pytest.raises(ValueError, match=f"gave a {got}, wanted a sequence of rows"):
+    with pytest.raises(ValueError, match=f"expected a sequence of rows from .*, got a {got}"):
         custom(name)
 
 
@@ -261,7 +264,7 @@ def test_prompts_carry_what_rewards_need(tokenizer):
 
 def test_overlong_prompt_is_refused_or_dropped(tokenizer, caplog):
     rows = [row("40-2=", "38"), row()]
-    message = "dataset row 0: 7 tokens, wanted at most max_prompt_tokens=6; raise it, or set"
+    message = "dataset row 0: expected at most max_prompt_tokens=6 tokens, got 7; raise it, or set"
     with pytest.raises(ValueError, match=message):
         tokenize_prompts(rows, tokenizer, max_prompt_tokens=6)
     with caplog.at_level(logging.WARNING):
@@ -293,7 +296,7 @@ def test_examples_end_in_eos_and_know_their_response(tokenizer):
 
 
 def test_overlong_example_counts_the_eos(tokenizer):
-    with pytest.raises(ValueError, match="dataset row 0: 8 tokens, wanted at most max_tokens=7"):
+    with pytest.raises(ValueError, match="row 0: expected at most max_tokens=7 tokens, got 8"):
         tokenize_examples([example()], tokenizer, max_tokens=7)
     rows = [example(response="123"), example()]
     kept, dropped = tokenize_examples(rows, tokenizer, max_tokens=8, filter_overlong=True)
@@ -369,11 +372,11 @@ def test_remainder_can_be_dropped():
 @pytest.mark.parametrize(
     ("items", "changes", "message"),
     [
-        ([], {}, "got no items"),
-        ([1], {"batch_size": 0}, "batch_size=0, epochs=None; wanted both to be at least 1"),
-        ([1], {"epochs": 0}, "batch_size=1, epochs=0; wanted both to be at least 1"),
-        ([1], {"seed": -1}, "got seed=-1, wanted 0 <= seed"),
-        ([1], {"seed": 2**32}, "got seed=4294967296"),
+        ([], {}, "expected one item or more, got none"),
+        ([1], {"batch_size": 0}, "expected at least 1 each, got batch_size=0, epochs=None"),
+        ([1], {"epochs": 0}, "expected at least 1 each, got batch_size=1, epochs=0"),
+        ([1], {"seed": -1}, r"expected 0 <= seed < 2\*\*32, got -1"),
+        ([1], {"seed": 2**32}, r"expected 0 <= seed < 2\*\*32, got 4294967296"),
         (
             [1, 2],
             {"batch_size": 5, "epochs": 2, "drop_remainder": True},

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data import files
-from jaxrl_llm.data.files import PARTIAL, remove_partials, whole_file
+from jaxrl_llm.data.files import PARTIAL_SUFFIX, atomic_write, remove_partials
 from jaxrl_llm.data.prepare import arithmetic
 from jaxrl_llm.data.rows import read_rows, write_rows
 from jaxrl_llm.training.setup import made_once, prepare_files
@@ -26,33 +26,36 @@ def names(folder):
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with pytest.raises(OSError, match="disk full"), whole_file(path) as file:
+    with pytest.raises(OSError, match="disk full"), atomic_write(path) as file:
         file.write(b"new")
         raise OSError("disk full")
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])
 
 
 def test_what_a_killed_writer_left_is_replaced(tmp_path):
-    (tmp_path / f".a{PARTIAL}").write_bytes(b"half of something long")
-    with whole_file(tmp_path / "a") as file:
+    (tmp_path / f".a{PARTIAL_SUFFIX}").write_bytes(b"half of something long")
+    with atomic_write(tmp_path / "a") as file:
         file.write(b"new")
     assert ((tmp_path / "a").read_bytes(), names(tmp_path)) == (b"new", ["a"])
 
 
 def test_only_what_nobody_writes_is_removed(tmp_path):
-    (tmp_path / f".left{PARTIAL}").touch()
+    (tmp_path / f".left{PARTIAL_SUFFIX}").touch()
     (tmp_path / ".other.partial").touch()
-    with whole_file(tmp_path / "a") as file:
+    with atomic_write(tmp_path / "a") as file:
         remove_partials(tmp_path)
         file.write(b"new")
     assert names(tmp_path) == [".other.partial", "a"]
 
 
 def test_a_writer_that_comes_second_waits_then_gives_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "WAIT_S", 0.1)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
     path = tmp_path / "a"
-    with whole_file(path) as file:
-        with pytest.raises(TimeoutError, match=r"has been writing it for 0.1 s"), whole_file(path):
+    with atomic_write(path) as file:
+        with (
+            pytest.raises(TimeoutError, match=r"has been writing it for 0.1 s"),
+            atomic_write(path),
+        ):
             pass
         file.write(b"first")
     assert (path.read_bytes(), names(tmp_path)) == (b"first", ["a"])
@@ -65,12 +68,12 @@ def test_the_file_that_another_has_just_finished_is_not_written_into(tmp_path, m
     def late(file, operation):
         if not done:
             done.append(True)
-            with whole_file(path) as other:
+            with atomic_write(path) as other:
                 other.write(b"theirs")
         lock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(b"o")
         file.flush()
         assert path.read_bytes() == b"theirs"
@@ -144,7 +147,9 @@ def test_a_preparation_that_is_killed_at_any_moment_is_made_good(tmp_path):
     wanted = arithmetic(tmp_path / "wanted", **SIZES)
     for moment in range(11):
         out = tmp_path / str(moment)
-        assert any(PARTIAL in name for name in names(out)) == (moment in (0, 1, 3, 4, 6, 7, 9))
+        assert any(PARTIAL_SUFFIX in name for name in names(out)) == (
+            moment in (0, 1, 3, 4, 6, 7, 9)
+        )
         spec = FunctionSpec("arithmetic", {"out": str(out), **SIZES})
         prepare_files(spec, (f"{out}/train.parquet", f"{out}/validation.parquet"))
         all_of_them = [path.name for path in wanted]
@@ -159,6 +164,6 @@ def test_a_preparation_that_is_killed_at_any_moment_is_made_good(tmp_path):
 
 def test_the_stamp_of_what_is_made_once_leaves_nothing(tmp_path):
     (tmp_path / "base").mkdir()
-    (tmp_path / f".base.made_by{PARTIAL}").touch()
+    (tmp_path / f".base.made_by{PARTIAL_SUFFIX}").touch()
     made_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
     assert names(tmp_path) == ["base"]

@@ -8,9 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.data.dataset import read_rows, sft_rows, verl_rows
 from jaxrl_llm.data.prepare import arithmetic, gsm8k, main, math
-from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows, write_rows
 from jaxrl_llm.rewards.scorers import by_source
 
 
@@ -84,10 +83,13 @@ def test_seed_decides(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"digits": 1}, "only 200 problems have 1 digits, 2 terms and operators '+-'; wanted 201"),
-        ({"operators": "/"}, "got operators '/', wanted some of '+-*', each once"),
-        ({"operators": "++"}, "got operators '++', wanted some of"),
-        ({"operators": ""}, "got operators '', wanted some of"),
+        (
+            {"digits": 1},
+            "200 problems have 1 digits, 2 terms and operators '+-'; expected 201",
+        ),
+        ({"operators": "/"}, "expected as operators some of '+-*', each once, got '/'"),
+        ({"operators": "++"}, "expected as operators some of '+-*', each once, got '++'"),
+        ({"operators": ""}, "expected as operators some of '+-*', each once, got ''"),
         ({"train_rows": 0}, "got train_rows=0, validation_rows=1"),
         ({"sft_rows": -1}, "sft_rows=-1"),
         ({"digits": 9, "terms": 9}, "9 digits and 9 terms are too many to sample"),
@@ -162,11 +164,15 @@ def test_math_from_two_files(tmp_path):
         (
             gsm8k,
             {"question": "q"},
-            "train row 1: wanted text in column 'answer', got columns quest",
+            "train row 1: expected text in column 'answer', got columns quest",
         ),
         (gsm8k, {**GSM8K, "answer": "42"}, "train row 1: column 'answer' does not end in '#### N"),
         (gsm8k, {**GSM8K, "answer": "#### x"}, "column 'answer' does not end in '#### NUMBER'"),
-        (math, {**MATH, "level": 3}, "train row 1: wanted text in column 'level', got columns le"),
+        (
+            math,
+            {**MATH, "level": 3},
+            "train row 1: expected text in column 'level', got columns",
+        ),
         (math, {**MATH, "solution": "5"}, r"train row 1: column 'solution' has no answer in a \b"),
         (math, {**MATH, "solution": r"\boxed{"}, "column 'solution' has no answer"),
     ],
@@ -184,7 +190,7 @@ def test_source_errors(tmp_path):
     save(tmp_path / "source" / "train.jsonl", [GSM8K])
     with pytest.raises(ValueError, match=r"no file named test\*.parquet or test\*.jsonl"):
         gsm8k(tmp_path / "out", source=str(tmp_path / "source"))
-    with pytest.raises(ValueError, match=r"got 1 file\(s\), wanted two as 'TRAIN,TEST'"):
+    with pytest.raises(ValueError, match=r"expected two files as 'TRAIN,TEST', got 1"):
         gsm8k(tmp_path / "out", source=str(tmp_path / "source" / "train.jsonl"))
 
 
