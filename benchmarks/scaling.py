@@ -181,8 +181,8 @@ def line(row: Row, overlapped: str, tokens: int) -> list[str]:
     ]
 
 
-HEADS = ["model", "answers", "GPUs", "placement", "engines", "generation, s"]
-HEADS += ["if all were equally long", "the last tenth's share", "training, s", "push, s"]
+HEADS = ["model", "responses", "GPUs", "placement", "engines", "generation, s"]
+HEADS += ["if all were equally long", "the last tenth's share", "training, s", "weight sync, s"]
 HEADS += ["step, s", "idle", "tokens/s of a GPU", "*overlapped, s*"]
 
 
