@@ -179,8 +179,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 engine.close()
     today = datetime.datetime.now(datetime.UTC).date()
     print(f"{today}, {platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}")
-    heads = "GB | weight sync, s | GB/s | through the connection, s | save a checkpoint, s | read, s"
-    report(pushes, f"{heads} | weight sync is faster by")
+    heads = "GB | weight sync, s | GB/s | through the connection, s | save a checkpoint, s"
+    report(pushes, f"{heads} | read, s | weight sync is faster by")
     report(gaps, "dtype | sampled at | mean | median | 90 % | 99 % | largest difference, nats")
 
 
