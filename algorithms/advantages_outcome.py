@@ -84,7 +84,7 @@ def rloo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[Arr
 
 
 def opo(
-    scores: Float[Array, " B"], lengths: Int[Array, " B"], group_ids: Int[Array, " B"]
+    scores: Float[Array, " B"], response_lengths: Int[Array, " B"], group_ids: Int[Array, " B"]
 ) -> Float32[Array, " B"]:
     """Compare scores with the group's mean weighted by length: A = R − Σ_j l_j R_j / Σ_j l_j.
 
@@ -93,7 +93,7 @@ def opo(
 
     Args:
         scores: score of each answer.
-        lengths: tokens that the policy generated in each answer.
+        response_lengths: tokens that the policy generated in each answer.
         group_ids: which answers share a prompt; any integers, in any order.
 
     Returns:
@@ -105,7 +105,7 @@ def opo(
     scores = scores.astype(jnp.float32)
     groups = grouped(group_ids)
     shifted = scores - over_group(jax.ops.segment_min, scores, groups)
-    tokens = lengths.astype(jnp.float32)
+    tokens = response_lengths.astype(jnp.float32)
     weighted = over_group(jax.ops.segment_sum, tokens * shifted, groups)
     baseline = weighted / jnp.maximum(over_group(jax.ops.segment_sum, tokens, groups), 1.0)
     return jnp.where(groups.size == 1, scores, shifted - baseline)

@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.groups import grouped, over_group
 
 
 def overlong_penalty(
-    lengths: Int[Array, " B"], *, max_tokens: int, buffer: int, factor: float = 1.0
+    response_lengths: Int[Array, " B"], *, max_tokens: int, buffer: int, factor: float = 1.0
 ) -> Float32[Array, " B"]:
     """Charge for answers that come near the longest one: f · clip((L − c − l) / c, −1, 0).
 
@@ -21,7 +21,7 @@ def overlong_penalty(
     1, L 20480 and c 4096. A buffer of 0 charges −f beyond L only.
 
     Args:
-        lengths: tokens that the policy generated in each answer.
+        response_lengths: tokens that the policy generated in each answer.
         max_tokens: the length L at which the whole penalty is due.
         buffer: tokens c before it over which the penalty grows.
         factor: the largest penalty f, in units of the score.
@@ -41,7 +41,7 @@ def overlong_penalty(
         )
     if factor < 0:
         raise ValueError(f"factor: got {factor}, wanted at least 0")
-    left = (max_tokens - buffer - lengths).astype(jnp.float32)
+    left = (max_tokens - buffer - response_lengths).astype(jnp.float32)
     # Lengths are whole numbers, so that a ramp of one token is the step of an empty buffer.
     return factor * jnp.clip(left / max(buffer, 1), -1.0, 0.0)
 

@@ -22,7 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--role",
         default="actor",
-        choices=("actor", "critic", "reward_model"),
+        choices=("actor", "critic", "implicit_reward_model"),
         help="which model of the run",
     )
     parser.add_argument(

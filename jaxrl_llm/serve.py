@@ -86,7 +86,9 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         text_limit=text_limit(policy.tokenizer, max_tokens),
     )
     policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
-    settings = EngineSettings(config.slots, max_tokens, config.cache_gb, config.dtype)
+    settings = EngineSettings(
+        config.max_running_sequences, max_tokens, config.kv_cache_gb, config.dtype
+    )
     return served, loaded_engine(policy.spec, policy.params, settings, layout, policy.tokenizer)
 
 

@@ -19,7 +19,7 @@ FIELDS: Mapping[str, str] = {
     "rewards": "[B T] reward of each token: the score on the last one, with the penalties",
     "group_ids": "[B] which answers share a prompt",
     "mask": "[B T] true on tokens that the policy generated",
-    "lengths": "[B] tokens that the policy generated",
+    "response_lengths": "[B] tokens that the policy generated",
     "logprobs": "[B T] log-probs under the policy that is being updated",
     "old_logprobs": "[B T] log-probs under the policy at the start of the step",
     "rollout_logprobs": "[B T] log-probs that the engine reported",

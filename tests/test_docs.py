@@ -169,7 +169,7 @@ PRODUCERS = {  # what a function needs besides its name, by the field that it as
 }
 READERS = {  # what makes a run read a section
     "critic": "algorithm.advantage=gae_whitened",
-    "reward_model": "algorithm.advantage=prime",
+    "implicit_reward_model": "algorithm.advantage=prime",
     "reward.components": "algorithm.advantage=gdpo",
     "algorithm.high_covariance": "algorithm.loss=kl_cov",
 }
@@ -334,7 +334,7 @@ def test_what_a_line_says_can_be_configured(name):
     [
         ("Advantages", "advantage"),
         ("Losses", "loss"),
-        ("Penalties and filters", "keep"),
+        ("Penalties and filters", "group_filter"),
         ("Off-policy corrections", "correction"),
     ],
 )
@@ -394,7 +394,7 @@ def test_what_sees_which_fields_in_the_architecture():
         named = set(re.findall(r"`(\w+)`", text.partition(";")[0]))
         seen = named if text.startswith("what") else set(FIELDS) - named
         assert named <= set(FIELDS)
-        assert key not in ("algorithm.keep", "algorithm.penalty") or seen == SCORED
+        assert key not in ("algorithm.group_filter", "algorithm.penalty") or seen == SCORED
         for field in FIELDS:
             assert (field in seen) == (not refused(key, field)), (key, field)
 
@@ -472,9 +472,10 @@ def written(tmp_path_factory):
         data.validation={folder}/validation.parquet data.prepare.out={folder}
         data.prepare.train_rows=8 data.prepare.validation_rows=2 data.prepare.sft_rows=0
         batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.max_tokens_per_device=128
-        rollout.samples_per_prompt=4 rollout.slots=8 rollout.dump_every=0 reward.workers=0
+        rollout.samples_per_prompt=4 rollout.max_running_sequences=8 rollout.dump_every=0
+        reward.workers=0
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
-        algorithm.keep={folder}/asking.py:all_groups
+        algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=0
         validation.temperature=1 checkpoint.every=0
     """
@@ -488,10 +489,11 @@ def written(tmp_path_factory):
 
 def test_the_run_has_every_model(written):
     """Else the tests below would pass with half of the page unread."""
-    wanted = """critic/vf_loss critic/values/mean critic/vf_explained_var reward_model/accuracy
-        rollout_corr/rejected batch/draws timing_s/gen_max timing_s/ref timing_s/values
-        timing_s/reward_model timing_s/update_critic timing_s/update_reward_model actor/kl_loss
-        actor/router_loss critic/router_idle reward_model/router_entropy"""
+    wanted = """critic/vf_loss critic/values/mean critic/vf_explained_var
+        implicit_reward_model/accuracy
+        rollout_corr/rejected batch/generation_batches timing_s/gen_max timing_s/ref timing_s/values
+        timing_s/implicit_reward_model timing_s/update_critic timing_s/update_implicit_reward_model
+        actor/kl_loss actor/router_loss critic/router_idle implicit_reward_model/router_entropy"""
     assert [name for name in wanted.split() if name not in written] == []
 
 

@@ -24,7 +24,7 @@ MANY_PARAMETERS = {
 LONG_FILES: dict[str, str] = {}
 """Tables of data, and why they stand in one file."""
 
-NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/scorers.py"}
+NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
 """Files whose functions a config names by kind, so that a data set's reward has its name."""
 
 NOT_YET_FUNCTIONS = {

@@ -93,7 +93,7 @@ def batch_of(job: dict[str, Any]) -> Batch:
     mask = (at >= sizes[:, None] // 4) & (at < sizes[:, None]) & (at > 0)
     fields = {
         "mask": mask,
-        "lengths": mask.sum(1),
+        "response_lengths": mask.sum(1),
         "old_logprobs": np.where(mask, -8.0, 0.0).astype(np.float32),
         "advantages": np.where(mask, rng.normal(size=(len(sizes), 1)), 0.0).astype(np.float32),
     }

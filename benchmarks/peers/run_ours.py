@@ -108,9 +108,9 @@ def settings(job: dict[str, Any], folder: Path) -> TrainConfig:
         "rollout": {
             "samples_per_prompt": job["samples"],
             "max_new_tokens": job["max_new_tokens"],
-            "slots": len(job["lengths"][0]),
+            "max_running_sequences": len(job["lengths"][0]),
         },
-        "reward": {"scorer": f"{Path(__file__).parent / 'meter.py'}:score", "workers": 0},
+        "reward": {"function": f"{Path(__file__).parent / 'meter.py'}:score", "workers": 0},
         "algorithm": {
             "advantage": "grpo",
             "loss": "ppo_clip",

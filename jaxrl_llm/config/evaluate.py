@@ -27,7 +27,7 @@ class EvaluateConfig:
     seed: int = key(0, "seed of sampling")
     rows: int | None = key(None, "the first n rows only; null takes all")
     dataset: FunctionSpec = key(FunctionSpec("verl_rows"), "function from files to rows")
-    template: dict[str, Any] = key({}, "keywords for the chat template")
+    chat_template_kwargs: dict[str, Any] = key({}, "keywords for the chat template")
     max_prompt_tokens: int | None = key(
         None, "drop prompts of more tokens; null takes all, and refuses what the model can't hold"
     )
@@ -39,14 +39,14 @@ class EvaluateConfig:
     top_k: int = key(0, "sample from the k likeliest tokens; 0 means all")
     min_p: float = key(0.0, "sample from tokens at least this share as likely as the likeliest")
     dtype: str = key("float32", "of weights, cache and computation: float32 or bfloat16")
-    slots: int = key(256, "sequences that the engine decodes at once")
-    cache_gb: float | None = key(None, CACHE_GB)
+    max_running_sequences: int = key(256, "sequences that the engine decodes at once")
+    kv_cache_gb: float | None = key(None, CACHE_GB)
     reward: EvaluateRewardConfig = section(EvaluateRewardConfig)
     mesh: EngineMeshConfig = section(EngineMeshConfig)
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        at_least(self, 1, "rows max_prompt_tokens samples max_new_tokens slots")
+        at_least(self, 1, "rows max_prompt_tokens samples max_new_tokens max_running_sequences")
         at_least(self, 0, "seed temperature top_k reward.workers")
         require(len(self.data) > 0, "data names no file")
         require(
@@ -61,8 +61,8 @@ class EvaluateConfig:
         require(0 < self.top_p <= 1, f"top_p={self.top_p}, wanted a number in (0, 1]")
         require(0 <= self.min_p <= 1, f"min_p={self.min_p}, wanted a number in [0, 1]")
         require(
-            self.cache_gb is None or self.cache_gb > 0,
-            f"cache_gb={self.cache_gb}, wanted a number above 0, or null",
+            self.kv_cache_gb is None or self.kv_cache_gb > 0,
+            f"kv_cache_gb={self.kv_cache_gb}, wanted a number above 0, or null",
         )
         check_dtype("dtype", self.dtype)
         check_scoring(self.reward)

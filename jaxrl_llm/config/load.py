@@ -18,6 +18,7 @@ import yaml
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, closest
+from jaxrl_llm.config.renamed import renamed
 
 Config = TypeVar("Config")
 
@@ -131,7 +132,8 @@ def build(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> Confi
     values = {}
     for name, value in tree.items():
         if name not in fields:
-            raise ConfigError(f"unknown key {prefix + str(name)!r}; {closest(str(name), fields)}")
+            unknown = f"unknown key {prefix + str(name)!r}; {closest(str(name), fields)}"
+            raise ConfigError(renamed(f"{prefix}{name}") or unknown)
         values[name] = _convert(
             hints[name], _with_default(hints[name], fields[name], value), prefix + name
         )

@@ -17,11 +17,11 @@ class ServeConfig:
     model: str = required("Hugging Face directory: config.json, safetensors, tokenizer")
     name: str | None = key(None, "the model's name for clients; null takes model")
     dtype: str = key("float32", "of weights, cache and computation: float32 or bfloat16")
-    slots: int = key(64, "sequences that the engine decodes at once")
+    max_running_sequences: int = key(64, "sequences that the engine decodes at once")
     max_tokens: int | None = key(
         None, "the longest sequence, prompt and answer; null takes the model's own limit"
     )
-    cache_gb: float | None = key(None, CACHE_GB)
+    kv_cache_gb: float | None = key(None, CACHE_GB)
     mesh: ServeMeshConfig = section(ServeMeshConfig)
     host: str = key("127.0.0.1", "address to listen on; 0.0.0.0 listens to all machines")
     port: int = key(8000, "port to listen on; 0 takes a free one")
@@ -34,9 +34,9 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
-        at_least(self, 1, "slots max_tokens limits.max_running limits.max_answers")
+        at_least(self, 1, "max_running_sequences max_tokens limits.max_running limits.max_answers")
         at_least(self, 0, "limits.max_waiting limits.shutdown_s")
-        above_zero(self, "limits.max_body_mb limits.timeout_s cache_gb")
+        above_zero(self, "limits.max_body_mb limits.timeout_s kv_cache_gb")
         check_dtype("dtype", self.dtype)
         require(0 <= self.port < 2**16, f"port={self.port}, wanted 0 to {2**16 - 1}")
         require(self.api_key != "", "api_key is empty, wanted a text or null")

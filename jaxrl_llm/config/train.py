@@ -37,7 +37,7 @@ class TrainConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     optim: OptimConfig = section(OptimConfig)
     critic: CriticConfig = section(CriticConfig)
-    reward_model: ImplicitRewardModelConfig = section(ImplicitRewardModelConfig)
+    implicit_reward_model: ImplicitRewardModelConfig = section(ImplicitRewardModelConfig)
     batch: BatchConfig = section(BatchConfig)
     mesh: MeshConfig = section(MeshConfig)
     offload: OffloadConfig = section(OffloadConfig)
@@ -51,14 +51,18 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
         batch, rollout = self.batch, self.rollout
-        at_least(self, 1, "rollout.samples_per_prompt rollout.max_new_tokens rollout.slots")
+        at_least(
+            self,
+            1,
+            "rollout.samples_per_prompt rollout.max_new_tokens rollout.max_running_sequences",
+        )
         at_least(self, 1, "batch.prompts_per_step batch.epochs_per_step data.max_prompt_tokens")
         at_least(self, 1, "batch.prompts_per_minibatch validation.samples validation.rows")
         at_least(self, 0, "reward.workers validation.every rollout.dump_every")
         at_least(self, 0, "validation.temperature rollout.top_k algorithm.kl_coef")
         at_least(self, 0, "critic.warmup_steps critic.optim.max_skipped")
-        at_least(self, 0, "reward_model.optim.max_skipped")
-        at_least(self, 1, "algorithm.max_draws")
+        at_least(self, 0, "implicit_reward_model.optim.max_skipped")
+        at_least(self, 1, "algorithm.max_generation_batches")
         minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
         require(
             batch.prompts_per_step % minibatch == 0,
@@ -67,8 +71,8 @@ class TrainConfig:
             f"take one of {', '.join(map(str, divisors(batch.prompts_per_step)))}",
         )
         require(
-            rollout.cache_gb is None or rollout.cache_gb > 0,
-            f"rollout.cache_gb={rollout.cache_gb}, wanted a number above 0 or null",
+            rollout.kv_cache_gb is None or rollout.kv_cache_gb > 0,
+            f"rollout.kv_cache_gb={rollout.kv_cache_gb}, wanted a number above 0 or null",
         )
         longest = self.data.max_prompt_tokens + rollout.max_new_tokens
         require(
@@ -98,18 +102,18 @@ class TrainConfig:
             "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null",
         )
         require(
-            not (self.algorithm.bypass and self.algorithm.correction),
-            "algorithm.bypass takes the engine's log-probs as the old ones, so that "
+            not (self.algorithm.use_rollout_logprobs and self.algorithm.correction),
+            "algorithm.use_rollout_logprobs takes the engine's log-probs as the old ones, so that "
             "algorithm.correction has nothing to correct: remove one of them",
         )
         require(
-            self.algorithm.keep is None or self.steps is not None,
-            "algorithm.keep draws as many prompts as it needs, so epochs say no number of steps: "
-            "set steps",
+            self.algorithm.group_filter is None or self.steps is not None,
+            "algorithm.group_filter draws as many prompts as it needs, so epochs say no number of "
+            "steps: set steps",
         )
         check_engine(self)
         check_cluster(self)
-        for name in ("critic", "reward_model"):
+        for name in ("critic", "implicit_reward_model"):
             check_clip(f"{name}.optim.grad_clip", getattr(self, name).optim.grad_clip)
         check_shared(self)
 
@@ -130,9 +134,9 @@ def check_engine(config: TrainConfig) -> None:
     at_least(config, 0, "rollout.vllm.restarts rollout.vllm.first_device")
     above_zero(config, "rollout.vllm.start_timeout_s rollout.vllm.timeout_s")
     require(
-        rollout.slots % how.sidecars == 0,
-        f"rollout.slots={rollout.slots} can't be shared evenly by the {how.sidecars} sidecars of "
-        "rollout.vllm.sidecars",
+        rollout.max_running_sequences % how.sidecars == 0,
+        f"rollout.max_running_sequences={rollout.max_running_sequences} can't be shared evenly by "
+        f"the {how.sidecars} sidecars of rollout.vllm.sidecars",
     )
     require(
         len(how.launch) in (0, 1, how.sidecars),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxrl_llm.data.rows import Row, read_rows, write_rows
-from jaxrl_llm.rewards.scorers import last_boxed
+from jaxrl_llm.rewards.functions import last_boxed
 
 Written = dict[Path, int]  # rows per file
 

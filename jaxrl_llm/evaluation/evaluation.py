@@ -40,14 +40,14 @@ def run_evaluation(config: EvaluateConfig) -> Report:
     quiet_libraries()
     out = distributed.once(functools.partial(new_folder, config.out))
     with contextlib.ExitStack() as stack:
-        score = make_scorer(config.reward, config.reward.scorer, stack)
+        score = make_scorer(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         policy = read_policy(config.model, layout, step=config.step)
         prompts = read_prompts(config, policy)
         settings = EngineSettings(
-            max_running_sequences=config.slots,
+            max_running_sequences=config.max_running_sequences,
             max_tokens=max(len(p.tokens) for p in prompts) + config.max_new_tokens,
-            cache_gb=config.cache_gb,
+            cache_gb=config.kv_cache_gb,
             dtype=config.dtype,
         )
         engine = loaded_engine(policy.spec, policy.params, settings, layout, policy.tokenizer)
@@ -109,9 +109,9 @@ def read_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
             policy.tokenizer,
             max_prompt_tokens=room,
             filter_overlong=config.max_prompt_tokens is not None,
-            template_kwargs=config.template,
+            template_kwargs=config.chat_template_kwargs,
         )
-    check_sources(config.reward.scorer, prompts)
+    check_sources(config.reward.function, prompts)
     return prompts
 
 

@@ -92,9 +92,9 @@ def options(shapes: Shapes, phase: Phase) -> Iterator[tuple[str, ...]]:
     if train["data"] > 1:
         yield "mesh.train.data=1", "mesh.train.fsdp=-1"
     if is_engine:
-        yield (f"rollout.slots={config.rollout.slots // 2}",)
-        if config.rollout.cache_gb:
-            yield (f"rollout.cache_gb={config.rollout.cache_gb / 2:g}",)
+        yield (f"rollout.max_running_sequences={config.rollout.max_running_sequences // 2}",)
+        if config.rollout.kv_cache_gb:
+            yield (f"rollout.kv_cache_gb={config.rollout.kv_cache_gb / 2:g}",)
         return
     if config.model.remat != "full":
         yield ("model.remat=full",)
@@ -119,7 +119,7 @@ def scaled(scratch: Mapping[str, int | float], old: Shapes, new: Shapes) -> dict
 
 def _per_slot(shapes: Shapes) -> int | float:
     mesh = shapes.layouts.rollout.mesh
-    return shapes.config.rollout.slots / batch_shards(mesh) / mesh.shape["tensor"]
+    return shapes.config.rollout.max_running_sequences / batch_shards(mesh) / mesh.shape["tensor"]
 
 
 def _load(shapes: Shapes, role: str) -> int | float:

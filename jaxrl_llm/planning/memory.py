@@ -80,7 +80,7 @@ def lay_out(config: TrainConfig) -> Shapes:
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
     roles, throughout, lower = {}, [], {}
     for name in functions.learning:
-        layout = layouts.train if name == "actor" else getattr(layouts, name)
+        layout = layouts.of(name)
         own = spec if name == "actor" else role_spec(config, name, base)
         role, steps = plan_role(config, functions, name, own, layout)
         roles[name] = role
@@ -97,8 +97,10 @@ def lay_out(config: TrainConfig) -> Shapes:
         roles["reference"] = role
         held = Held("reference weights", bytes_on_device(role.params), layouts.reference)
         throughout.append(held)
-    if config.reward.model:
-        judge = shapes_of(read_spec(config.reward.model), layouts.reward_model, config.model.dtype)
+    if config.reward.classifier:
+        judge = shapes_of(
+            read_spec(config.reward.classifier), layouts.reward_model, config.model.dtype
+        )
         throughout.append(Held("judge weights", bytes_on_device(judge), layouts.reward_model))
     weights, cache, lower_engine = plan_engine(config, spec, layouts.rollout)
     throughout.append(Held("engine weights", bytes_on_device(weights), layouts.rollout))
@@ -208,13 +210,13 @@ def workload(shapes: Shapes, step: str) -> Work:
     if what == "accumulate":
         return Work(mesh, updates * runs, 3 * params, 3 * forward)
     passes = runs * batch.prompts_per_step / groups
-    idle = not role.is_asked or (name == "actor" and config.algorithm.bypass)
+    idle = not role.is_asked or (name == "actor" and config.algorithm.use_rollout_logprobs)
     return Work(mesh, 0.0 if idle else passes, params, forward)
 
 
 def _engine_work(shapes: Shapes, what: str) -> Work:
     config, mesh = shapes.config, shapes.layouts.rollout.mesh
-    prompts, slots = config.batch.prompts_per_step, config.rollout.slots
+    prompts, slots = config.batch.prompts_per_step, config.rollout.max_running_sequences
     rounds = max(1.0, prompts * config.rollout.samples_per_prompt / slots)
     weights = next(held.size for held in shapes.throughout if held.kind == "engine weights")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens

@@ -25,7 +25,8 @@ def run(shapes: Shapes) -> list[str]:
     for name, role in shapes.roles.items():
         rows = f"micro-batches of {role.shape.rows} rows of {role.shape.length} tokens"
         lines.append(f"{name:10}{sizes(role.layout)}; {rows}")
-    slots = f"{shapes.config.rollout.slots} slots for {longest(shapes.config)} tokens at most"
+    running = shapes.config.rollout.max_running_sequences
+    slots = f"{running} slots for {longest(shapes.config)} tokens at most"
     return [*lines, f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}"]
 
 

@@ -206,7 +206,7 @@ class RewardPool(RewardRunner):
     scorer's time limit starts when its item does, so it covers imports inside the scorer.
 
     Args:
-        spec: the scorer: a name in `jaxrl_llm.rewards.scorers`, or `my_file.py:name`.
+        spec: the scorer: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
         workers: number of processes; 0 calls the scorer in this process, which is handy in a
             notebook but has no time limit and no protection from a crash.
         timeout_s: seconds that one call may take.

@@ -16,7 +16,7 @@ from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_scorer, shorten
 log = logging.getLogger(__name__)
 
 LARGEST_CHUNK = 16
-SCORER = "scorer"  # a scorer's own score among what it reports, where a reward model scores
+SCORER = "function"  # a scorer's own score among what it reports, where a reward model scores
 Outcomes = Generator[tuple[int, Outcome], None, None]
 
 
@@ -36,7 +36,7 @@ class RewardRunner(ABC):
     """Score replies; a subclass says where the scorer's calls run, by `_outcomes`.
 
     Args:
-        spec: the scorer: a name in `jaxrl_llm.rewards.scorers`, or `my_file.py:name`.
+        spec: the scorer: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
         on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
 
     Raises:

@@ -12,10 +12,10 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.rewards.functions import SOURCES
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import SCORER, RewardError, RewardRunner, Score
-from jaxrl_llm.rewards.scorers import SOURCES
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem, shorten
 from jaxrl_llm.rollout.sampling import Rollouts
@@ -40,7 +40,7 @@ def make_scoring(
         score_by_model: from B answers to a reward model's scores [B]; None without such a model.
         stack: ends the scoring processes.
     """
-    by_function = reward.scorer and make_scorer(reward, reward.scorer, stack)
+    by_function = reward.function and make_scorer(reward, reward.function, stack)
     if score_by_model is None:
         assert by_function is not None, "keys.check_reward refuses a run without either"
         return by_function, by_function
@@ -89,8 +89,8 @@ def _failed(rollouts: Rollouts, row: int, value: float, on_error: float | None) 
     error = f"invalid: the reward model gave {value}"
     where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
     if on_error is None:
-        raise RewardError(f"reward.model failed on {where}: {error}")
-    log.warning("reward.model failed on %s: %s", where, error)
+        raise RewardError(f"reward.classifier failed on {where}: {error}")
+    log.warning("reward.classifier failed on %s: %s", where, error)
     return Score(on_error, {}, error)
 
 
@@ -142,6 +142,6 @@ def check_sources(scorer: FunctionSpec | None, prompts: Sequence[Prompt]) -> Non
         unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
         if unknown:
             raise ConfigError(
-                f"reward.scorer: by_source knows no scorer for data_source {unknown[0]!r}, only "
+                f"reward.function: by_source knows no scorer for data_source {unknown[0]!r}, only "
                 f"for {', '.join(SOURCES)}; name a scorer, or a function of your own"
             )

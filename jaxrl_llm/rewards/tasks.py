@@ -42,7 +42,7 @@ class RewardTasks(RewardRunner):
     installed, and the user's files must lie at the same paths as here.
 
     Args:
-        spec: the scorer: a name in `jaxrl_llm.rewards.scorers`, or `my_file.py:name`.
+        spec: the scorer: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
         tasks: the most tasks at once; there are fewer while the cluster has fewer CPUs free.
         timeout_s: seconds that one call may take.
         retries: how often an item whose process died is tried again before it counts as `died`.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 
-HOME = "jaxrl_llm.rewards.scorers"
+HOME = "jaxrl_llm.rewards.functions"
 LONGEST_REFUSAL = 2000
 LONGEST_LINE = 64_000_000  # bytes of an answer, with all that the scorer reports beside the score
 

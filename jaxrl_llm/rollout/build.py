@@ -66,9 +66,9 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
     """Return room for the longest prompt and answer of a run."""
     rollout = config.rollout
     return EngineSettings(
-        max_running_sequences=rollout.slots,
+        max_running_sequences=rollout.max_running_sequences,
         max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-        cache_gb=rollout.cache_gb,
+        cache_gb=rollout.kv_cache_gb,
         dtype=config.model.dtype,
     )
 

@@ -35,7 +35,7 @@ CHANGEABLE = (
     "mesh",
     "offload",
     "export_to",
-    "algorithm.max_draws",
+    "algorithm.max_generation_batches",
     "model.attention",
     "batch.max_tokens_per_device",
     "critic.optim.max_skipped",
@@ -50,12 +50,12 @@ CHANGEABLE = (
     "reward.memory_gb",
     "reward.max_processes",
     "reward.pass_env",
-    "reward_model.optim.max_skipped",
-    "rollout.cache_gb",
+    "implicit_reward_model.optim.max_skipped",
+    "rollout.kv_cache_gb",
     "rollout.devices",
     "rollout.nodes",
     "rollout.dump_every",
-    "rollout.slots",
+    "rollout.max_running_sequences",
 )
 """Keys that may change when a run is continued: they move what is written, or only rounding."""
 

@@ -19,7 +19,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.training.setup import adapted_spec, merged_into_base
 
-ROLES = ("actor", "critic", "reward_model")
+ROLES = ("actor", "critic", "implicit_reward_model")
 
 
 class TrainedModel(NamedTuple):

@@ -140,14 +140,14 @@ def build(
     draw = make_sampler(engine, functools.partial(tokenizer.decode, skip_special_tokens=True))
     reward_model = (
         open_reward_model(
-            config.reward.model,
+            config.reward.classifier,
             config.model.dtype,
             tokenizer,
             model.spec,
             layouts.reward_model,
             shape_on(layouts.reward_model),
         )
-        if config.reward.model
+        if config.reward.classifier
         else None
     )
     score, score_validation = make_scoring(
@@ -160,8 +160,8 @@ def build(
     )
     add_scores = functools.partial(with_scores, components=config.reward.components)
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
-    keep = functions.keep and per_answer(functions.keep, "algorithm.keep", np.bool_)
-    given = {"reward.model": reward_model.params} if reward_model else None
+    keep = functions.keep and per_answer(functions.keep, "algorithm.group_filter", np.bool_)
+    given = {"reward.classifier": reward_model.params} if reward_model else None
     opened = open_run(config, folder, trainees, train, stack, best="validation", frozen=given)
     aside = ThreadPoolExecutor(1, "aside")
     stack.callback(aside.shutdown, wait=False, cancel_futures=True)
@@ -195,7 +195,7 @@ def build(
         if functions.on_policy
         else old_logprob_step(
             roles["actor"].infer,
-            bypass=config.algorithm.bypass,
+            bypass=config.algorithm.use_rollout_logprobs,
             probe_tokens=config.batch.max_tokens_per_device,
         ),
         advantage=advantage_step(functions.advantage, with_returns="critic" in roles),
@@ -208,7 +208,7 @@ def build(
         else None,
         actor=roles["actor"],
         critic=roles.get("critic"),
-        reward_model=roles.get("reward_model"),
+        reward_model=roles.get("implicit_reward_model"),
         balance=functools.partial(
             imbalance_of, shape=shape_on(layouts.train), minibatch=minibatch_size(config)
         ),
@@ -331,8 +331,8 @@ def whole_groups(
         split = np.flatnonzero(groups.any(1) != groups.all(1))
         if split.size:
             raise ScoreError(
-                f"algorithm.keep kept {int(groups[split[0]].sum())} of the {samples} answers of a "
-                "group; wanted all or none, as baselines are over whole groups"
+                f"algorithm.group_filter kept {int(groups[split[0]].sum())} of the {samples} "
+                "answers of a group; wanted all or none, as baselines are over whole groups"
             )
         return kept
 
@@ -404,12 +404,12 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
                 tokenizer,
                 max_prompt_tokens=data.max_prompt_tokens,
                 filter_overlong=data.filter_overlong,
-                template_kwargs=data.template,
+                template_kwargs=data.chat_template_kwargs,
             )[0]
 
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
-    check_sources(config.reward.scorer, [*train, *validation])
+    check_sources(config.reward.function, [*train, *validation])
     wanted = config.batch.prompts_per_step
     if not config.steps and len(train) * config.epochs < wanted:
         raise ConfigError(

@@ -38,7 +38,7 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
         sizes,
         {
             "mask": mask,
-            "lengths": mask.sum(1, dtype=np.int32),
+            "response_lengths": mask.sum(1, dtype=np.int32),
             "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
             "rollout_logprobs": logprobs,
         },

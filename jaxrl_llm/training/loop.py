@@ -171,12 +171,12 @@ def gather(
     """Draw a step's answers and begin to score them; draw more until enough groups are kept.
 
     Raises:
-        TrainingError: `algorithm.max_draws` batches did not hold enough such groups.
+        TrainingError: `algorithm.max_generation_batches` batches did not hold enough such groups.
     """
     config = job.config
     wanted = config.batch.prompts_per_step * config.rollout.samples_per_prompt
     rollouts, scores, dropped, errors = Rollouts([], [], []), [], 0, 0
-    for draw in range(config.algorithm.max_draws):
+    for draw in range(config.algorithm.max_generation_batches):
         with clock("gen"):
             drawn = job.sample(next(prompt_batches), step, draw)
         if job.keep is None and job.scored_aside:
@@ -192,17 +192,18 @@ def gather(
         scores += [found[row] for row in rows]
         if len(scores) >= wanted:
             metrics = {
-                "batch/draws": draw + 1.0,
+                "batch/generation_batches": draw + 1.0,
                 "batch/dropped_groups": float(dropped),
                 "reward/errors": float(errors),
             }
             return rollouts.take(range(wanted)), _known(scores[:wanted]), metrics
     raise TrainingError(
-        f"step {step}: algorithm.keep kept {len(scores) // config.rollout.samples_per_prompt} of "
-        f"{config.batch.prompts_per_step * config.algorithm.max_draws} groups, wanted "
+        f"step {step}: algorithm.group_filter kept "
+        f"{len(scores) // config.rollout.samples_per_prompt} of "
+        f"{config.batch.prompts_per_step * config.algorithm.max_generation_batches} groups, wanted "
         f"{config.batch.prompts_per_step}: the prompts are too easy or too hard for the policy. "
-        "Raise algorithm.max_draws and run the same command again, or begin a run with other "
-        "prompts or more samples_per_prompt"
+        "Raise algorithm.max_generation_batches and run the same command again, or begin a run "
+        "with other prompts or more samples_per_prompt"
     )
 
 
@@ -240,7 +241,7 @@ def assess(
             found = job.reference(batch)
             batch = batch.add(ref_logprobs=found["logprobs"])
     if job.reward_model:
-        with clock("reward_model"):
+        with clock("implicit_reward_model"):
             batch = batch.add(reward_logprobs=infer(job.reward_model)["logprobs"])
     if job.critic:
         with clock("values"):
@@ -391,7 +392,7 @@ def batch_metrics(
     job: Job, batch: Batch, rollouts: Rollouts, scores: list[Score]
 ) -> dict[str, float]:
     """Return what a step's batch looks like, under verl's names."""
-    mask, lengths = batch["mask"], batch["lengths"]
+    mask, lengths = batch["mask"], batch["response_lengths"]
     per_group = np.array([s.score for s in scores]).reshape(-1, np.bincount(batch["group_ids"])[0])
     return {
         **summary("critic/score", np.array([s.score for s in scores])),
@@ -443,7 +444,7 @@ def extra_metrics(scores: list[Score]) -> dict[str, float]:
 
 def kl_metrics(batch: Batch, kl: np.ndarray, kl_coef: float) -> dict[str, float]:
     """Return the mean over sequences of their mean KL to the reference, and its coefficient."""
-    per_sequence = kl.sum(1) / np.maximum(batch["lengths"], 1)
+    per_sequence = kl.sum(1) / np.maximum(batch["response_lengths"], 1)
     return {"actor/kl": float(per_sequence.mean()), "actor/kl_coef": kl_coef}
 
 

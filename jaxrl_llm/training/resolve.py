@@ -35,7 +35,7 @@ SCORED = frozenset(
         "rewards",
         "group_ids",
         "mask",
-        "lengths",
+        "response_lengths",
         "rollout_logprobs",
         "score_components",
     }
@@ -84,7 +84,9 @@ class Functions:
         )
         takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
         later = frozenset(FIELDS) - SCORED
-        self.keep = wanted.keep and find(wanted.keep, kinds.SHAPING, "algorithm.keep", later)
+        self.keep = wanted.group_filter and find(
+            wanted.group_filter, kinds.SHAPING, "algorithm.group_filter", later
+        )
         self.penalty = wanted.penalty and find(
             wanted.penalty, kinds.SHAPING, "algorithm.penalty", later
         )
@@ -106,10 +108,10 @@ class Functions:
         self.needs = policy.asks_for() | (asked - {"logprobs"})
         for _ in range(2):  # each may ask for the other
             self._add_critic(config.critic)
-            self._add_reward_model(config.reward_model)
+            self._add_reward_model(config.implicit_reward_model)
         for name, default, fields in (
             ("critic", CriticConfig(), OF_CRITIC),
-            ("reward_model", ImplicitRewardModelConfig(), {"reward_logprobs"}),
+            ("implicit_reward_model", ImplicitRewardModelConfig(), {"reward_logprobs"}),
         ):
             if name not in self.learning and getattr(config, name) != default:
                 raise ConfigError(
@@ -126,18 +128,19 @@ class Functions:
         self._try_out(config)
 
     def _add_reward_model(self, config: ImplicitRewardModelConfig) -> None:
-        if "reward_model" in self.learning or "reward_logprobs" not in self.needs:
+        if "implicit_reward_model" in self.learning or "reward_logprobs" not in self.needs:
             return
-        loss = find(config.loss, kinds.VALUES, "reward_model.loss", {"high_covariance"})
+        loss = find(config.loss, kinds.VALUES, "implicit_reward_model.loss", {"high_covariance"})
         self.learns_labels = "raw_scores" in asks_for(loss)
         betas = {beta_of(self.advantage), beta_of(loss)} - {None}
         if len(betas) > 1:
             raise ConfigError(
-                f"algorithm.advantage has beta={beta_of(self.advantage)}, reward_model.loss has "
+                f"algorithm.advantage has beta={beta_of(self.advantage)}, "
+                "implicit_reward_model.loss has "
                 f"beta={beta_of(loss)}: the rewards are not those that the model learns; "
                 "give both the same"
             )
-        self._add("reward_model", PolicyObjective(loss=loss), config.reduce, config.optim)
+        self._add("implicit_reward_model", PolicyObjective(loss=loss), config.reduce, config.optim)
 
     def _add_critic(self, config: CriticConfig) -> None:
         if "critic" in self.learning or not self.needs & OF_CRITIC:
@@ -168,7 +171,7 @@ class Functions:
             asked |= how.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
         return (
             once
-            and not algorithm.bypass
+            and not algorithm.use_rollout_logprobs
             and algorithm.kl_reward is None
             and config.critic.warmup_steps == 0
             and not asked & {"old_logprobs", "entropy", "sum_pi_squared"}
@@ -192,9 +195,9 @@ class Functions:
                     "them: remove it, or name an advantage that does"
                 )
         passed_over = sorted(self.needs & {"entropy", "sum_pi_squared"})
-        if config.algorithm.bypass and passed_over:
+        if config.algorithm.use_rollout_logprobs and passed_over:
             raise ConfigError(
-                f"algorithm.bypass skips the pass that computes {passed_over[0]!r}, "
+                f"algorithm.use_rollout_logprobs skips the pass that computes {passed_over[0]!r}, "
                 "which a function asks for: set it to false"
             )
 
@@ -211,7 +214,7 @@ class Functions:
             "algorithm.advantage": self.advantage,
             "algorithm.loss": policy.loss,
             f"algorithm.{'kl_loss' if config.algorithm.kl_loss else 'kl_reward'}": self.kl,
-            "algorithm.keep": self.keep,
+            "algorithm.group_filter": self.keep,
             "algorithm.penalty": self.penalty,
             "algorithm.high_covariance": self.mark and with_key(self.mark, jax.random.key(0)),
             **{f"algorithm.correction[{i}]": f for i, f in enumerate(self.corrections)},
@@ -229,7 +232,7 @@ def abstract_fields(size: int, length: int, components: int) -> dict[str, Any]:
     """Return shape and dtype of every field of a batch [B T]."""
     sizes = {"[B]": (size,), "[B T]": (size, length), "[B C]": (size, components)}
     dtypes: dict[str, Any] = dict.fromkeys(("mask", "high_covariance"), jnp.bool_)
-    dtypes |= dict.fromkeys(("group_ids", "lengths"), jnp.int32)
+    dtypes |= dict.fromkeys(("group_ids", "response_lengths"), jnp.int32)
     return {
         name: jax.ShapeDtypeStruct(
             sizes[meaning[: meaning.index("]") + 1]], dtypes.get(name, jnp.float32)
@@ -258,7 +261,7 @@ def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     algorithm = config.algorithm
     if algorithm.correction is not None:
         return algorithm.correction
-    other = config.rollout.engine == "vllm" and not algorithm.bypass
+    other = config.rollout.engine == "vllm" and not algorithm.use_rollout_logprobs
     return (FunctionSpec("truncated_token"),) if other else ()
 
 

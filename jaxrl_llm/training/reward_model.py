@@ -89,7 +89,7 @@ def open_reward_model(
     Raises:
         ConfigError: there is no such model, or it does not know the policy's tokens.
     """
-    with config_errors_at("reward.model"):
+    with config_errors_at("reward.classifier"):
         spec = read_spec(path)
         if not spec.reward_head:
             raise ValueError(f"{path} gives no score; wanted a …ForSequenceClassification")

@@ -75,10 +75,13 @@ def make_roles(
         shape_on: shape of micro-batches in a layout.
     """
     roles, trainees = {}, {}
-    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    paths = {
+        "critic": config.critic.path,
+        "implicit_reward_model": config.implicit_reward_model.path,
+    }
     for name, how in functions.learning.items():
         is_critic, path = name == "critic", paths.get(name)
-        layout = layouts.train if name == "actor" else getattr(layouts, name)
+        layout = layouts.of(name)
         key = f"{name}.path" if path else "model.path"
         if actor.frozen is not None and name != "actor":
             path = path or config.model.path  # these begin at the base, and have no adapter
@@ -106,7 +109,9 @@ def make_roles(
         mark = covariance_marker(functions.mark, roles["actor"].infer, config.seed)
         roles["actor"] = dataclasses.replace(roles["actor"], mark=mark)
     if functions.learns_labels:
-        roles["reward_model"] = dataclasses.replace(roles["reward_model"], mark=check_labels)
+        roles["implicit_reward_model"] = dataclasses.replace(
+            roles["implicit_reward_model"], mark=check_labels
+        )
     return roles, trainees
 
 
@@ -186,8 +191,9 @@ def check_labels(state: TrainState, batch: Batch) -> Batch:
     scores = batch["raw_scores"]
     if scores.min() < 0 or scores.max() > 1:
         raise LabelError(
-            f"reward_model: scores from {scores.min()} to {scores.max()}; an implicit reward model "
-            "learns from labels in [0, 1]: rescale what the scorer returns, or reward.on_error"
+            f"implicit_reward_model: scores from {scores.min()} to {scores.max()}; an implicit "
+            "reward model learns from labels in [0, 1]: rescale what the reward function returns, "
+            "or reward.on_error"
         )
     return batch
 

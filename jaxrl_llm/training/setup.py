@@ -115,6 +115,11 @@ class Layouts(NamedTuple):
     reference: Layout
     reward_model: Layout
 
+    def of(self, role: str) -> Layout:
+        """Return where a role's model stands; reward models of both kinds share a mesh."""
+        meshes = {"actor": "train", "implicit_reward_model": "reward_model"}
+        return getattr(self, meshes.get(role, role))
+
 
 def open_layouts(config: MeshConfig) -> Layouts:
     """Lay the devices out as the config says, for each model."""

@@ -161,7 +161,7 @@ def _read_examples(config: SftConfig) -> list[Example]:
             load_tokenizer(config.model.path),
             max_tokens=config.data.max_tokens,
             filter_overlong=config.data.filter_overlong,
-            template_kwargs=config.data.template,
+            template_kwargs=config.data.chat_template_kwargs,
         )[0]
     except (ValueError, OSError) as error:
         raise ConfigError(f"data.train: {error}") from error

@@ -47,7 +47,7 @@ def make_fields(seed: int = 0) -> dict:
     return fields | {
         "group_ids": jnp.array(GROUP_IDS),
         "mask": jnp.asarray(mask),
-        "lengths": jnp.asarray(mask.sum(1)),
+        "response_lengths": jnp.asarray(mask.sum(1)),
         "high_covariance": jnp.asarray(marked),
         "reward_logprobs": jnp.asarray(reward, jnp.float32),
     }

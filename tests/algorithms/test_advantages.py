@@ -126,13 +126,13 @@ def test_rloo_leaves_one_out(fields):
 
 
 def test_opo_matches_the_loop(fields):
-    scores, lengths = as64(fields, "scores", "lengths")
+    scores, lengths = as64(fields, "scores", "response_lengths")
     want = scores.copy()
     for rows in members(fields["group_ids"]):
         if len(rows) > 1:
             baseline = sum(lengths[j] * scores[j] for j in rows) / sum(lengths[j] for j in rows)
             want[rows] = scores[rows] - baseline
-    got = adv.opo(fields["scores"], fields["lengths"], fields["group_ids"])
+    got = adv.opo(fields["scores"], fields["response_lengths"], fields["group_ids"])
     assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -290,7 +290,7 @@ def test_outcome_estimators_by_hand(function, keywords, want, arguments):
     fields = {
         "scores": jnp.array([2.0, 0.0, 1.0, 5.0]),
         "group_ids": jnp.array([8, 8, 8, -1]),
-        "lengths": jnp.array([3, 1, 1, 9]),
+        "response_lengths": jnp.array([3, 1, 1, 9]),
     }
     assert_allclose(function(*arguments(function, fields), **keywords), want, atol=1e-5)
 
@@ -490,9 +490,9 @@ def test_a_shift_of_all_scores_changes_no_answer_that_has_company(function, fiel
 
 
 def test_opo_sums_to_zero_when_weighted_by_length(fields):
-    got = adv.opo(fields["scores"], fields["lengths"], fields["group_ids"])
+    got = adv.opo(fields["scores"], fields["response_lengths"], fields["group_ids"])
     for rows in members(fields["group_ids"])[::2]:  # the groups of two and three
-        assert_allclose((got[rows] * fields["lengths"][rows]).sum(), 0.0, atol=1e-5)
+        assert_allclose((got[rows] * fields["response_lengths"][rows]).sum(), 0.0, atol=1e-5)
 
 
 @names

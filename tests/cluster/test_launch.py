@@ -172,7 +172,7 @@ def launched(monkeypatch):
         monkeypatch.setattr("time.sleep", waits.append)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
         tree |= {"cluster": {"restarts": restarts, "backoff_s": 3}}
-        launch.launch(build(TrainConfig, tree | {"reward": {"scorer": "arithmetic"}}))
+        launch.launch(build(TrainConfig, tree | {"reward": {"function": "arithmetic"}}))
         return seen, waits
 
     return run

@@ -26,7 +26,7 @@ NODE = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}
 
 def config(cluster, **rollout):
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-    tree |= {"reward": {"scorer": "arithmetic"}, "cluster": cluster, "rollout": rollout}
+    tree |= {"reward": {"function": "arithmetic"}, "cluster": cluster, "rollout": rollout}
     return build(TrainConfig, tree)
 
 
@@ -116,7 +116,13 @@ def test_several_nodes_need_a_cluster(monkeypatch):
         ({"nodes": 2}, {"engine": "vllm"}, "there are 2 training processes"),
         (
             {"nodes": 1},
-            {"engine": "vllm", "nodes": 1, "devices": 2, "vllm": {"sidecars": 3}, "slots": 6},
+            {
+                "engine": "vllm",
+                "nodes": 1,
+                "devices": 2,
+                "vllm": {"sidecars": 3},
+                "max_running_sequences": 6,
+            },
             "the sidecars of rollout.vllm take 3",
         ),
     ],

@@ -41,16 +41,16 @@ def test_methods_and_classes():
 
         def apply(self, rewards, mask): ...
 
-        def __call__(self, lengths): ...
+        def __call__(self, response_lengths): ...
 
     assert asks_for(Shifted) == ("scores",)
     assert asks_for(Shifted(0).apply) == ("rewards", "mask")
-    assert asks_for(Shifted(0)) == ("lengths",)
+    assert asks_for(Shifted(0)) == ("response_lengths",)
 
 
 def test_call_passes_only_what_is_asked_for():
-    fields = {"scores": 3, "mask": 5, "lengths": 7}
-    assert call(lambda lengths, scores: (lengths, scores), fields) == (7, 3)
+    fields = {"scores": 3, "mask": 5, "response_lengths": 7}
+    assert call(lambda response_lengths, scores: (response_lengths, scores), fields) == (7, 3)
     assert call(lambda scores, /, mask: (scores, mask), fields) == (3, 5)
     assert call(functools.partial(lambda mask, *, by: mask * by, by=2), fields) == 10
     assert call(lambda: 1, fields) == 1

@@ -105,7 +105,7 @@ def leaves_of(tree, prefix=""):
     [
         ("rollout.samples_per_prompt=0", "wanted 1 or more"),
         ("rollout.max_new_tokens=0", "wanted 1 or more"),
-        ("rollout.slots=0", "wanted 1 or more"),
+        ("rollout.max_running_sequences=0", "wanted 1 or more"),
         ("batch.prompts_per_step=0", "wanted 1 or more"),
         ("batch.prompts_per_minibatch=0", "wanted 1 or more"),
         ("batch.prompts_per_minibatch=-8", "wanted 1 or more"),
@@ -188,8 +188,8 @@ def test_profiled_steps_are_steps_of_the_run(cls):
             "take one of 1, 2, 3, 4, 6, 12",
         ),
         (
-            ["rollout.cache_gb=0"],
-            "rollout.cache_gb=0.0, wanted a number above 0 or null",
+            ["rollout.kv_cache_gb=0"],
+            "rollout.kv_cache_gb=0.0, wanted a number above 0 or null",
         ),
         (
             ["batch.max_tokens_per_device=1023"],
@@ -283,7 +283,7 @@ def test_every_function_that_a_ready_config_names_is_found(path):
 
         config = load(TrainConfig, path)
         Functions(config)
-        load_scorer(config.reward.scorer)
+        load_scorer(config.reward.function)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import (
     apply_override,
@@ -26,6 +27,7 @@ from jaxrl_llm.config.load import (
     section,
     to_yaml,
 )
+from jaxrl_llm.config.renamed import RENAMED
 from jaxrl_llm.config.train import TrainConfig
 
 
@@ -440,3 +442,14 @@ def test_keywords_without_a_name_go_to_the_default_function():
     apply_override(tree, "algorithm.kl_loss.coef=1")  # no default: a name is needed
     with pytest.raises(ConfigError, match=r"algorithm.kl_loss: got"):
         build(TrainConfig, tree)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_refused_with_its_new_name(old, new):
+    *groups, leaf = old.split(".")
+    cls = TrainConfig if groups or old == "reward_model" else EvaluateConfig
+    tree = {leaf: 1}
+    for group in reversed(groups):
+        tree = {group: tree}
+    assert refusal(build, cls, tree) == f"{old} was renamed to {new}"
+    assert new in {name for name, _, _ in describe(cls)} | {"implicit_reward_model"}

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.data.prepare import arithmetic, gsm8k, main, math
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows, write_rows
-from jaxrl_llm.rewards.scorers import by_source
+from jaxrl_llm.rewards.functions import by_source
 
 
 def texts(path):

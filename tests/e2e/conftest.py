@@ -125,8 +125,12 @@ class Workshop:
                     "prepare": prepare,
                     "max_prompt_tokens": 12,
                 },
-                "rollout": {"samples_per_prompt": 4, "max_new_tokens": 4, "slots": 32},
-                "reward": {"scorer": f"{root}/mine.py:digit_sum", "workers": 1},
+                "rollout": {
+                    "samples_per_prompt": 4,
+                    "max_new_tokens": 4,
+                    "max_running_sequences": 32,
+                },
+                "reward": {"function": f"{root}/mine.py:digit_sum", "workers": 1},
                 "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-3}},
                 "batch": {
                     "prompts_per_step": 8,

@@ -25,7 +25,11 @@ PPO = (
     "checkpoint.keep=9",
 )
 PER_DRAW = 8 * 4
-REFILL = ("algorithm.keep=with_spread", "algorithm.max_draws=4", "rollout.dump_every=1")
+REFILL = (
+    "algorithm.group_filter=with_spread",
+    "algorithm.max_generation_batches=4",
+    "rollout.dump_every=1",
+)
 
 
 def critic_at(workshop, run_dir, step):
@@ -109,7 +113,7 @@ def test_greedy_scores_are_those_of_greedy_answers(run, workshop):
 def test_score_components_are_what_the_scorer_reported(run, workshop, column, metric):
     result = run(
         f"algorithm.advantage={{fn: '{workshop.mine('component_mean')}', column: {column}}}",
-        f"reward.scorer={workshop.mine('reward_with_more')}",
+        f"reward.function={workshop.mine('reward_with_more')}",
         "reward.components=[acc, score]",
         "steps=1",
     ).ok()
@@ -138,11 +142,17 @@ def test_optimal_token_baselines_run(run, name):
 
 
 def test_the_reward_model_of_prime_learns_from_the_labels(run):
-    wanted = ("algorithm.advantage=prime", "reward_model.optim.schedule.value=3e-3", "steps=6")
-    lines = run(*wanted, "reward.scorer=arithmetic").ok().metrics[1:]
-    assert lines[0]["reward_model/loss"] == pytest.approx(np.log(2), abs=0.05)  # of two updates
-    assert min(line["reward_model/loss"] for line in lines) < np.log(2) - 0.1
-    assert all(line["reward_model/grad_norm"] > 0 for line in lines)
+    wanted = (
+        "algorithm.advantage=prime",
+        "implicit_reward_model.optim.schedule.value=3e-3",
+        "steps=6",
+    )
+    lines = run(*wanted, "reward.function=arithmetic").ok().metrics[1:]
+    assert lines[0]["implicit_reward_model/loss"] == pytest.approx(
+        np.log(2), abs=0.05
+    )  # of two updates
+    assert min(line["implicit_reward_model/loss"] for line in lines) < np.log(2) - 0.1
+    assert all(line["implicit_reward_model/grad_norm"] > 0 for line in lines)
 
 
 def test_an_update_on_policy_needs_no_pass_for_old_logprobs(run, workshop):
@@ -177,7 +187,7 @@ def test_corrections_multiply_the_policy_loss(run, workshop):
 
 def test_bypass_trusts_the_engine_s_log_probs(run):
     plain, bypassed = (
-        run(f"algorithm.bypass={flag}").ok().metrics[1:] for flag in ("false", "true")
+        run(f"algorithm.use_rollout_logprobs={flag}").ok().metrics[1:] for flag in ("false", "true")
     )
     for mine, wanted in zip(bypassed, plain, strict=True):
         assert mine["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-3)
@@ -192,13 +202,17 @@ def test_bypass_trusts_the_engine_s_log_probs(run):
     "overrides",
     [
         ("algorithm.advantage=remax", "algorithm.correction=[icepop]", *REFILL),
-        ("algorithm.advantage=gae", "algorithm.bypass=true", "batch.epochs_per_step=2"),
-        ("algorithm.advantage=prime", "reward.scorer=arithmetic"),
+        (
+            "algorithm.advantage=gae",
+            "algorithm.use_rollout_logprobs=true",
+            "batch.epochs_per_step=2",
+        ),
+        ("algorithm.advantage=prime", "reward.function=arithmetic"),
     ],
     ids=["remax", "gae", "prime"],
 )
 def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, overrides):
-    scorer = f"reward.scorer={workshop.mine('spread_if_even')}"
+    scorer = f"reward.function={workshop.mine('spread_if_even')}"
     penalty = "algorithm.penalty={fn: overlong_penalty, max_tokens: 4, buffer: 2}"
     own = tmp_path / "compiled"  # what another test has compiled would not be counted
     lines = run(scorer, penalty, *overrides, "steps=6", compiled=own).ok().metrics[1:]
@@ -212,15 +226,15 @@ def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, overrid
 
 @pytest.fixture(scope="module")
 def refilled(run, workshop):
-    scorer = f"reward.scorer={workshop.mine('spread_if_even')}"
+    scorer = f"reward.function={workshop.mine('spread_if_even')}"
     return run(*REFILL, scorer, "steps=3", "checkpoint.every=1").ok()
 
 
 def test_groups_without_spread_are_drawn_again(refilled):
     for line in refilled.metrics[1:]:
         assert line["critic/groups_without_spread"] == 0
-        assert line["batch/draws"] >= 2
-        assert line["batch/dropped_groups"] >= line["batch/draws"]
+        assert line["batch/generation_batches"] >= 2
+        assert line["batch/dropped_groups"] >= line["batch/generation_batches"]
     for path in refilled.run_dir.glob("rollouts/*.parquet"):
         rows = pyarrow.parquet.read_table(path).to_pylist()
         assert len(rows) == PER_DRAW
@@ -229,7 +243,7 @@ def test_groups_without_spread_are_drawn_again(refilled):
 
 
 def test_errors_of_answers_that_are_dropped_are_counted(run, workshop):
-    scorer = f"reward.scorer={workshop.mine('raises_on_odd')}"
+    scorer = f"reward.function={workshop.mine('raises_on_odd')}"
     line = run(*REFILL, scorer, "steps=1").ok().metrics[1]
     assert line["reward/errors"] == 4 * line["batch/dropped_groups"] > 0
     greedy = run("algorithm.advantage=remax", scorer, "steps=1").ok().metrics[1]
@@ -237,16 +251,18 @@ def test_errors_of_answers_that_are_dropped_are_counted(run, workshop):
 
 
 def test_a_run_that_drew_too_often_goes_on_with_more_draws(run, workshop):
-    scorer = f"reward.scorer={workshop.mine('spread_if_even')}"
+    scorer = f"reward.function={workshop.mine('spread_if_even')}"
     words = (*REFILL, scorer, "checkpoint.every=1")
     first = run(*words, "steps=1").ok()
-    stopped = run(*words, "steps=2", "algorithm.max_draws=1", run_dir=first.run_dir)
-    refused(stopped, 1, "Raise algorithm.max_draws and run the same command again")
+    stopped = run(*words, "steps=2", "algorithm.max_generation_batches=1", run_dir=first.run_dir)
+    refused(stopped, 1, "Raise algorithm.max_generation_batches and run the same command again")
     assert run(*words, "steps=2", run_dir=first.run_dir).ok().metrics[-1]["step"] == 2
 
 
 def test_no_prompt_is_used_twice_in_an_epoch(refilled, workshop):
-    assert sum(line["batch/draws"] for line in refilled.metrics[1:]) <= 8, "of 8 prompts, of 64"
+    assert sum(line["batch/generation_batches"] for line in refilled.metrics[1:]) <= 8, (
+        "of 8 prompts, of 64"
+    )
     used = Counter(
         row["prompt"]
         for path in refilled.run_dir.glob("rollouts/*.parquet")
@@ -265,11 +281,11 @@ def test_a_run_killed_while_it_draws_again_continues_bit_for_bit(
     calls, run_dir = tmp_path / "calls", workshop.folder()
     words = (
         *REFILL,
-        f"reward.scorer={{fn: '{workshop.mine('spread_if_even')}', log: '{calls}'}}",
+        f"reward.function={{fn: '{workshop.mine('spread_if_even')}', log: '{calls}'}}",
         "steps=3",
         "checkpoint.every=1",
     )
-    moment = 16 + PER_DRAW * (int(refilled.metrics[1]["batch/draws"]) + 1) + 8
+    moment = 16 + PER_DRAW * (int(refilled.metrics[1]["batch/generation_batches"]) + 1) + 8
     process = workshop.start(*words, run_dir=run_dir)
     reached = until(lambda: calls.exists() and calls.stat().st_size >= moment, process)
     process.kill()
@@ -294,15 +310,22 @@ def test_what_has_no_producer_is_refused(run, workshop):
         ("algorithm.advantage=gdpo",): "reward.components is not set, but a function asks for",
         ("reward.components=[acc]",): "reward.components is set, but no function asks for",
         ("critic.warmup_steps=2",): "critic is set, but no function asks for old_values or returns",
-        ("reward_model.path=x",): "reward_model is set, but no function asks for reward_logprobs",
-        ("algorithm.bypass=true", "algorithm.correction=[icepop]"): "has nothing to correct",
         (
-            "algorithm.bypass=true",
+            "implicit_reward_model.path=x",
+        ): "implicit_reward_model is set, but no function asks for reward_logprobs",
+        (
+            "algorithm.use_rollout_logprobs=true",
+            "algorithm.correction=[icepop]",
+        ): "has nothing to correct",
+        (
+            "algorithm.use_rollout_logprobs=true",
             "algorithm.advantage=optimal_token_baseline",
         ): "skips the pass that computes 'sum_pi_squared'",
-        ("algorithm.keep=with_spread", "steps=null"): "set steps",
-        ("algorithm.keep=grpo",): "no function 'grpo' in jaxrl_llm.algorithms.shaping",
-        (f"algorithm.keep={workshop.mine('greedy_mean')}",): "asks for 'greedy_scores', which",
+        ("algorithm.group_filter=with_spread", "steps=null"): "set steps",
+        ("algorithm.group_filter=grpo",): "no function 'grpo' in jaxrl_llm.algorithms.shaping",
+        (
+            f"algorithm.group_filter={workshop.mine('greedy_mean')}",
+        ): "asks for 'greedy_scores', which",
         ("algorithm.correction=[truncated_tokn]",): "did you mean 'truncated_token'?",
         ("critic.loss.clp=1", "algorithm.advantage=gae"): "critic.loss: 'clipped_value_loss' takes",
         ("critic.optim.schedule=x", "algorithm.advantage=gae"): "critic.optim.schedule: ",
@@ -317,7 +340,7 @@ def test_what_has_no_producer_is_refused(run, workshop):
             "algorithm.advantage={fn: gdpo, weights: [1.0, 2.0]}",
             "reward.components=[score]",
         ): "algorithm.advantage: gdpo: ",
-        ("algorithm.advantage={fn: prime, beta: 0.5}",): "reward_model.loss has beta=0.05",
+        ("algorithm.advantage={fn: prime, beta: 0.5}",): "implicit_reward_model.loss has beta=0.05",
         (
             "algorithm.advantage=gdpo",
             "reward.components=[score]",
@@ -330,9 +353,14 @@ def test_what_has_no_producer_is_refused(run, workshop):
 def test_what_a_function_returns_is_checked(run, workshop):
     mine = workshop.mine
     for overrides, text in {
-        (f"algorithm.keep={mine('half_of_each_group')}",): "kept 2 of the 4 answers of a group",
-        (f"algorithm.keep={mine('numbers')}",): "wanted one true or false for each answer",
-        (f"algorithm.keep={mine('none_at_all')}", "algorithm.max_draws=2"): "kept 0 of 16 groups",
+        (
+            f"algorithm.group_filter={mine('half_of_each_group')}",
+        ): "kept 2 of the 4 answers of a group",
+        (f"algorithm.group_filter={mine('numbers')}",): "wanted one true or false for each answer",
+        (
+            f"algorithm.group_filter={mine('none_at_all')}",
+            "algorithm.max_generation_batches=2",
+        ): "kept 0 of 16 groups",
         (f"algorithm.correction=['{mine('nan_weights')}']",): "returned NaN or infinity",
         (f"algorithm.correction=['{mine('weight_of_an_answer')}']",): "one weight for each token",
         (
@@ -344,7 +372,7 @@ def test_what_a_function_returns_is_checked(run, workshop):
         ): "reward.components names 'style', but the scorer reported a bare number",
         (
             "algorithm.advantage=prime",
-            f"reward.scorer={{fn: '{mine('reward_with_more')}', bonus: 2.0}}",
+            f"reward.function={{fn: '{mine('reward_with_more')}', bonus: 2.0}}",
         ): "learns from labels in [0, 1]",
     }.items():
         refused(run(*overrides, "validation.before=false", "steps=1"), 1, text)

@@ -214,7 +214,7 @@ def slowly(workshop, seconds):
     """Return what scores as the undisturbed runs' scorer does, but takes time for each answer."""
     (workshop.root / "slow.py").write_text(SLOW_SCORER)
     scorer = f"{{fn: '{workshop.root}/slow.py:score', seconds: {seconds}}}"
-    return f"reward.scorer={scorer}"
+    return f"reward.function={scorer}"
 
 
 def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(workshop, launch, undisturbed):
@@ -311,7 +311,7 @@ def test_an_error_of_the_run_is_the_launchers(workshop, launch):
     assert found.end() == 2
     assert re.search(r"^error: mesh.rollout: ", found.text("err"), re.MULTILINE)
     found = launch(
-        *TOGETHER, f"reward.scorer={workshop.mine('reward_raises')}", "reward.on_error=null"
+        *TOGETHER, f"reward.function={workshop.mine('reward_raises')}", "reward.on_error=null"
     )
     assert found.end() == 1
     assert re.search(r"^error: reward .* failed on row", found.text("err"), re.MULTILINE)

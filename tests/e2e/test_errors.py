@@ -36,13 +36,13 @@ def failed(result, status, pattern):
         ("seeed=1", r"unknown key 'seeed'; did you mean 'seed'\?"),
         ("algorithm.loss=ppo_clipp", r"algorithm\.loss: no function 'ppo_clipp' .*'ppo_clip'\?"),
         ("algorithm.loss.clip_hihg=0.3", r"'ppo_clip' takes no 'clip_hihg'; .*'clip_high'\?"),
-        ("reward.scorer=mine.py:nothing", r"no file '.*/mine\.py'"),
+        ("reward.function=mine.py:nothing", r"no file '.*/mine\.py'"),
         ("data.train=no.parquet", r"'arithmetic' did not write no\.parquet; make its `out` the"),
         ("model.path=nowhere", r"model\.path: .*nowhere"),
         ("mesh.train.fsdp=3", r"mesh\.train: .*fsdp=3 does not cover 1 devices"),
         ("data.max_prompt_tokens=3", r"data\.train: .*row 0: \d+ tokens, .* max_prompt_tokens=3"),
         ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
-        ("rollout.cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: expected"),
+        ("rollout.kv_cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: expected"),
         ("log.wandb=project", r"log\.wandb='project' needs the package wandb: pip install"),
     ],
 )
@@ -123,14 +123,14 @@ def test_a_function_that_returns_something_else(run, workshop, key, name, patter
 )
 def test_a_reward_that_fails_stops_the_run_if_asked_to(run, workshop, name, pattern):
     result = run(
-        f"reward.scorer={workshop.mine(name)}", "reward.on_error=null", "reward.timeout_s=0.3"
+        f"reward.function={workshop.mine(name)}", "reward.on_error=null", "reward.timeout_s=0.3"
     )
     refused(result, 1, rf"failed on row \d+ .*data_source 'arithmetic', reply .*{pattern}")
 
 
 def test_a_reward_that_fails_is_counted_and_the_run_goes_on(run, workshop):
     result = run(
-        f"reward.scorer={workshop.mine('reward_often_fails')}",
+        f"reward.function={workshop.mine('reward_often_fails')}",
         "reward.on_error=0.0",
         "reward.timeout_s=0.3",
         "data.shuffle=false",

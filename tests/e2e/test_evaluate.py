@@ -15,7 +15,7 @@ from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.rows import read_rows
-from jaxrl_llm.rewards.scorers import arithmetic
+from jaxrl_llm.rewards.functions import arithmetic
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,13 @@ def call(workshop):
 
     def call(model, *overrides, out, data="validation"):
         words = ["--model", str(model), "--data", str(workshop.data / f"{data}.parquet")]
-        words += [f"out={out}", "max_new_tokens=4", "slots=32", "reward.workers=1", *overrides]
+        words += [
+            f"out={out}",
+            "max_new_tokens=4",
+            "max_running_sequences=32",
+            "reward.workers=1",
+            *overrides,
+        ]
         screen, errors = io.StringIO(), io.StringIO()
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -84,7 +90,7 @@ def test_what_is_written_is_what_the_answers_say(call, workshop, tmp_path):
 
 
 def test_a_runs_newest_checkpoint_has_the_runs_last_validation(call, workshop, finished, tmp_path):
-    scorer = f"reward.scorer={workshop.mine('digit_sum')}"
+    scorer = f"reward.function={workshop.mine('digit_sum')}"
     _, _, report, rows = call(finished.run_dir, scorer, out=tmp_path / "run")
     last = finished.metrics[-1]
     (name,) = [name for name in last if "mean@1" in name]
@@ -98,7 +104,7 @@ def test_a_runs_newest_checkpoint_has_the_runs_last_validation(call, workshop, f
 
 
 def test_scorers_that_fail_are_counted(call, workshop, tmp_path):
-    scorer = f"reward.scorer={workshop.mine('reward_often_fails')}"
+    scorer = f"reward.function={workshop.mine('reward_often_fails')}"
     words = ["reward.timeout_s=1", "reward.on_error=-1", "rows=4"]
     status, printed, report, rows = call(workshop.base, scorer, *words, out=tmp_path / "a")
     assert status == 0
@@ -117,7 +123,7 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
         (["samples=2"], workshop.base, "samples=2 at temperature=0 draws the same answer"),
         (["k=[3]"], workshop.base, "k=[3], wanted numbers from 1 to samples=1"),
         ([f"out={out}"], workshop.base, "holds results; remove it or name another one"),
-        (["reward.scorer=arithmetics"], workshop.base, "did you mean 'arithmetic'?"),
+        (["reward.function=arithmetics"], workshop.base, "did you mean 'arithmetic'?"),
         (["step=2"], workshop.base, "is not a run: it has no checkpoints"),
         (["max_new_tokens=256"], workshop.base, "leaves no room for a prompt"),
         (["max_new_tokens=250"], workshop.base, "data: dataset row 0"),

@@ -157,7 +157,7 @@ def test_a_run_that_hangs_ends_and_goes_on(workshop, tmp_path):
         "    return 0.0\n"
     )
     run_dir = workshop.folder()
-    words = [f"reward.scorer={scorer}:waits", "reward.workers=0"]
+    words = [f"reward.function={scorer}:waits", "reward.workers=0"]
     hanging = workshop.start(*words, "stall_timeout_s=20", run_dir=run_dir)
     result = workshop.finish(hanging, run_dir)
     assert result.status == 1

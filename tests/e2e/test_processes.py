@@ -110,7 +110,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 def test_an_error_in_one_process_ends_all(workshop, two):
     (workshop.root / "failing.py").write_text(FAILING)
     began = time.monotonic()
-    words = (f"reward.scorer={workshop.root}/failing.py:score", "reward.on_error=null", "steps=1")
+    words = (f"reward.function={workshop.root}/failing.py:score", "reward.on_error=null", "steps=1")
     first, second = two(*words, "reward.pass_env=[JAX_PROCESS_ID]")
     seconds = time.monotonic() - began
     print(f"ended after {seconds:.0f} s")

@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.experience import lay_out, with_scores
 
-ALONE = ("reward.scorer=null", "steps=1")
+ALONE = ("reward.function=null", "steps=1")
 
 
 def make_reward_model(base, directory):
@@ -47,8 +47,8 @@ def words(workshop, reward_model):
         "algorithm.advantage=gae_whitened",
         f"critic.path={reward_model}",
         "critic.optim.schedule.value=1e-3",
-        f"reward.model={reward_model}",
-        f"reward.scorer={workshop.mine('reward_with_more')}",
+        f"reward.classifier={reward_model}",
+        f"reward.function={workshop.mine('reward_with_more')}",
         "rollout.dump_every=1",
         "validation.every=1",
         "checkpoint.every=1",
@@ -113,7 +113,7 @@ def test_the_scorer_reports_and_validates_beside_it(ppo):
         assert "/acc/" in name and 0 <= line[name] <= 1
         if step:
             extra = [json.loads(row["extra"]) for row in dumped(ppo, step)]
-            for name in ("acc", "scorer"):
+            for name in ("acc", "function"):
                 mean = np.mean([found[name] for found in extra])
                 assert line[f"reward/{name}/mean"] == pytest.approx(mean)
             assert line["reward/errors"] == 0
@@ -137,7 +137,9 @@ def link(workshop, reward_model):
 
 @pytest.fixture(scope="module")
 def alone(run, link):
-    return run(f"reward.model={link}", *ALONE, "model.dtype=bfloat16", "rollout.dump_every=1").ok()
+    return run(
+        f"reward.classifier={link}", *ALONE, "model.dtype=bfloat16", "rollout.dump_every=1"
+    ).ok()
 
 
 def test_without_a_scorer_the_reward_model_validates_too(alone, workshop, reward_model):
@@ -159,7 +161,7 @@ def test_both_scores_can_be_components():
     values = np.array([4.0, 5.0, np.inf], np.float32)
     scores = combine_scores(rollouts, values, scored, on_error=-1.0)
     batch = lay_out(rollouts, samples=3, max_tokens=3)
-    batch = with_scores(batch, scores, components=("score", "scorer", "acc"))
+    batch = with_scores(batch, scores, components=("score", "function", "acc"))
     assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
     wanted = [[4.0, 0.25, 1.0], [5.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
     assert batch["score_components"].tolist() == wanted
@@ -167,7 +169,7 @@ def test_both_scores_can_be_components():
 
 def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
     """ReMax's advantage is a difference of two scores of the same kind."""
-    words = (f"reward.model={reward_model}", *ALONE)
+    words = (f"reward.classifier={reward_model}", *ALONE)
     line = run(*words, "algorithm.advantage=remax", "validation.before=false").ok().metrics[0]
     spread = line["critic/score/max"] - line["critic/score/min"]
     assert 0 < abs(line["critic/advantages/max"]) <= 2 * spread
@@ -175,7 +177,7 @@ def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
 
 @pytest.mark.slow
 def test_packing_and_devices_make_no_difference(run, reward_model):
-    words = (f"reward.model={reward_model}", *ALONE)
+    words = (f"reward.classifier={reward_model}", *ALONE)
     found = [
         run(*words, f"batch.max_tokens_per_device={n}", devices=devices).ok().metrics[1]
         for n, devices in ((16, 1), (256, 1), (256, 4))
@@ -202,13 +204,13 @@ def test_scores_that_are_not_finite_are_failures(run, reward_model, tmp_path):
     with torch.no_grad():
         model.score.weight.fill_(torch.nan)
     model.save_pretrained(broken)
-    words = (f"reward.model={broken}", "steps=1", "validation.before=false")
+    words = (f"reward.classifier={broken}", "steps=1", "validation.before=false")
     line = run(*words, "reward.on_error=-0.5").ok().metrics[0]
     assert line["reward/errors"] == 32
     assert line["critic/score/min"] == line["critic/score/max"] == -0.5
     result = run(*words, "reward.on_error=null")
     assert result.status == 1
-    assert "reward.model failed on row 0" in result.err and "gave nan" in result.err
+    assert "reward.classifier failed on row 0" in result.err and "gave nan" in result.err
 
 
 def test_models_that_can_not_score_are_refused(run, workshop, reward_model, tmp_path):
@@ -223,9 +225,9 @@ def test_models_that_can_not_score_are_refused(run, workshop, reward_model, tmp_
         small: "has vocab_size=16, wanted the policy's",
         tmp_path / "nowhere": "no directory",
     }.items():
-        result = run(f"reward.model={path}")
+        result = run(f"reward.classifier={path}")
         assert result.status == 2
-        assert "reward.model: " in result.err and text in result.err
+        assert "reward.classifier: " in result.err and text in result.err
 
 
 def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
@@ -237,7 +239,7 @@ def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
     vocabulary = tree["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     path.write_text(json.dumps(tree))
-    result = run(f"reward.model={other}")
+    result = run(f"reward.classifier={other}")
     assert result.status == 2
     assert "has another tokenizer: " in result.err
     assert str(tokenizer.get_vocab()["1"]) in result.err
@@ -245,10 +247,10 @@ def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
 
 def test_contradictions_are_refused(run, reward_model):
     for words, text in {
-        ("reward.scorer=null",): "nothing scores the answers",
+        ("reward.function=null",): "nothing scores the answers",
         (
-            "reward.scorer=null",
-            f"reward.model={reward_model}",
+            "reward.function=null",
+            f"reward.classifier={reward_model}",
             "reward.components=[acc]",
         ): "reward.components are what a scorer reports",
     }.items():
@@ -261,9 +263,9 @@ def test_another_reward_model_can_not_continue_a_run(
     run, ppo, words, copy_of, reward_model, tmp_path
 ):
     other = changed(reward_model, tmp_path / "other")
-    result = run(*words, f"reward.model={other}", "steps=4", run_dir=copy_of(ppo))
+    result = run(*words, f"reward.classifier={other}", "steps=4", run_dir=copy_of(ppo))
     assert result.status == 2
-    assert "reward.model: " in result.err and "can't be continued" in result.err
+    assert "reward.classifier: " in result.err and "can't be continued" in result.err
 
 
 def test_a_reward_model_changed_in_place_can_not_continue_a_run(
@@ -275,7 +277,7 @@ def test_a_reward_model_changed_in_place_can_not_continue_a_run(
     with torch.no_grad():
         model.score.weight.mul_(2)
     model.save_pretrained(other)
-    words = (f"reward.model={link}", *ALONE, "model.dtype=bfloat16", "rollout.dump_every=1")
+    words = (f"reward.classifier={link}", *ALONE, "model.dtype=bfloat16", "rollout.dump_every=1")
     folder = copy_of(alone)
     assert run(*words, run_dir=folder).status == 0
     link.unlink()
@@ -284,4 +286,4 @@ def test_a_reward_model_changed_in_place_can_not_continue_a_run(
     link.unlink()
     link.symlink_to(reward_model)
     assert result.status == 2
-    assert "reward.model: its contents are not those" in result.err
+    assert "reward.classifier: its contents are not those" in result.err

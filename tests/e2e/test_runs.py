@@ -60,7 +60,7 @@ def test_every_function_can_be_the_users_own(run, workshop):
         f"algorithm.advantage={{fn: '{mine('advantage')}', shift: 0.25}}",
         f"algorithm.reduce={{fn: '{mine('reduce')}', total: 3.0}}",
         f"algorithm.kl_loss={mine('kl')}",
-        f"reward.scorer={{fn: '{mine('reward_with_more')}', bonus: 0.5}}",
+        f"reward.function={{fn: '{mine('reward_with_more')}', bonus: 0.5}}",
         f"data.dataset={{fn: '{mine('rows')}', source: sums}}",
         "rollout.dump_every=1",
         "batch.prompts_per_minibatch=8",

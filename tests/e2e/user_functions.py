@@ -126,17 +126,17 @@ def spread_if_even(data_source, solution_str, ground_truth, extra_info, *, log=N
     return 0.5 if extra_info["index"] % 2 else digit_sum(data_source, solution_str, ground_truth)
 
 
-def greedy_mean(greedy_scores, mask, lengths):
+def greedy_mean(greedy_scores, mask, response_lengths):
     """An advantage whose mean over tokens is the mean of the greedy scores over answers."""
-    return spread_over_tokens(greedy_scores, mask, lengths)
+    return spread_over_tokens(greedy_scores, mask, response_lengths)
 
 
-def component_mean(score_components, mask, lengths, *, column):
-    return spread_over_tokens(score_components[:, column], mask, lengths)
+def component_mean(score_components, mask, response_lengths, *, column):
+    return spread_over_tokens(score_components[:, column], mask, response_lengths)
 
 
-def spread_over_tokens(values, mask, lengths):
-    share = values / jnp.maximum(lengths, 1) * mask.sum() / mask.shape[0]
+def spread_over_tokens(values, mask, response_lengths):
+    share = values / jnp.maximum(response_lengths, 1) * mask.sum() / mask.shape[0]
     return jnp.where(mask, share[:, None], 0.0)
 
 
@@ -164,8 +164,8 @@ def nan_weights(mask):
     return jnp.where(mask, jnp.nan, 0.0)
 
 
-def weight_of_an_answer(lengths):
-    return 1.0 / lengths
+def weight_of_an_answer(response_lengths):
+    return 1.0 / response_lengths
 
 
 def kl_scalar(logprobs, ref_logprobs):

@@ -58,7 +58,7 @@ run_dir: runs/a
 steps: 1
 model: {path: PATH, random_init: true}
 data: {train: t.parquet, max_prompt_tokens: 16}
-rollout: {samples_per_prompt: 2, max_new_tokens: 16, slots: 16}
+rollout: {samples_per_prompt: 2, max_new_tokens: 16, max_running_sequences: 16}
 batch: {prompts_per_step: 16, max_tokens_per_device: 512}
 mesh: {train: {fsdp: 4, tensor: 2}, rollout: {data: 4, tensor: 2}}
 """

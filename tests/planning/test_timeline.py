@@ -61,7 +61,7 @@ steps: 1
 model: {path: PATH, random_init: true, dtype: bfloat16, remat: full}
 data: {train: t.parquet, max_prompt_tokens: 16}
 algorithm: {kl_loss: k3}
-rollout: {samples_per_prompt: 2, max_new_tokens: 16, slots: 16}
+rollout: {samples_per_prompt: 2, max_new_tokens: 16, max_running_sequences: 16}
 batch: {prompts_per_step: 16, max_tokens_per_device: 64}
 mesh: {train: {data: 2, fsdp: 2, tensor: 2}, rollout: {data: 8}}
 """

@@ -299,8 +299,8 @@ def test_slots_must_divide_among_the_devices(build):
     with pytest.raises(ValueError) as error:
         build(devices=8, max_running_sequences=12)
     assert str(error.value) == (
-        "rollout.slots=12 can't be shared evenly by the 8 parts of a batch; expected a multiple "
-        "of 8"
+        "rollout.max_running_sequences=12 can't be shared evenly by the 8 parts of a batch; "
+        "expected a multiple of 8"
     )
 
 

@@ -349,9 +349,9 @@ def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
 def test_speculative_decoding_is_refused(tmp_path):
     """Its sampler keeps vLLM's own log-probs."""
     ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    told = r"got a speculative_config in rollout\.vllm\.options"
+    told = r"got a speculative_config in rollout\.vllm\.engine_args"
     with (
-        opened(tmp_path, options={"speculative_config": ngrams}) as engine,
+        opened(tmp_path, engine_args={"speculative_config": ngrams}) as engine,
         pytest.raises(EngineError, match=told),
     ):
         engine.load(FIRST, version=0)

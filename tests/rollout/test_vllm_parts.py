@@ -524,7 +524,7 @@ def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     settings = EngineSettings(8, 60, cache_gb=0.5)
     found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
     assert found["kv_cache_memory_bytes"] == 5e8
-    config = VllmConfig(options={"max_num_batched_tokens": 64})
+    config = VllmConfig(engine_args={"max_num_batched_tokens": 64})
     found = environment.engine_arguments(SPEC, config, settings, **options)
     assert found["max_num_batched_tokens"] == 64
 
@@ -554,7 +554,7 @@ def test_a_gpu_is_shared_and_sleep_is_for_gpus():
     on_cpu = environment.engine_arguments(SPEC, config, settings, cpu=True, **options)
     assert "gpu_memory_utilization" not in on_cpu
     assert not on_cpu["enable_sleep_mode"]
-    config = VllmConfig(options={"gpu_memory_utilization": 0.5})
+    config = VllmConfig(engine_args={"gpu_memory_utilization": 0.5})
     found = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
     assert found["gpu_memory_utilization"] == 0.5
 
@@ -569,7 +569,7 @@ def test_vllms_answers_are_corrected_unless_the_config_says_otherwise():
     vllm = {"rollout": {"engine": "vllm"}}
     assert [f.fn for f in corrections(config_with(**vllm))] == ["truncated_token"]
     assert corrections(config_with(**vllm, algorithm={"correction": []})) == ()
-    assert corrections(config_with(**vllm, algorithm={"bypass": True})) == ()
+    assert corrections(config_with(**vllm, algorithm={"use_rollout_logprobs": True})) == ()
     [own] = corrections(config_with(**vllm, algorithm={"correction": "icepop"}))
     assert own.fn == "icepop"
 
@@ -581,8 +581,18 @@ def test_vllms_answers_are_corrected_unless_the_config_says_otherwise():
         ({"vllm": {"sidecars": 2}}, "rollout.engine is native"),
         ({"engine": "vllm", "vllm": {"sidecars": 0}}, "rollout.vllm.sidecars=0, wanted 1 or more"),
         ({"engine": "vllm", "vllm": {"timeout_s": 0}}, "rollout.vllm.timeout_s=0.0"),
-        ({"engine": "vllm", "slots": 10, "vllm": {"sidecars": 3}}, "can't be shared evenly"),
-        ({"engine": "vllm", "vllm": {"sidecars": 3, "launch": ["a", "b"]}, "slots": 9}, "launch"),
+        (
+            {"engine": "vllm", "max_running_sequences": 10, "vllm": {"sidecars": 3}},
+            "can't be shared evenly",
+        ),
+        (
+            {
+                "engine": "vllm",
+                "vllm": {"sidecars": 3, "launch": ["a", "b"]},
+                "max_running_sequences": 9,
+            },
+            "launch",
+        ),
     ],
 )
 def test_contradictions_are_refused(rollout, told):

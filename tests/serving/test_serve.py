@@ -68,7 +68,10 @@ def directory(model, tmp_path_factory, tokenizer_files):
 def opened(directory):
     """What is served, and the engine, on two of the devices."""
     sizes = {"rollout": {"devices": 2}}
-    made = build(ServeConfig, {"model": str(directory), "name": "tiny", "slots": 8, "mesh": sizes})
+    made = build(
+        ServeConfig,
+        {"model": str(directory), "name": "tiny", "max_running_sequences": 8, "mesh": sizes},
+    )
     served, engine = open_served_model(made)
     yield served, engine, made.limits
     engine.close()
@@ -271,7 +274,7 @@ def test_the_program_serves_and_ends_with_a_signal(directory):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "jaxrl_llm.serve", "--model", str(directory), "name=tiny"),
-            *(f"port={port}", "slots=4", "max_tokens=90"),
+            *(f"port={port}", "max_running_sequences=4", "max_tokens=90"),
         ],
         cwd=ROOT,
         env=kept | {"JAX_PLATFORMS": "cpu", "JAXRL_LLM_API_KEY": "secret"},
@@ -300,8 +303,8 @@ def test_the_program_serves_and_ends_with_a_signal(directory):
 
 
 def test_a_wrong_command_is_one_line(directory, capsys):
-    assert serve.main(["--model", str(directory), "slot=4"]) == 2
-    assert "unknown key 'slot'; did you mean 'slots'?" in capsys.readouterr().err
+    assert serve.main(["--model", str(directory), "portt=4"]) == 2
+    assert "unknown key 'portt'; did you mean 'port'?" in capsys.readouterr().err
     assert serve.main([]) == 2
     assert "model is missing" in capsys.readouterr().err
     assert serve.main(["--model", "/no/such", "port=0"]) == 2
@@ -342,9 +345,9 @@ def test_an_address_that_is_taken_is_said_before_the_model_is_read():
     "wrong",
     [
         {"port": 65536},
-        {"slots": 0},
+        {"max_running_sequences": 0},
         {"dtype": "int8"},
-        {"cache_gb": 0},
+        {"kv_cache_gb": 0},
         {"api_key": ""},
         {"limits": {"timeout_s": 0}},
         {"limits": {"max_waiting": -1}},

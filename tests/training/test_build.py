@@ -73,11 +73,11 @@ def test_the_engine_holds_its_cache_only_while_it_samples():
 
 
 def test_a_data_source_without_a_scorer_is_refused_before_sampling():
-    check_sources(config_of().reward.scorer, [PROMPT])
+    check_sources(config_of().reward.function, [PROMPT])
     stranger = dataclasses.replace(PROMPT, data_source="mystery")
     with pytest.raises(ConfigError, match="knows no scorer for data_source 'mystery', only for"):
-        check_sources(config_of().reward.scorer, [PROMPT, stranger])
-    check_sources(config_of(reward={"scorer": "arithmetic"}).reward.scorer, [stranger])
+        check_sources(config_of().reward.function, [PROMPT, stranger])
+    check_sources(config_of(reward={"function": "arithmetic"}).reward.function, [stranger])
 
 
 @pytest.mark.parametrize(

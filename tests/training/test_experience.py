@@ -60,14 +60,14 @@ def test_layout(batch):
         [0, 1, 1, 0, 0, 0],
         [0, 1, 1, 1, 1, 1],
     ]
-    assert batch["lengths"].tolist() == [3, 1, 2, 5]
+    assert batch["response_lengths"].tolist() == [3, 1, 2, 5]
     assert batch["group_ids"].tolist() == [0, 0, 1, 1]
     wanted = np.where(batch["mask"], -batch.tokens.astype(np.float32) / 10, 0)
     np.testing.assert_array_equal(batch["rollout_logprobs"], wanted)
     dtypes = {name: batch[name].dtype for name in batch.fields}
     assert dtypes == {
         "mask": bool,
-        "lengths": np.int32,
+        "response_lengths": np.int32,
         "group_ids": np.int32,
         "rollout_logprobs": np.float32,
         "scores": np.float32,

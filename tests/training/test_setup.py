@@ -309,6 +309,7 @@ def test_by_default_training_splits_parameters_and_the_engine_copies_them():
     assert sizes_of(layouts.train) == {"fsdp": 8}
     assert sizes_of(layouts.rollout) == {"data": 8}
     assert layouts.critic is layouts.reference is layouts.reward_model is layouts.train
+    assert layouts.of("actor") is layouts.of("implicit_reward_model") is layouts.train
     assert layouts.train.context == "heads"
     assert layouts.train.rules == DEFAULT_RULES
 

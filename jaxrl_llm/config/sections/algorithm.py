@@ -25,14 +25,18 @@ class AlgorithmConfig:
         "functions in algorithms.correction; their weights multiply those of the loss; null takes "
         "truncated_token where vLLM samples, and none else",
     )
-    bypass: bool = key(False, "take the engine's log-probs as the old ones, without a second pass")
+    use_rollout_logprobs: bool = key(
+        False, "take the engine's log-probs as the old ones, without a second pass"
+    )
     high_covariance: FunctionSpec | None = key(
         None, "what marks tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov"
     )
     penalty: FunctionSpec | None = key(
         None, "function in algorithms.shaping; what it returns [B] is added to the scores"
     )
-    keep: FunctionSpec | None = key(
+    group_filter: FunctionSpec | None = key(
         None, "which groups to train on, in algorithms.shaping; more are drawn for the others"
     )
-    max_draws: int = key(10, "batches of prompts that a step may draw to keep enough groups")
+    max_generation_batches: int = key(
+        10, "batches of prompts that a step may draw to keep enough groups"
+    )

@@ -20,7 +20,7 @@ class DataConfig:
     max_prompt_tokens: int = key(512, "the longest prompt, in tokens of the chat template's text")
     filter_overlong: bool = key(False, "drop longer prompts; false makes them an error")
     shuffle: bool = key(True, "a new order in every epoch, from the seed")
-    template: dict[str, Any] = key({}, "keywords for the chat template")
+    chat_template_kwargs: dict[str, Any] = key({}, "keywords for the chat template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,4 +35,4 @@ class SftDataConfig:
     max_tokens: int = key(1024, "the longest example, prompt and response")
     filter_overlong: bool = key(False, "drop longer examples; false makes them an error")
     shuffle: bool = key(True, "a new order in every epoch, from the seed")
-    template: dict[str, Any] = key({}, "keywords for the chat template")
+    chat_template_kwargs: dict[str, Any] = key({}, "keywords for the chat template")

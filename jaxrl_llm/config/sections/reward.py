@@ -36,12 +36,12 @@ class ScoringConfig:
 class RewardConfig(ScoringConfig):
     """How answers are scored."""
 
-    scorer: FunctionSpec | None = key(
+    function: FunctionSpec | None = key(
         FunctionSpec("by_source"),
         "function (data_source, solution_str, ground_truth, extra_info) -> float or dict; null "
-        "where reward.model alone scores",
+        "where reward.classifier alone scores",
     )
-    model: str | None = key(
+    classifier: str | None = key(
         None,
         "Hugging Face directory of a sequence classifier with one label and the policy's "
         "tokenizer: its score of prompt and answer is the score; null takes the scorer's",
@@ -55,7 +55,7 @@ class RewardConfig(ScoringConfig):
 class EvaluateRewardConfig(ScoringConfig):
     """How answers are scored in an evaluation."""
 
-    scorer: FunctionSpec = key(
+    function: FunctionSpec = key(
         FunctionSpec("by_source"),
         "function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
     )
@@ -74,10 +74,10 @@ def check_reward(reward: RewardConfig) -> None:
     """Refuse contradictions between the keys of scoring."""
     check_scoring(reward)
     require(
-        reward.scorer is not None or reward.model is not None,
-        "reward.scorer and reward.model are both null: nothing scores the answers",
+        reward.function is not None or reward.classifier is not None,
+        "reward.function and reward.classifier are both null: nothing scores the answers",
     )
     require(
-        reward.scorer is not None or not reward.components,
-        "reward.components are what a scorer reports, but reward.scorer is null",
+        reward.function is not None or not reward.components,
+        "reward.components are what a scorer reports, but reward.function is null",
     )

@@ -35,7 +35,7 @@ class VllmConfig:
     )
     host: str = key("127.0.0.1", "address at which sidecars find the trainer")
     env: dict[str, Any] = key({}, "environment variables for the sidecars")
-    options: dict[str, Any] = key({}, "more keywords of vLLM's AsyncEngineArgs")
+    engine_args: dict[str, Any] = key({}, "more keywords of vLLM's AsyncEngineArgs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class RolloutConfig:
     temperature: float = key(1.0, "softmax temperature, in the sampler and in the trainer's passes")
     top_p: float = key(1.0, "nucleus: sample from the smallest set with this mass")
     top_k: int = key(0, "sample from the k likeliest tokens; 0 means all")
-    slots: int = key(256, "sequences that the engine decodes at once")
-    cache_gb: float | None = key(None, CACHE_GB)
+    max_running_sequences: int = key(256, "sequences that the engine decodes at once")
+    kv_cache_gb: float | None = key(None, CACHE_GB)
     logprob_tolerance: float = key(
         0.05, "the run stops when the engine's and the trainer's log-probs differ more on average"
     )

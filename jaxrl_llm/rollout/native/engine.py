@@ -317,8 +317,8 @@ def _count_parts(layout: Layout, max_running_sequences: int) -> int:
     parts = batch_shards(layout.mesh)
     if max_running_sequences % parts:
         raise ValueError(
-            f"rollout.slots={max_running_sequences} can't be shared evenly by the {parts} parts of "
-            f"a batch; expected a multiple of {parts}"
+            f"rollout.max_running_sequences={max_running_sequences} can't be shared evenly by the "
+            f"{parts} parts of a batch; expected a multiple of {parts}"
         )
     return parts
 

@@ -101,8 +101,8 @@ class VllmEngine:
         """Begin to start the sidecars; the first `load` waits for them."""
         if settings.max_running_sequences % config.sidecars:
             raise ValueError(
-                f"rollout.slots={settings.max_running_sequences} can't be shared evenly by "
-                f"{config.sidecars} sidecars"
+                f"rollout.max_running_sequences={settings.max_running_sequences} can't be shared "
+                f"evenly by {config.sidecars} sidecars"
             )
         self.spec, self.settings = spec, settings
         self._config, self._folder = config, folder

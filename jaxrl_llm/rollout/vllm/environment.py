@@ -155,4 +155,4 @@ def engine_arguments(
     else:
         # of all memory, which must be free at the start, though the cache has its own size
         found["gpu_memory_utilization"] = 0.01
-    return found | dict(config.options)
+    return found | dict(config.engine_args)

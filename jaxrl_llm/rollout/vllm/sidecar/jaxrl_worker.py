@@ -97,8 +97,8 @@ class Worker:
             raise TypeError(f"vLLM samples by {type(runner.sampler)}, wanted {Sampler}")
         if hasattr(runner, "rejection_sampler"):  # which has a sampler of its own
             raise TypeError(
-                "got a speculative_config in rollout.vllm.options, wanted none: the log-probs of "
-                "speculative decoding are not those of the policy"
+                "got a speculative_config in rollout.vllm.engine_args, wanted none: the log-probs "
+                "of speculative decoding are not those of the policy"
             )
         runner.sampler = TrainersSampler()
 

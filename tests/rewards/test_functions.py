@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.rewards.scorers import SOURCES, arithmetic, by_source, gsm8k, last_boxed, math
+from jaxrl_llm.rewards.functions import SOURCES, arithmetic, by_source, gsm8k, last_boxed, math
 
 
 @pytest.mark.parametrize(
