@@ -28,13 +28,7 @@ from jaxrl_llm.planning.sampling import (
     pace,
     resident,
 )
-from jaxrl_llm.planning.timeline import (
-    Timeline,
-    TrainMesh,
-    push_seconds,
-    timeline,
-    train_seconds,
-)
+from jaxrl_llm.planning.timeline import Timeline, TrainMesh, push_seconds, timeline, train_seconds
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "plan"
 GPU = GPUS["H200"]

@@ -47,8 +47,9 @@ from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective
-from jaxrl_llm.training.step import Learner, make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.update import Learner, make_learner
 from jaxrl_llm.types import Batch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of gradients, relative to their norm
@@ -156,7 +157,7 @@ def learner_of(case: Case, shape: RowShape) -> Learner:
     )
     return make_learner(
         PolicyObjective(loss=ppo_clip, on_policy=True),
-        Forward(spec=case.spec, dtype=case.dtype, remat=case.size.remat),
+        ForwardConfig(spec=case.spec, dtype=case.dtype, remat=case.size.remat),
         optax.chain(optax.trace(0.0), optax.adamw(1e-5)),
         reduce=token_mean,
         shape=shape,

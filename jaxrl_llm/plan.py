@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
     options = parser.parse_intermixed_args(arguments)
 
-    from jaxrl_llm.training.setup import quiet_libraries  # which imports jax
+    from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
 
     def change(more: Sequence[str]) -> TrainConfig:
         own = [*options.overrides, "model.attention=xla"]  # no GPU's kernel compiles here

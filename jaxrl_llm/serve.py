@@ -32,8 +32,8 @@ def serve(config: ServeConfig) -> None:
         import uvicorn
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
+    from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
     from jaxrl_llm.serving.app import make_app
-    from jaxrl_llm.training.setup import quiet_libraries  # which imports jax
 
     quiet_libraries()
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
@@ -70,7 +70,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     from jaxrl_llm.rollout.engine import EngineSettings
     from jaxrl_llm.serving.length import text_limit
     from jaxrl_llm.serving.requests import Served
-    from jaxrl_llm.training.setup import open_layout
+    from jaxrl_llm.training.layouts import open_layout
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)

@@ -36,9 +36,9 @@ from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.build import run_job
+from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
 from jaxrl_llm.training.resolve import SCORED, Functions
-from jaxrl_llm.training.setup import own_rules
 from jaxrl_llm.types import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]

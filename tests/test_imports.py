@@ -27,7 +27,7 @@ FEW = {"jax", "flax", "optax", "numpy", "jaxtyping", "chex", "safetensors"}
 FEW |= {"jaxlib", "ml_dtypes"}  # installed with jax
 FEWER = {"jax", "numpy", "chex", "jaxtyping"}
 CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
-CORE += ("jaxrl_llm/training/objective.py", "jaxrl_llm/training/step.py", "jaxrl_llm/types.py")
+CORE += ("jaxrl_llm/training/objective.py", "jaxrl_llm/training/update.py", "jaxrl_llm/types.py")
 HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
 HEAVY |= {"wandb", "tensorboardX", "math_verify"}
 ON_RAY = ("jaxrl_llm/cluster/launch.py", "jaxrl_llm/cluster/resources.py")
@@ -135,8 +135,8 @@ def test_circles_are_found():
         ("tests/test_x.py", "import configs", "bare"),
         ("tests/test_x.py", "import torch", ""),
         ("jaxrl_llm/training/loop.py", "import rich", ""),
-        ("jaxrl_llm/training/step.py", "import rich", "outside a function"),
-        ("jaxrl_llm/training/step.py", "async def f():\n    import rich", ""),
+        ("jaxrl_llm/training/update.py", "import rich", "outside a function"),
+        ("jaxrl_llm/training/update.py", "async def f():\n    import rich", ""),
         ("jaxrl_llm/rollout/native/engine.py", "class A:\n    import yaml", "outside a function"),
         (
             "jaxrl_llm/training/loop.py",
@@ -168,7 +168,8 @@ def test_the_core_imports_where_nothing_else_is_installed():
 
         sys.meta_path.insert(0, Blocked)
         import jaxrl_llm.algorithms.losses, jaxrl_llm.models.transformer, jaxrl_llm.models.hf
-        import jaxrl_llm.sharding.reshard, jaxrl_llm.rollout.native.engine, jaxrl_llm.training.step
+        import jaxrl_llm.sharding.reshard, jaxrl_llm.rollout.native.engine
+        import jaxrl_llm.training.update
         import torch
     """
     command = [sys.executable, "-c", source]

@@ -42,8 +42,9 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training.objective import Forward, PolicyObjective
-from jaxrl_llm.training.step import make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
 
 LEARNING_RATE = 1e-6
@@ -116,7 +117,7 @@ def learner_of(job: dict[str, Any]) -> tuple[Any, Any, Choice]:
     )
     learner = make_learner(
         PolicyObjective(loss=ppo_clip),
-        Forward(spec=spec, dtype="bfloat16", remat=job["remat"], kernel=choice.kernel),
+        ForwardConfig(spec=spec, dtype="bfloat16", remat=job["remat"], kernel=choice.kernel),
         optax.adamw(LEARNING_RATE),
         reduce=token_mean,
         shape=shape,

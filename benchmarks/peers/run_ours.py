@@ -27,6 +27,7 @@ from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.load import apply_override, build
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
@@ -34,7 +35,6 @@ from jaxrl_llm.training.build import build as build_job
 from jaxrl_llm.training.build import make_sampler, training_sampler
 from jaxrl_llm.training.loop import run
 from jaxrl_llm.training.resolve import Functions
-from jaxrl_llm.training.setup import quiet_libraries
 
 
 class FixedLengths:

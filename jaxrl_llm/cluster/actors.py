@@ -233,10 +233,11 @@ class EngineHost(_Process):
     def _open(self) -> Any:
         from jaxrl_llm.models.hf_config import read_spec
         from jaxrl_llm.models.lora import without_adapter
+        from jaxrl_llm.monitoring.logs import quiet_libraries
         from jaxrl_llm.rollout.build import local_engine
         from jaxrl_llm.runs.compile_cache import use_compilation_cache
         from jaxrl_llm.sharding import distributed
-        from jaxrl_llm.training.setup import open_layout, quiet_libraries
+        from jaxrl_llm.training.layouts import open_layout
 
         quiet_libraries()
         distributed.start()

@@ -106,3 +106,9 @@ def _try_lock(path: Path) -> BinaryIO | None:
             return None
         stack.pop_all()
         return file
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with atomic_write(path) as file:
+        file.write(text.encode())

@@ -17,9 +17,11 @@ from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
+from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import check_prompt_row, load_rows, write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
 from jaxrl_llm.evaluation.policy import Policy, read_policy
+from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_scorer
@@ -28,7 +30,7 @@ from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import Completion, SamplingParams
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.setup import open_layout, quiet_libraries, write_text
+from jaxrl_llm.training.layouts import open_layout
 
 METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores outside 0 to 1"
 

@@ -16,7 +16,7 @@ from jaxrl_llm.runs.export import restore_model
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
-from jaxrl_llm.training.setup import merged_into_base
+from jaxrl_llm.training.load_model import merged_into_base
 
 
 class Policy(NamedTuple):

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.data.files import write_text
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.trace_reader import GROUPS, Operation, Phase, Trace, read_trace
 from jaxrl_llm.sharding.distributed import is_first
-from jaxrl_llm.training.setup import write_text
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,12 @@ from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.build import microbatch_shape
-from jaxrl_llm.training.objective import Forward, MicroBatch
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.load_model import forward_config
+from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.resolve import Functions, abstract_fields
 from jaxrl_llm.training.roles import inference_of, learner_of
-from jaxrl_llm.training.setup import forward_settings
-from jaxrl_llm.training.step import logprob_pass
 from jaxrl_llm.types import Rows
 
 
@@ -44,7 +45,7 @@ class Role(NamedTuple):
         is_asked: whether a step asks it for more than its updates do.
     """
 
-    settings: Forward
+    settings: ForwardConfig
     layout: Layout
     shape: RowShape
     params: Any
@@ -130,7 +131,7 @@ def plan_role(
     if spec.lora is not None:
         params = split_adapter(params)[0]
         frozen = shapes_of(without_adapter(spec), layout, config.model.dtype)
-    settings = forward_settings(config.model, spec, layout, config.rollout.temperature)
+    settings = forward_config(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
     learner = learner_of(how, settings, shape, layout, params, frozen)
     state = placed(jax.eval_shape(learner.init, params), learner.state_shardings)
@@ -176,7 +177,7 @@ def plan_reference(
         apart: whether that is elsewhere than the actor, whose pass it has otherwise.
     """
     weights = shapes_of(spec, layout, config.model.dtype)
-    settings = forward_settings(config.model, spec, layout, config.rollout.temperature)
+    settings = forward_config(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
     if apart:
         infer = logprob_pass(settings, shape, layout.mesh, ("logprobs",))

@@ -22,8 +22,9 @@ from jaxrl_llm.planning.lowering import (
 )
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.training.layouts import Layouts, open_layouts
+from jaxrl_llm.training.load_model import adapted_spec
 from jaxrl_llm.training.resolve import Functions
-from jaxrl_llm.training.setup import Layouts, adapted_spec, open_layouts
 
 
 class Held(NamedTuple):

@@ -11,12 +11,7 @@ from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import (
-    BANDWIDTH,
-    COMPUTE,
-    LINKS,
-    Gpu,
-)
+from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS, Gpu
 from jaxrl_llm.planning.program import PASSES
 from jaxrl_llm.rollout.router import BLOCK, Router
 

@@ -18,13 +18,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
 from jaxrl_llm.rewards.process import HERE, Launch, ScorerProcess
-from jaxrl_llm.rewards.runner import (
-    Outcomes,
-    RewardError,
-    RewardRunner,
-    check_open,
-    chunk_size,
-)
+from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
 from jaxrl_llm.rewards.worker import (
     Outcome,
     RewardItem,

@@ -13,10 +13,10 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.files import write_text
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
 from jaxrl_llm.runs.versions import collect_versions
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.setup import write_text
 
 log = logging.getLogger(__name__)
 

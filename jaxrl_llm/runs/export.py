@@ -17,7 +17,7 @@ from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
-from jaxrl_llm.training.setup import adapted_spec, merged_into_base
+from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
 
 ROLES = ("actor", "critic", "implicit_reward_model")
 

@@ -22,8 +22,8 @@ from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.checksum import checksum
-from jaxrl_llm.training.setup import Model
-from jaxrl_llm.training.step import Learner, TrainState
+from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.update import Learner, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class TrainableModel(NamedTuple):
         key: of the config, that names the model.
     """
 
-    model: Model
+    model: LoadedModel
     learner: Learner
     key: str = "model.path"
 

@@ -23,12 +23,14 @@ from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
+from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.rows import check_prompt_row, load_rows
 from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.lora import join, merge, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import RolloutDumps, print_before_and_after
 from jaxrl_llm.rewards.scoring import Scoring, check_sources, make_scoring
 from jaxrl_llm.rollout.build import make_engine
@@ -51,24 +53,14 @@ from jaxrl_llm.training.experience import (
     per_answer,
     with_scores,
 )
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.layouts import Layouts, open_layouts, packed_shape
+from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model
 from jaxrl_llm.training.loop import Job, Progress, minibatch_size, run
 from jaxrl_llm.training.precompile import compiling_ahead
 from jaxrl_llm.training.resolve import Functions
 from jaxrl_llm.training.reward_model import open_reward_model
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
-from jaxrl_llm.training.setup import (
-    Layouts,
-    Model,
-    digest,
-    forward_settings,
-    made_once,
-    open_layouts,
-    open_model,
-    packed_shape,
-    prepare_files,
-    quiet_libraries,
-)
-from jaxrl_llm.training.step import logprob_pass
 from jaxrl_llm.training.supervised import run_sft
 from jaxrl_llm.types import Batch
 
@@ -112,7 +104,7 @@ def warm_start(config: TrainConfig) -> None:
     recipe = to_yaml(sft)
     # another recipe must not continue this one's checkpoints
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(recipe)[:8]}")
-    made_once(path, recipe, lambda: run_sft(sft))
+    build_once(path, recipe, lambda: run_sft(sft))
 
 
 def build(
@@ -382,7 +374,7 @@ def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float
     return next_coef
 
 
-def check_model(config: TrainConfig, model: Model) -> None:
+def check_model(config: TrainConfig, model: LoadedModel) -> None:
     """Refuse a model that can't hold the longest sequence."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > model.spec.max_positions:
@@ -419,7 +411,7 @@ def read_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], lis
     return train, validation[: config.validation.rows]
 
 
-def whole_model(model: Model, dtype: str) -> Callable[[Any], Any]:
+def whole_model(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
     """Return the function from trained parameters to those of the model, as the engine takes them.
 
     An adapter is merged into its base in float32, and the sum is cast to the engine's dtype.
@@ -437,7 +429,7 @@ def whole_model(model: Model, dtype: str) -> Callable[[Any], Any]:
     return lambda adapter: merged(adapter, frozen)
 
 
-def as_held(model: Model, dtype: str) -> Callable[[Any], Any]:
+def as_held(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
     """Return the checksum of a model's parameters after the engine's cast."""
     dtypes = compute_dtypes(without_adapter(model.spec), dtype)
     return jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
@@ -445,7 +437,7 @@ def as_held(model: Model, dtype: str) -> Callable[[Any], Any]:
 
 def make_reference(
     config: TrainConfig,
-    model: Model,
+    model: LoadedModel,
     layouts: Layouts,
     actor: Role,
     shape_on: Callable[[Layout], RowShape],
@@ -471,7 +463,7 @@ def make_reference(
     split, dtypes = layout.of(declare(model.spec)), compute_dtypes(model.spec, config.model.dtype)
     infer = actor.infer
     if layout is not layouts.train:
-        how = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
+        how = forward_config(config.model, model.spec, layout, config.rollout.temperature)
         infer = logprob_pass(how, shape_on(layout), layout.mesh, ("logprobs",))
     params = reshard(model.params, split, dtype=dtypes)
     if config.offload.reference:

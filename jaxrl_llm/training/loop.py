@@ -33,7 +33,7 @@ from jaxrl_llm.sharding.offload import lent, to_device, to_host
 from jaxrl_llm.training.experience import add_to_scores, penalize
 from jaxrl_llm.training.objective import LossError, per_token
 from jaxrl_llm.training.roles import Role
-from jaxrl_llm.training.step import TrainingError, TrainState, check_skipped
+from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
 States = dict[str, TrainState]

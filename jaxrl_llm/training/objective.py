@@ -4,146 +4,26 @@ An objective runs a model over packed rows, calls a loss function with the field
 and returns the part of a micro-batch in the mini-batch's loss.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 
-from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, describe
-from jaxrl_llm.data.packing import unpack
-from jaxrl_llm.models.heads import head_matrix, token_values
-from jaxrl_llm.models.kernels import Kernel
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward_with_router
-from jaxrl_llm.sharding.layout import TOKENS, Layout
-from jaxrl_llm.types import Rows
-
-Params = Any
-Fields = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forward:
-    """How the model is run in training: everything static about a forward pass.
-
-    `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
-    update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
-    (`sharding.layout.Layout`), and `kernel` what computes it (`models.kernels.choose`; None: XLA).
-    """
-
-    spec: ModelSpec
-    dtype: str = "float32"
-    remat: str = "none"
-    logprob_chunk: int = 1024
-    temperature: float = 1.0
-    router_loss_coef: float = 0.0
-    router_bias_rate: float = 0.001
-    context: str = "heads"
-    kernel: Kernel | None = None
-
-
-class MicroBatch(NamedTuple):
-    """One micro-batch: packed rows for the model, [b T] fields for the algorithm."""
-
-    rows: Rows
-    fields: Fields
+from jaxrl_llm.training.forward import ForwardConfig, _token_stats, _values, hidden_states
+from jaxrl_llm.training.microbatches import Fields, MicroBatch
 
 
 class LossError(RunError, TypeError):
     """A loss function that returned something else than one loss per token."""
-
-
-def token_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> TokenStats:
-    """Run the model over packed rows and gather its per-token results back to [b T].
-
-    Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
-    Activations stay where the rows are, so it is the weights that are gathered.
-    """
-    return _token_stats(params, hidden_states(params, rows, model, mesh)[0], rows, model, mesh)
-
-
-def _token_stats(
-    params: Params, hidden: Float[Array, "P l D"], rows: Rows, model: Forward, mesh: Mesh
-) -> TokenStats:
-    """Score the rows' tokens, each device its own: the head's gradient is added up over the devices
-    once, not once a chunk. Where stages hold the layers, they share the scoring too."""
-    layout = Layout(mesh, model.context)
-    targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
-    axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-
-    def own(x: Array) -> Array:
-        parts = x.reshape(shards, -1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(parts, layout.sharding(axes))
-
-    score = functools.partial(
-        token_stats,
-        temperature=model.temperature,
-        softcap=model.spec.logit_softcap,
-        chunk=max(model.logprob_chunk // shards, 1),
-    )
-    stats = jax.vmap(score, in_axes=(0, None, 0), spmd_axis_name=axes)(
-        own(hidden), head_matrix(params, model.spec, layout), own(targets)
-    )
-    return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
-
-
-def value_fields(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> Float32[Array, "b T"]:
-    """Run a model with a value head over packed rows and gather its values back to [b T].
-
-    Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
-    """
-    return _values(params, hidden_states(params, rows, model, mesh)[0], rows)
-
-
-def router_totals(params: Params, rows: Rows, model: Forward, mesh: Mesh) -> RouterStats:
-    """Run a model with experts over packed rows and sum up what its routers did."""
-    router = hidden_states(params, rows, model, mesh)[1]
-    assert router is not None, "the model has experts"
-    return router
-
-
-def hidden_states(
-    params: Params, rows: Rows, model: Forward, mesh: Mesh
-) -> tuple[Float[Array, "P l D"], RouterStats | None]:
-    """Return the hidden states of the rows, in pieces where devices share a row."""
-    layout = Layout(mesh, model.context, kernel=model.kernel)
-    tokens, positions, segments = (
-        layout.cut(jnp.asarray(x)) for x in (rows.tokens, rows.positions, rows.segment_ids)
-    )
-    hidden, router = forward_with_router(
-        params,
-        model.spec,
-        tokens,
-        positions,
-        segments,
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
-        layout=layout,
-    )
-    return hidden, RouterStats(**router) if router else None
-
-
-def _values(params: Params, hidden: Float[Array, "P l D"], rows: Rows) -> Float32[Array, "b T"]:
-    values = token_values(params, hidden)
-    return _to_sequences(values.reshape(jnp.shape(rows.tokens)), rows)
-
-
-def _to_sequences(packed: Float[Array, "R L"], rows: Rows) -> Float[Array, "b T"]:
-    """Gather what the model says at each token as what it says of the next one."""
-    shifted = unpack(packed, *map(jnp.asarray, (rows.row, rows.start, rows.size)))
-    inside = jnp.arange(shifted.shape[1]) < jnp.asarray(rows.size)[:, None]
-    return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
 
 
 @runtime_checkable
@@ -160,7 +40,7 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         ...
@@ -193,7 +73,7 @@ class PolicyObjective:
         return (names - known) | ({"correction"} if self.corrected else set())
 
     def __call__(
-        self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         hidden, router = hidden_states(params, micro.rows, model, mesh)
@@ -231,7 +111,7 @@ class ValueObjective:
         return set(asks_for(self.loss)) - {"values"}
 
     def __call__(
-        self, params: Params, micro: MicroBatch, coefs: Fields, model: Forward, mesh: Mesh
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         mask = micro.fields["mask"]

@@ -23,7 +23,7 @@ from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelC
 from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
-from jaxrl_llm.training.setup import make_optimizer
+from jaxrl_llm.training.optimizer import make_optimizer
 from jaxrl_llm.types import FIELDS
 
 Function = Callable[..., Any]

@@ -21,14 +21,14 @@ from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.objective import Forward, hidden_states
-from jaxrl_llm.training.setup import read_model
-from jaxrl_llm.training.step import Rehearsal, microbatches
+from jaxrl_llm.training.forward import ForwardConfig, hidden_states
+from jaxrl_llm.training.load_model import read_model
+from jaxrl_llm.training.microbatches import BucketWarmup, pack_microbatches
 from jaxrl_llm.types import Batch, Rows
 
 
 def score_pass(
-    model: Forward, shape: RowShape, layout: Layout
+    model: ForwardConfig, shape: RowShape, layout: Layout
 ) -> Callable[[Params, Batch], np.ndarray]:
     """Return a function from a reward model's parameters and a batch to its scores [B].
 
@@ -43,13 +43,13 @@ def score_pass(
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         return sequence_scores(params, layout.join(hidden), *map(jnp.asarray, rows[3:]))
 
-    rehearse = Rehearsal(shape, layout.mesh)
+    rehearse = BucketWarmup(shape, layout.mesh)
 
     def score(params: Params, batch: Batch) -> np.ndarray:
         rehearse(lambda micro: compute(params, micro.rows), params, batch)
         pending = [
             (indices, compute(params, micro.rows))
-            for indices, micro in microbatches(batch, set(), shape, layout.mesh)
+            for indices, micro in pack_microbatches(batch, set(), shape, layout.mesh)
         ]
         scores = np.zeros(len(batch.sizes), np.float32)
         for indices, values in pending:
@@ -102,7 +102,7 @@ def open_reward_model(
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
-    run = score_pass(Forward(spec=spec, dtype=dtype), shape, layout)
+    run = score_pass(ForwardConfig(spec=spec, dtype=dtype), shape, layout)
 
     def score(rollouts: Rollouts) -> np.ndarray:
         return run(params, Batch(*side_by_side(rollouts, shape.length), {}))

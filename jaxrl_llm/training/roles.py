@@ -21,17 +21,12 @@ from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.objective import Forward
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
+from jaxrl_llm.training.layouts import Layouts
+from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.resolve import Functions, Learning, with_key
-from jaxrl_llm.training.setup import Layouts, Model, forward_settings, laid_out, read_model
-from jaxrl_llm.training.step import (
-    Inference,
-    Learner,
-    TrainState,
-    logprob_pass,
-    make_learner,
-    value_pass,
-)
+from jaxrl_llm.training.update import Learner, TrainState, make_learner
 from jaxrl_llm.types import Batch
 
 log = logging.getLogger(__name__)
@@ -61,7 +56,7 @@ class Role:
 def make_roles(
     config: TrainConfig,
     functions: Functions,
-    actor: Model,
+    actor: LoadedModel,
     layouts: Layouts,
     shape_on: Callable[[Layout], RowShape],
 ) -> tuple[dict[str, Role], dict[str, TrainableModel]]:
@@ -93,7 +88,7 @@ def make_roles(
             model = laid_out(actor.spec, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
-        settings = forward_settings(config.model, model.spec, layout, config.rollout.temperature)
+        settings = forward_config(config.model, model.spec, layout, config.rollout.temperature)
         shape = shape_on(layout)
         learner = learner_of(how, settings, shape, layout, model.like, model.frozen)
         infer = inference_of(name, functions, settings, shape, layout, model.frozen)
@@ -117,7 +112,7 @@ def make_roles(
 
 def learner_of(
     how: Learning,
-    settings: Forward,
+    settings: ForwardConfig,
     shape: RowShape,
     layout: Layout,
     params_like: Any,
@@ -139,7 +134,7 @@ def learner_of(
 def inference_of(
     name: str,
     functions: Functions,
-    settings: Forward,
+    settings: ForwardConfig,
     shape: RowShape,
     layout: Layout,
     frozen: Any = None,
@@ -151,7 +146,9 @@ def inference_of(
     return logprob_pass(settings, shape, layout.mesh, names, frozen=frozen)
 
 
-def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool) -> Model:
+def read_role(
+    path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool
+) -> LoadedModel:
     """Load the model of a critic or of a reward model.
 
     Args:
@@ -172,7 +169,7 @@ def read_role(path: str, key: str, layout: Layout, actor: ModelSpec, *, value_he
         return read_model(path, spec, layout)
 
 
-def as_critic(model: Model, key: str, layout: Layout) -> Model:
+def as_critic(model: LoadedModel, key: str, layout: Layout) -> LoadedModel:
     """Return a model with a value head: its own, or one of zeros."""
     if model.spec.value_head:
         return model

@@ -15,27 +15,22 @@ from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
+from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.rows import check_example_row, load_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf import save_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
+from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.resume import OpenRun, TrainableModel, check_finished, open_run, open_watchdog
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.setup import (
-    forward_settings,
-    make_optimizer,
-    merged_into_base,
-    open_layout,
-    open_model,
-    packed_shape,
-    prepare_files,
-    quiet_libraries,
-)
-from jaxrl_llm.training.step import Learner, check_skipped, make_learner
+from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.update import Learner, check_skipped, make_learner
 from jaxrl_llm.types import Batch
 
 
@@ -139,7 +134,7 @@ def _start(
     )
     learner = make_learner(
         PolicyObjective(loss=negative_log_likelihood),
-        forward_settings(config.model, model.spec, layout),
+        forward_config(config.model, model.spec, layout),
         optimizer,
         reduce=token_mean,
         shape=shape,

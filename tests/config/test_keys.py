@@ -274,7 +274,7 @@ def test_every_ready_config_loads(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_function_that_a_ready_config_names_is_found(path):
     if path.name.endswith("_sft.yaml"):
-        from jaxrl_llm.training.setup import make_optimizer
+        from jaxrl_llm.training.optimizer import make_optimizer
 
         make_optimizer(load(SftConfig, path).optim)
     else:

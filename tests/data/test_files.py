@@ -11,9 +11,9 @@ import pytest
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data import files
 from jaxrl_llm.data.files import PARTIAL_SUFFIX, atomic_write, remove_partials
+from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.data.prepare import arithmetic
 from jaxrl_llm.data.rows import read_rows, write_rows
-from jaxrl_llm.training.setup import made_once, prepare_files
 
 SIZES = {"train_rows": 40, "validation_rows": 10, "sft_rows": 20}
 NAMES = ("train.parquet", "validation.parquet", "sft.parquet")
@@ -109,7 +109,7 @@ KILLED = """
 import os, signal, sys
 import pyarrow.parquet
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.training.setup import prepare_files
+from jaxrl_llm.data.generated import prepare_files
 write, replace, left = pyarrow.parquet.write_table, os.replace, 0
 def passes():
     global left
@@ -165,5 +165,5 @@ def test_a_preparation_that_is_killed_at_any_moment_is_made_good(tmp_path):
 def test_the_stamp_of_what_is_made_once_leaves_nothing(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / f".base.made_by{PARTIAL_SUFFIX}").touch()
-    made_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
+    build_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
     assert names(tmp_path) == ["base"]

@@ -30,8 +30,10 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective
-from jaxrl_llm.training.step import logprob_pass, make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +73,7 @@ def _sequences(device, dtype):
         tokens[i, : sizes[i]] = [*prompt, *answer.tokens]
         mask[i, start : sizes[i]], reported[i, start : sizes[i]] = True, answer.logprobs
     batch = Batch(tokens, sizes, {"mask": mask, "lengths": mask.sum(1)})
-    settings = Forward(spec=SPEC, dtype=dtype, temperature=0.8)
+    settings = ForwardConfig(spec=SPEC, dtype=dtype, temperature=0.8)
     shape = row_shape(2048, LENGTH, sequences=64)
     found = logprob_pass(settings, shape, mesh)(params, batch)["logprobs"]
     return mesh, params, batch, reported, found
@@ -93,7 +95,7 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         batch = batch.add(old_logprobs=found, advantages=advantages)
         learner = make_learner(
             PolicyObjective(loss=ppo_clip),
-            dataclasses.replace(Forward(spec=SPEC), temperature=0.8),
+            dataclasses.replace(ForwardConfig(spec=SPEC), temperature=0.8),
             optax.sgd(1e-2),
             reduce=token_mean,
             shape=row_shape(2048, LENGTH, sequences=64),
@@ -192,6 +194,6 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
 def test_log_probs_with_the_packed_kernel_equal_those_without():
     mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "bfloat16")
     choice = choose("cudnn", SPEC, Layout(mesh), "bfloat16", machine=this_machine())
-    settings = Forward(spec=SPEC, dtype="bfloat16", temperature=0.8, kernel=choice.kernel)
+    settings = ForwardConfig(spec=SPEC, dtype="bfloat16", temperature=0.8, kernel=choice.kernel)
     again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
     assert np.abs(again["logprobs"] - found)[batch["mask"]].mean() < 5e-3

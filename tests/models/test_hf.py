@@ -16,13 +16,7 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.models.heads import with_value_head
-from jaxrl_llm.models.hf import (
-    COMPANION_FILES,
-    from_hf,
-    hf_arrays,
-    load_params,
-    save_params,
-)
+from jaxrl_llm.models.hf import COMPANION_FILES, from_hf, hf_arrays, load_params, save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.rules import shardings

@@ -26,7 +26,7 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training import setup
+from jaxrl_llm.training import load_model
 
 HOPPER = Machine("cuda", (9, 0), (0, 11, 2))
 SPEC = ModelSpec(
@@ -234,14 +234,14 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
 
 
 def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, caplog):
-    monkeypatch.setattr(setup, "_DECIDED", {})
+    monkeypatch.setattr(load_model, "_DECIDED", {})
     layout = one_device()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            settings = setup.forward_settings(ModelConfig(path="-"), SPEC, layout)
+            settings = load_model.forward_config(ModelConfig(path="-"), SPEC, layout)
     assert settings.kernel is None
     assert [r.message for r in caplog.records] == [
         "attention by xla: the devices are cpu, not cuda"
     ]
     with pytest.raises(ConfigError, match=r"^model\.attention=cudnn: .* are cpu, not cuda"):
-        setup.forward_settings(ModelConfig(path="-", attention="cudnn"), SPEC, layout)
+        load_model.forward_config(ModelConfig(path="-", attention="cudnn"), SPEC, layout)

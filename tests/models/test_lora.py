@@ -20,13 +20,7 @@ from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec, save_adapter
 from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.lora import (
-    find_targets,
-    join,
-    merge,
-    split_adapter,
-    without_adapter,
-)
+from jaxrl_llm.models.lora import find_targets, join, merge, split_adapter, without_adapter
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
@@ -35,8 +29,10 @@ from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective
-from jaxrl_llm.training.step import logprob_pass, make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
 
 transformers.utils.logging.disable_progress_bar()
@@ -488,7 +484,7 @@ def place(tree, spec, mesh):
 def learn(spec, adapter, frozen, mesh, optimizer):
     return make_learner(
         PolicyObjective(loss=reinforce),
-        Forward(spec=spec),
+        ForwardConfig(spec=spec),
         optimizer,
         reduce=token_mean,
         shape=SHAPE,
@@ -553,7 +549,7 @@ def test_the_mesh_makes_no_difference(whole, one_device, sizes):
         adapter, frozen = place(params, spec, mesh)
         learner = learn(spec, adapter, frozen, mesh, optax.sgd(0.1))
         state, metrics = learner.update(learner.init(adapter), make_batch(), {})
-        said = logprob_pass(Forward(spec=spec), SHAPE, mesh, frozen=frozen)
+        said = logprob_pass(ForwardConfig(spec=spec), SHAPE, mesh, frozen=frozen)
         return jax.device_get(state.params), metrics, said(state.params, make_batch())
 
     found, wanted = trained(make_mesh(sizes)), trained(one_device)
@@ -565,9 +561,9 @@ def test_zeros_are_the_base(whole, one_device):
     """The reference of a run with an adapter: the same arrays, without a second program."""
     spec, params = whole
     adapter, frozen = place(params, spec, one_device)
-    said = logprob_pass(Forward(spec=spec), SHAPE, one_device, frozen=frozen)
+    said = logprob_pass(ForwardConfig(spec=spec), SHAPE, one_device, frozen=frozen)
     found = said(jax.tree.map(jnp.zeros_like, adapter), make_batch())
-    alone = logprob_pass(Forward(spec=without_adapter(spec)), SHAPE, one_device)
+    alone = logprob_pass(ForwardConfig(spec=without_adapter(spec)), SHAPE, one_device)
     wanted = alone(frozen, make_batch())
     np.testing.assert_allclose(found["logprobs"], wanted["logprobs"], atol=5e-6)
     assert np.abs(said(adapter, make_batch())["logprobs"] - wanted["logprobs"]).max() > 0.01

@@ -33,10 +33,11 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.programs import PAGE
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.build import microbatch_shape
+from jaxrl_llm.training.layouts import open_layouts
+from jaxrl_llm.training.load_model import open_model
+from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.resolve import Functions
 from jaxrl_llm.training.roles import make_roles
-from jaxrl_llm.training.setup import open_layouts, open_model
-from jaxrl_llm.training.step import microbatches
 from jaxrl_llm.types import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
         {name: ones > 0 if name == "mask" else ones for name in names},
     )
     mesh, shape = layouts.train.mesh, shape_on(layouts.train)
-    _, micro = next(microbatches(batch, names, shape, mesh))
+    _, micro = next(pack_microbatches(batch, names, shape, mesh))
     total = learner.begin(state.params, {}, micro, {})
     own = learner.accumulate.lower(total, state.params, {}, micro, {}).compile().memory_analysis()
     assert planned.arguments == own.argument_size_in_bytes

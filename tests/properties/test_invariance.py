@@ -27,8 +27,10 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective
-from jaxrl_llm.training.step import logprob_pass, make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
 
 SPEC = ModelSpec(
@@ -155,7 +157,7 @@ def build(
     placed = place(params, mesh)
     learner = make_learner(
         objective,
-        Forward(spec=SPEC, temperature=TEMPERATURE, **model),
+        ForwardConfig(spec=SPEC, temperature=TEMPERATURE, **model),
         KEEP_GRADIENT,
         reduce=reduce,
         shape=row_shape(tokens, length, sequences=len(SIZES), multiple_of=batch_shards(mesh)),
@@ -264,7 +266,7 @@ def test_one_sequence_is_a_batch(params, in_pairs):
 def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
     mesh = make_mesh(sizes, jax.devices()[: 1 if sizes is ONE else 8])
     shape = row_shape(16 * 4, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
-    model = Forward(spec=SPEC, temperature=TEMPERATURE)
+    model = ForwardConfig(spec=SPEC, temperature=TEMPERATURE)
     batch = make_batch(SIZES, 16)
     found = logprob_pass(model, shape, mesh)(place(params, mesh), batch)
     for i, n in enumerate(batch.sizes):

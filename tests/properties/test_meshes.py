@@ -25,8 +25,11 @@ from jaxrl_llm.models.transformer import forward, forward_with_router
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective, token_fields
-from jaxrl_llm.training.step import logprob_pass, make_learner, microbatches
+from jaxrl_llm.training.forward import ForwardConfig, token_fields
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.microbatches import pack_microbatches
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
 
 DENSE = ModelSpec(
@@ -161,7 +164,7 @@ def test_the_mesh_changes_nothing(name, sizes):
         2 * LENGTH * batch_shards(mesh), LENGTH, sequences=12, multiple_of=batch_shards(mesh)
     )
     coef = BALANCE if spec.moe else 0.0
-    model = Forward(
+    model = ForwardConfig(
         spec=spec, context=sizes.get("by", "heads"), router_loss_coef=coef, logprob_chunk=24
     )
     learner = make_learner(
@@ -297,7 +300,7 @@ def test_fsdp_divides_the_optimizer_s_state():
         )
         learner = make_learner(
             PolicyObjective(loss=plain),
-            Forward(spec=DENSE),
+            ForwardConfig(spec=DENSE),
             optax.adamw(1e-3),
             reduce=token_mean,
             shape=row_shape(128, 16, sequences=8, multiple_of=8),
@@ -399,7 +402,7 @@ def test_logits_stay_split_over_the_vocabulary():
     """With a head split over `tensor`, no device ever holds the logits of all words."""
     spec = dataclasses.replace(DENSE, vocab_size=96, tied_embeddings=False)
     mesh = make_mesh({"tensor": 8})
-    model = Forward(spec=spec, logprob_chunk=64)
+    model = ForwardConfig(spec=spec, logprob_chunk=64)
     params = jax.tree.map(
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
         declare(spec),
@@ -407,7 +410,7 @@ def test_logits_stay_split_over_the_vocabulary():
     )
     batch = Batch(np.zeros((8, 16), np.int32), np.full(8, 16, np.int32), {})
     shape = row_shape(128, 16, sequences=8)
-    (_, micro) = next(iter(microbatches(batch, set(), shape, mesh)))
+    (_, micro) = next(iter(pack_microbatches(batch, set(), shape, mesh)))
 
     def total(params, rows):
         return token_fields(params, rows, model, mesh).logprobs.sum()

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.sampler import (
-    Chances,
-    Processors,
-    choose_tokens,
-    process,
-    truncate,
-)
+from jaxrl_llm.rollout.native.sampler import Chances, Processors, choose_tokens, process, truncate
 
 LOGITS = np.array([1.0, 3.0, -2.0, 0.5, 2.5, -np.inf, 1.0, 0.0], np.float32)
 DRAWS = 20_000

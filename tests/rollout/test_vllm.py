@@ -37,7 +37,7 @@ from jaxrl_llm.rollout.vllm.environment import HOME
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.loop import check_agreement
-from jaxrl_llm.training.step import TrainingError
+from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

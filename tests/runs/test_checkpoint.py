@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.training.step import TrainState
+from jaxrl_llm.training.update import TrainState
 
 # Where one array can't be read, orbax abandons its reads of the others, which then complain.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

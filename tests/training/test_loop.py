@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.training.experience import lay_out, with_scores
 from jaxrl_llm.training.loop import Job, assess, gather, push
-from jaxrl_llm.training.step import TrainState
+from jaxrl_llm.training.update import TrainState
 
 LIMIT = 10.0  # seconds
 

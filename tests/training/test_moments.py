@@ -14,9 +14,10 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training.objective import Forward, PolicyObjective
-from jaxrl_llm.training.setup import make_optimizer
-from jaxrl_llm.training.step import make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.update import make_learner
 
 SPEC = ModelSpec(
     vocab_size=32,
@@ -66,7 +67,7 @@ def test_the_first_moment_may_be_bfloat16(tmp_path):
     params = jax.device_put(drawn(), Layout(mesh).of(declare(SPEC)))
     learner = make_learner(
         PolicyObjective(loss=lambda logprobs: -logprobs),
-        Forward(spec=SPEC),
+        ForwardConfig(spec=SPEC),
         optimizer,
         reduce=token_mean,
         shape=RowShape(rows=8, length=8, sequences=8),

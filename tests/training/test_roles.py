@@ -18,9 +18,11 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective, ValueObjective
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass, value_pass
+from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.roles import LabelError, check_labels, covariance_marker, old_logprob_step
-from jaxrl_llm.training.step import TrainState, logprob_pass, make_learner, value_pass
+from jaxrl_llm.training.update import TrainState, make_learner
 from jaxrl_llm.types import Batch
 
 SPEC = ModelSpec(
@@ -82,7 +84,7 @@ def values_of(params, tokens):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_belong_to_the_state_before_each_token(mesh, shape):
     params, batch = draw(SPEC), make_batch()
-    found = value_pass(Forward(spec=SPEC), shape, mesh)(params, batch)["values"]
+    found = value_pass(ForwardConfig(spec=SPEC), shape, mesh)(params, batch)["values"]
     for row, tokens, size in zip(found, batch.tokens, SIZES, strict=True):
         np.testing.assert_allclose(row[:size], values_of(params, tokens[:size]), atol=1e-5)
         assert not row[size:].any()
@@ -118,7 +120,7 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
     placed = jax.device_put(params, shardings(declare(SPEC), mesh))
     learner = make_learner(
         ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP)),
-        Forward(spec=SPEC),
+        ForwardConfig(spec=SPEC),
         KEEP_GRADIENT,
         reduce=token_mean,
         shape=shape,
@@ -133,7 +135,7 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
         jax.device_get(state.opt_state[0].trace),
         gradient,
     )
-    values = value_pass(Forward(spec=SPEC), shape, mesh)(params, batch)["values"]
+    values = value_pass(ForwardConfig(spec=SPEC), shape, mesh)(params, batch)["values"]
     np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)
 
 
@@ -151,7 +153,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
                 kl=lambda logprobs: 0 * logprobs + 3.0,
                 corrected=corrected,
             ),
-            Forward(spec=POLICY),
+            ForwardConfig(spec=POLICY),
             KEEP_GRADIENT,
             reduce=token_mean,
             shape=SHAPES[0],
@@ -170,7 +172,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
 def test_the_sum_of_squared_probabilities(mesh):
     params, batch = draw(POLICY), make_batch()
     names = ("logprobs", "sum_pi_squared")
-    found = logprob_pass(Forward(spec=POLICY), SHAPES[1], mesh, names)(params, batch)
+    found = logprob_pass(ForwardConfig(spec=POLICY), SHAPES[1], mesh, names)(params, batch)
     assert set(found) == set(names)
     for row, tokens, size in zip(found["sum_pi_squared"], batch.tokens, SIZES, strict=True):
         scores = logits(params, POLICY, hidden_states(params, POLICY, tokens[:size]))

@@ -21,8 +21,9 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_with_router
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective, ValueObjective
-from jaxrl_llm.training.step import TrainState, apply_gradients, make_learner
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
+from jaxrl_llm.training.update import TrainState, apply_gradients, make_learner
 from jaxrl_llm.types import Batch
 
 EXPERTS, TOP, LAYERS, COEF, RATE = 6, 2, 2, 20.0, 0.003
@@ -81,7 +82,7 @@ def build(spec, params, *, tokens, mesh=None, coef=COEF, objective=None):
     placed = jax.device_put(params, shardings(declare(spec), mesh))
     learner = make_learner(
         objective or PolicyObjective(loss=plain),
-        Forward(spec=spec, router_loss_coef=coef, router_bias_rate=RATE),
+        ForwardConfig(spec=spec, router_loss_coef=coef, router_bias_rate=RATE),
         optax.chain(optax.trace(decay=0.0), optax.add_decayed_weights(0.1), optax.sgd(0.5)),
         reduce=token_mean,
         shape=row_shape(tokens, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh)),

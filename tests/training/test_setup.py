@@ -12,20 +12,13 @@ from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, RolloutSizes
 from jaxrl_llm.config.sections.model import LoraConfig, PolicyConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.files import write_text
+from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
-from jaxrl_llm.training.setup import (
-    adapted_spec,
-    made_once,
-    make_optimizer,
-    open_layout,
-    open_layouts,
-    open_model,
-    own_rules,
-    packed_shape,
-    prepare_files,
-    write_text,
-)
+from jaxrl_llm.training.layouts import open_layout, open_layouts, own_rules, packed_shape
+from jaxrl_llm.training.load_model import adapted_spec, open_model
+from jaxrl_llm.training.optimizer import make_optimizer
 
 
 def config_of(folder, **more):
@@ -79,9 +72,9 @@ def test_made_once(tmp_path):
         (tmp_path / "base").mkdir()
 
     for _ in range(3):
-        made_once(tmp_path / "base", "recipe", make)
+        build_once(tmp_path / "base", "recipe", make)
     assert calls == [1]
-    message = refusal(made_once, tmp_path / "base", "another recipe", make)
+    message = refusal(build_once, tmp_path / "base", "another recipe", make)
     assert message.startswith(f"{tmp_path / 'base'} was made by another config")
     assert "remove it, or name another directory" in message
     assert calls == [1]
@@ -89,7 +82,7 @@ def test_made_once(tmp_path):
 
 def test_a_directory_that_the_user_made_is_taken(tmp_path):
     (tmp_path / "base").mkdir()
-    made_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
+    build_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
 
 
 def test_what_failed_half_way_is_made_again(tmp_path):
@@ -97,9 +90,9 @@ def test_what_failed_half_way_is_made_again(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        made_once(tmp_path / "base", "one", fail)
-    made_once(tmp_path / "base", "another", (tmp_path / "base").mkdir)
-    made_once(tmp_path / "base", "another", lambda: pytest.fail("made again"))
+        build_once(tmp_path / "base", "one", fail)
+    build_once(tmp_path / "base", "another", (tmp_path / "base").mkdir)
+    build_once(tmp_path / "base", "another", lambda: pytest.fail("made again"))
 
 
 PREPARATION = """

@@ -18,15 +18,16 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.objective import Forward, PolicyObjective, as_token_loss, token_fields
-from jaxrl_llm.training.step import (
+from jaxrl_llm.training.forward import ForwardConfig, token_fields
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.microbatches import pack_microbatches
+from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
+from jaxrl_llm.training.update import (
     TrainingError,
     TrainState,
     apply_gradients,
     check_skipped,
-    logprob_pass,
     make_learner,
-    microbatches,
 )
 from jaxrl_llm.types import Batch
 
@@ -79,7 +80,7 @@ def scaled(logprobs, advantages):
 def learn(mesh, params, loss, optimizer=None, shape=SHAPE):
     return make_learner(
         PolicyObjective(loss=loss),
-        Forward(spec=SPEC),
+        ForwardConfig(spec=SPEC),
         optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
         reduce=sequence_mean_token_mean,
         shape=shape,
@@ -99,7 +100,7 @@ def bits(tree):
 
 def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     """It is that with the log-probs of a pass before it, and says what the pass says."""
-    batch, model = make_batch(), Forward(spec=SPEC)
+    batch, model = make_batch(), ForwardConfig(spec=SPEC)
     found = logprob_pass(model, SHAPE, mesh)(params, batch)
     updated = {}
     for on_policy in (True, False):
@@ -268,7 +269,7 @@ def test_only_fields_that_are_asked_for_travel(mesh):
     assert objective.asks_for() == {"old_logprobs", "advantages", "ref_logprobs"}
     assert PolicyObjective(loss=scaled, entropy=True).asks_for() == {"advantages"}
     batch = make_batch(extra=np.ones((4, 8), np.float32))
-    for _, micro in microbatches(batch, {"mask"}, SHAPE, mesh):
+    for _, micro in pack_microbatches(batch, {"mask"}, SHAPE, mesh):
         assert set(micro.fields) == {"mask"}
 
 
@@ -276,7 +277,7 @@ def test_micro_batches_hold_every_sequence_once(mesh):
     batch = make_batch(number=np.arange(4, dtype=np.int32) + 1)
     narrow = Batch(batch.tokens, batch.sizes, {**batch.fields})
     seen = []
-    for indices, micro in microbatches(narrow, {"mask", "number"}, SHAPE, mesh):
+    for indices, micro in pack_microbatches(narrow, {"mask", "number"}, SHAPE, mesh):
         rows = jax.device_get(micro.rows)
         assert rows.tokens.shape == (2, 8)
         for slot, index in enumerate(indices):
@@ -326,7 +327,7 @@ def test_nothing_compiles_after_the_first_update(learner, params):
 
 def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
     """Later ones have other lengths, and so other shapes."""
-    model, names = Forward(spec=SPEC), ("logprobs",)
+    model, names = ForwardConfig(spec=SPEC), ("logprobs",)
     shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
     assert [bucket[:2] for bucket in shape.buckets] == [(1, 8), (2, 8)]
     infer, plain = (logprob_pass(model, s, mesh, names) for s in (shape, SHAPE))
@@ -365,14 +366,14 @@ def test_moments_lie_where_their_parameters_do():
 def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
     """Rows stay split over the devices: no device ever holds the hidden states of all rows."""
     mesh = make_mesh({"fsdp": 8})
-    model = Forward(spec=SPEC)
+    model = ForwardConfig(spec=SPEC)
     params = jax.tree.map(
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
         declare(SPEC),
         shardings(declare(SPEC), mesh),
     )
     batch = Batch(np.zeros((8, 8), np.int32), np.full(8, 8, np.int32), {})
-    (_, micro) = next(iter(microbatches(batch, set(), RowShape(8, 8, 8), mesh)))
+    (_, micro) = next(iter(pack_microbatches(batch, set(), RowShape(8, 8, 8), mesh)))
     compiled = jax.jit(lambda p, r: token_fields(p, r, model, mesh)).lower(params, micro.rows)
     text = compiled.compile().as_text()
     assert "f32[1,8,16]" in text, "one row for each device"
@@ -384,7 +385,7 @@ def test_a_batch_wider_than_a_row_is_refused():
     mesh = make_mesh({}, jax.devices()[:1])
     batch = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
     with pytest.raises(ValueError, match="a batch of 17 columns, wanted at most a row's 16"):
-        list(microbatches(batch, set(), shape, mesh))
+        list(pack_microbatches(batch, set(), shape, mesh))
 
 
 def test_an_optimizer_for_some_of_the_parameters(mesh, params):

@@ -1,4 +1,4 @@
-"""The jitted steps: log-probs of a batch, and updates by accumulated gradients.
+"""An update: gradients accumulated over micro-batches, then one step of the optimizer.
 
 A mini-batch is cut into micro-batches of packed rows. The reduction's weights are computed over
 the whole mini-batch first, so a micro-batch adds `sum(weights * loss)` and the sum over them is
@@ -8,7 +8,7 @@ before the update counts it, and with that held constant this loss is such a sum
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,31 +21,22 @@ from jaxtyping import Array
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import describe
-from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches
-from jaxrl_llm.data.packing import RowShape, pack_rows
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import join
-from jaxrl_llm.models.moe.balance import (
-    RouterStats,
-    balance_weights,
-    load_balance_loss,
-    router_metrics,
-    update_bias,
-)
-from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.training.objective import (
+from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss, router_metrics, update_bias
+from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import balance_pass
+from jaxrl_llm.training.microbatches import (
+    BucketWarmup,
     Fields,
-    Forward,
-    LossError,
     MicroBatch,
-    Objective,
-    Params,
-    per_token,
-    router_totals,
-    token_fields,
-    value_fields,
+    merge_microbatches,
+    pack_microbatches,
 )
-from jaxrl_llm.types import Batch, Rows
+from jaxrl_llm.training.objective import LossError, Objective, per_token
+from jaxrl_llm.types import Batch
 
 
 class TrainState(NamedTuple):
@@ -66,191 +57,6 @@ class TrainState(NamedTuple):
 
 class TrainingError(RunError):
     """A run that must not go on."""
-
-
-def microbatches(
-    batch: Batch, names: set[str], shape: RowShape, mesh: Mesh
-) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """Cut a batch into micro-batches on the devices, each with the indices of its sequences.
-
-    Raises:
-        ValueError: a batch wider than a row.
-    """
-    if batch.tokens.shape[1] > shape.length:
-        raise ValueError(
-            f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
-        )
-    sharding = over_batch(mesh)
-    for planned in plan_microbatches(batch.sizes, shape):
-        members, bucket = in_bucket(batch.sizes, planned, shape)
-        indices, micro = _laid_out(batch, names, members, bucket)
-        yield indices, distributed.put(micro, sharding)
-
-
-def _laid_out(
-    batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
-) -> tuple[np.ndarray, MicroBatch]:
-    indices = np.array([i for row in members for i in row], np.int32)
-    rows = pack_rows(batch.tokens, batch.sizes, members, bucket)
-    return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
-
-
-def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
-    widths = [(0, shape.sequences - len(values))]
-    if values.ndim > 1:
-        values = values[:, : shape.length]
-        widths.append((0, shape.length - values.shape[1]))
-    return np.pad(values, widths)
-
-
-class Rehearsal:
-    """Compiles a step for all buckets of micro-batches when it is first run, none of them later.
-
-    Args:
-        shape: of the micro-batches.
-        mesh: the devices.
-    """
-
-    def __init__(self, shape: RowShape, mesh: Mesh) -> None:
-        """Begin without any."""
-        self._shape, self._mesh = shape, mesh
-        self._seen: set[Any] = set()
-
-    def __call__(
-        self,
-        run: Callable[[MicroBatch], Any],
-        params: Params,
-        batch: Batch,
-        names: Iterable[str] = (),
-    ) -> None:
-        """Run a step on a micro-batch without sequences in each bucket.
-
-        Nothing is run where these parameters' layout and dtypes were met before.
-
-        Args:
-            run: the step; what it returns is fetched, and forgotten.
-            params: what it runs with.
-            batch: with the fields that it asks for.
-            names: of these fields.
-        """
-        kind = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
-        if kind in self._seen or len(self._shape.buckets) == 1:
-            return
-        self._seen.add(kind)
-        for bucket in self._shape.buckets:
-            _, micro = _laid_out(batch, names, [], bucket)
-            distributed.fetch(run(distributed.put(micro, over_batch(self._mesh))))
-
-
-def logprob_pass(
-    model: Forward,
-    shape: RowShape,
-    mesh: Mesh,
-    names: tuple[str, ...] = ("logprobs", "entropy"),
-    *,
-    frozen: Params | None = None,
-) -> "Inference":
-    """Return a function from parameters and a batch to some of its TokenStats [B T], by name.
-
-    Args:
-        model: how the model is run.
-        shape: of the micro-batches.
-        mesh: the devices.
-        names: of TokenStats.
-        frozen: the parameters that are not in those given at each call.
-    """
-
-    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
-        stats = token_fields(join(params, rest), rows, model, mesh)._asdict()
-        return {name: stats[name] for name in names}
-
-    return Inference(infer, shape, mesh, frozen or {})
-
-
-def value_pass(model: Forward, shape: RowShape, mesh: Mesh) -> "Inference":
-    """Return a function from a critic's parameters and a batch to its `values` [B T]."""
-
-    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
-        return {"values": value_fields(join(params, rest), rows, model, mesh)}
-
-    return Inference(infer, shape, mesh, {})
-
-
-class Inference:
-    """A pass without gradients: (params, batch) -> what a model says of each token [B T], by name.
-
-    Args:
-        compute: (params, frozen, rows) -> the same of a micro-batch [b T].
-        shape: of the micro-batches.
-        mesh: the devices.
-        frozen: the parameters that are not in those given at each call.
-
-    Attributes:
-        run: `compute`, jitted.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[[Params, Params, Rows], dict[str, Array]],
-        shape: RowShape,
-        mesh: Mesh,
-        frozen: Params,
-    ) -> None:
-        """Compile nothing yet."""
-        self.run: Any = jax.jit(compute)
-        self._shape, self._mesh, self._frozen = shape, mesh, frozen
-        self._rehearse = Rehearsal(shape, mesh)
-
-    def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
-        """Run over a batch, in micro-batches."""
-        frozen = self._frozen
-        self._rehearse(lambda micro: self.run(params, frozen, micro.rows), params, batch)
-        cut = microbatches(batch, set(), self._shape, self._mesh)
-        said = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
-        return _whole(said, batch)
-
-
-def _whole(
-    parts: Iterable[tuple[np.ndarray, dict[str, Array]]], batch: Batch
-) -> dict[str, np.ndarray]:
-    """Put what micro-batches say of their tokens together, once all of them are on their way."""
-    found: dict[str, np.ndarray] = {}
-    for indices, results in list(parts):
-        for name, values in distributed.fetch(results).items():
-            whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
-            width = min(values.shape[1], whole.shape[1])
-            whole[indices, :width] = values[: len(indices), :width]
-    return found
-
-
-def balance_pass(
-    model: Forward, shape: RowShape, mesh: Mesh, frozen: Params
-) -> Callable[[Params, Batch], Fields]:
-    """Return a function from parameters and a mini-batch to the coefficients of its balance loss.
-
-    They are the constant part of `load_balance_loss` times the model's coefficient. Without experts
-    or with a coefficient of 0 there are none, and nothing is run.
-    """
-    everywhere, rehearse = replicated(mesh), Rehearsal(shape, mesh)
-
-    @functools.partial(jax.jit, out_shardings=everywhere)
-    def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
-        return router_totals(join(params, rest), rows, model, mesh)
-
-    @functools.partial(jax.jit, out_shardings=everywhere)
-    def weigh(total: RouterStats) -> Array:
-        return model.router_loss_coef * balance_weights(total)
-
-    def find(params: Params, batch: Batch) -> Fields:
-        if model.spec.moe is None or model.router_loss_coef == 0:
-            return {}
-        rehearse(lambda micro: count(params, frozen, micro.rows), params, batch)
-        cut = microbatches(batch, set(), shape, mesh)
-        counted = (count(params, frozen, micro.rows) for _, micro in cut)
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
-        return {"balance_weights": weigh(total)}
-
-    return find
 
 
 class Learner(NamedTuple):
@@ -278,7 +84,7 @@ class Learner(NamedTuple):
 
 def make_learner(
     objective: Objective,
-    model: Forward,
+    model: ForwardConfig,
     optimizer: optax.GradientTransformation,
     *,
     reduce: Callable[..., Any],
@@ -331,7 +137,7 @@ def make_learner(
         )
         return state, metrics | ({} if router is None else _router_summary(router))
 
-    balance, rehearse = balance_pass(model, shape, mesh, rest), Rehearsal(shape, mesh)
+    balance, rehearse = balance_pass(model, shape, mesh, rest), BucketWarmup(shape, mesh)
 
     @jax.jit
     def weigh(mask: Array) -> tuple[Array, Array]:
@@ -352,13 +158,13 @@ def make_learner(
 
         rehearse(lambda micro: add(None, micro)[1], state.params, batch, names)
         total, said = None, []
-        for indices, micro in microbatches(batch, names, shape, mesh):
+        for indices, micro in pack_microbatches(batch, names, shape, mesh):
             total, found = add(total, micro)
             said.append((indices, found))
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
         state, applied = apply(state, grads, metrics.pop("router", None))
-        policy = _whole(said, batch)
+        policy = merge_microbatches(said, batch)
         return state, metrics | applied | ({"policy": policy} if policy else {})
 
     return Learner(init, update, state_shardings, begin, accumulate, apply)
@@ -379,7 +185,7 @@ def _zeros_for(differentiate: Callable[..., Any], shardings: Any) -> Callable[..
 
 
 def _differentiator(
-    objective: Objective, model: Forward, mesh: Mesh
+    objective: Objective, model: ForwardConfig, mesh: Mesh
 ) -> Callable[[Params, Params, MicroBatch, Fields], tuple[tuple[Params, Fields], Fields]]:
     """Return the gradient and metrics of a micro-batch, and what the policy says of its tokens."""
 
@@ -413,7 +219,7 @@ def apply_gradients(
 
     def move(state: TrainState) -> TrainState:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         if router is not None:
             params = _move_bias(state.params, params, router, router_bias_rate)
         return TrainState(params, opt_state, state.updates + 1, jnp.zeros_like(state.skipped))

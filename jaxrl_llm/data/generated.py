@@ -1,0 +1,76 @@
+"""What a run makes before it begins, once: prepared data files, and the base model."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.functions import FunctionSpec, load_function
+from jaxrl_llm.data.files import remove_partials, write_text
+from jaxrl_llm.sharding import distributed
+
+
+def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
+    """Run a preparation if any of the files it should write is missing; in the first process.
+
+    Raises:
+        ConfigError: it failed, or left a file unwritten.
+    """
+    if spec is not None:
+        distributed.once(functools.partial(_prepare_files, spec, wanted))
+
+
+def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
+    stamp = Path(wanted[0]).parent / ".prepared_by"
+    recipe = digest(json.dumps(spec.as_config(), sort_keys=True, default=str))
+    if all(Path(path).exists() for path in wanted):
+        remove_partials(stamp.parent)
+        if stamp.exists() and stamp.read_text() != recipe:
+            raise ConfigError(
+                f"data.prepare: the files in {str(stamp.parent)!r} were prepared with other "
+                "keywords; remove that folder, or name another one"
+            )
+        return
+    print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
+    with config_errors_at("data.prepare"):
+        load_function(spec, kinds.PREPARATIONS, key="data.prepare")()
+    missing = [path for path in wanted if not Path(path).exists()]
+    if missing:
+        raise ConfigError(
+            f"data.prepare: {spec.fn!r} did not write {', '.join(missing)}; "
+            "make its `out` the folder of these files"
+        )
+    write_text(stamp, recipe)
+
+
+def digest(text: str) -> str:
+    """Return a text's SHA-256 in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
+    """Make a directory if it does not exist; refuse one that was made by another recipe.
+
+    Args:
+        directory: what `make` writes.
+        recipe: everything that decides the result.
+        make: writes the directory, whole or not at all; all processes call it.
+    """
+    stamp = directory.with_name(directory.name + ".made_by")
+
+    def is_made() -> bool:
+        if directory.exists() and stamp.exists() and stamp.read_text() != digest(recipe):
+            raise ConfigError(
+                f"{directory} was made by another config than the one given now: "
+                "remove it, or name another directory"
+            )
+        if directory.exists():
+            remove_partials(directory.parent)
+        return directory.exists()
+
+    if not distributed.once(is_made):
+        make()
+        distributed.once(lambda: write_text(stamp, digest(recipe)))

@@ -1,0 +1,123 @@
+"""Passes without gradients: what a model says of a batch, in micro-batches."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.lora import join
+from jaxrl_llm.models.moe.balance import RouterStats, balance_weights
+from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.training.forward import ForwardConfig, router_totals, token_fields, value_fields
+from jaxrl_llm.training.microbatches import (
+    BucketWarmup,
+    Fields,
+    merge_microbatches,
+    pack_microbatches,
+)
+from jaxrl_llm.types import Batch, Rows
+
+
+def logprob_pass(
+    model: ForwardConfig,
+    shape: RowShape,
+    mesh: Mesh,
+    names: tuple[str, ...] = ("logprobs", "entropy"),
+    *,
+    frozen: Params | None = None,
+) -> "Inference":
+    """Return a function from parameters and a batch to some of its TokenStats [B T], by name.
+
+    Args:
+        model: how the model is run.
+        shape: of the micro-batches.
+        mesh: the devices.
+        names: of TokenStats.
+        frozen: the parameters that are not in those given at each call.
+    """
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        stats = token_fields(join(params, rest), rows, model, mesh)._asdict()
+        return {name: stats[name] for name in names}
+
+    return Inference(infer, shape, mesh, frozen or {})
+
+
+def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference":
+    """Return a function from a critic's parameters and a batch to its `values` [B T]."""
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        return {"values": value_fields(join(params, rest), rows, model, mesh)}
+
+    return Inference(infer, shape, mesh, {})
+
+
+class Inference:
+    """A pass without gradients: (params, batch) -> what a model says of each token [B T], by name.
+
+    Args:
+        compute: (params, frozen, rows) -> the same of a micro-batch [b T].
+        shape: of the micro-batches.
+        mesh: the devices.
+        frozen: the parameters that are not in those given at each call.
+
+    Attributes:
+        run: `compute`, jitted.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Params, Params, Rows], dict[str, Array]],
+        shape: RowShape,
+        mesh: Mesh,
+        frozen: Params,
+    ) -> None:
+        """Compile nothing yet."""
+        self.run: Any = jax.jit(compute)
+        self._shape, self._mesh, self._frozen = shape, mesh, frozen
+        self._rehearse = BucketWarmup(shape, mesh)
+
+    def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
+        """Run over a batch, in micro-batches."""
+        frozen = self._frozen
+        self._rehearse(lambda micro: self.run(params, frozen, micro.rows), params, batch)
+        cut = pack_microbatches(batch, set(), self._shape, self._mesh)
+        said = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
+        return merge_microbatches(said, batch)
+
+
+def balance_pass(
+    model: ForwardConfig, shape: RowShape, mesh: Mesh, frozen: Params
+) -> Callable[[Params, Batch], Fields]:
+    """Return a function from parameters and a mini-batch to the coefficients of its balance loss.
+
+    They are the constant part of `load_balance_loss` times the model's coefficient. Without experts
+    or with a coefficient of 0 there are none, and nothing is run.
+    """
+    everywhere, rehearse = replicated(mesh), BucketWarmup(shape, mesh)
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
+        return router_totals(join(params, rest), rows, model, mesh)
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def weigh(total: RouterStats) -> Array:
+        return model.router_loss_coef * balance_weights(total)
+
+    def find(params: Params, batch: Batch) -> Fields:
+        if model.spec.moe is None or model.router_loss_coef == 0:
+            return {}
+        rehearse(lambda micro: count(params, frozen, micro.rows), params, batch)
+        cut = pack_microbatches(batch, set(), shape, mesh)
+        counted = (count(params, frozen, micro.rows) for _, micro in cut)
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
+        return {"balance_weights": weigh(total)}
+
+    return find

@@ -1,0 +1,127 @@
+"""Where each model of a run stands: meshes, rules, and the shape of micro-batches on them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.functions import closest
+from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
+from jaxrl_llm.data.balance import model_cost
+from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
+from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules
+
+
+class Layouts(NamedTuple):
+    """Where each model of a run stands."""
+
+    train: Layout
+    rollout: Layout
+    critic: Layout
+    reference: Layout
+    reward_model: Layout
+
+    def of(self, role: str) -> Layout:
+        """Return where a role's model stands; reward models of both kinds share a mesh."""
+        meshes = {"actor": "train", "implicit_reward_model": "reward_model"}
+        return getattr(self, meshes.get(role, role))
+
+
+def open_layouts(config: MeshConfig) -> Layouts:
+    """Lay the devices out as the config says, for each model."""
+
+    def other(name: str, sizes: MeshSizes | None) -> Layout:
+        return train if sizes is None else open_layout(config, name, sizes)
+
+    train = open_layout(config, "train", config.train)
+    return Layouts(
+        train,
+        other("rollout", config.rollout),
+        other("critic", config.critic),
+        other("reference", config.reference),
+        other("reward_model", config.reward_model),
+    )
+
+
+def open_layout(config: SftMeshConfig, name: str, sizes: MeshSizes) -> Layout:
+    """Lay the devices out as one of the config's meshes says.
+
+    Raises:
+        ConfigError: the devices don't make up this mesh, or a rule is none.
+    """
+    devices = jax.devices()
+    end = None if sizes.devices is None else sizes.first_device + sizes.devices
+    chosen = devices[sizes.first_device : end]
+    if not chosen or (end or 0) > len(devices):
+        raise ConfigError(
+            f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices}, but "
+            f"there are {len(devices)} devices"
+        )
+    with config_errors_at(f"mesh.{name}"):
+        along = {
+            "stage": sizes.stage,
+            "expert": sizes.expert,
+            "data": sizes.data,
+            "fsdp": sizes.fsdp,
+            "context": sizes.context,
+            "tensor": sizes.tensor,
+        }
+        mesh = make_mesh(along, chosen)
+    defaults = ROLLOUT_RULES if name == "rollout" else DEFAULT_RULES
+    return Layout(mesh, config.context_by, own_rules(config.rules, defaults))
+
+
+def own_rules(changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES) -> Rules:
+    """Return rules with a config's own in their place.
+
+    >>> own_rules({"embed": None})["embed"]
+    >>> own_rules({"vocab": ["tensor"]})["vocab"]
+    ('tensor',)
+
+    Raises:
+        ConfigError: there is no such logical axis, or the rule is none.
+    """
+    for axis, rule in changed.items():
+        if axis not in DEFAULT_RULES:
+            raise ConfigError(f"mesh.rules.{axis}: {closest(axis, DEFAULT_RULES)}")
+        names = [rule] if isinstance(rule, str) else rule or []
+        if not isinstance(names, list) or any(name not in AXES for name in names):
+            raise ConfigError(f"mesh.rules.{axis}={rule!r}, wanted null or some of {list(AXES)}")
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
+    return {**defaults, **lists}
+
+
+def packed_shape(
+    layout: Layout, spec: ModelSpec, *, tokens: int, longest: int, sequences: int
+) -> RowShape:
+    """Return the shape of the micro-batches of a pass.
+
+    Args:
+        layout: where it runs.
+        spec: the model, which says what a sequence costs.
+        tokens: the most on each device.
+        longest: sequence, in tokens; a row is as long, or longer if several devices share it.
+        sequences: in all.
+
+    Raises:
+        ConfigError: a device can't hold its part of a row.
+    """
+    share = layout.pieces * layout.stages
+    length = -(-longest // share) * share
+    if tokens * layout.pieces < length:
+        raise ConfigError(
+            f"batch.max_tokens_per_device={tokens} can't hold a device's part of a row of {length} "
+            f"tokens, which context={layout.pieces} share: wanted {length // layout.pieces} or more"
+        )
+    return row_shape(
+        tokens * layout.shards,
+        length,
+        sequences=sequences,
+        multiple_of=batch_shards(layout.mesh),
+        cost=model_cost(spec),
+        unit=share,
+    )

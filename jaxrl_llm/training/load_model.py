@@ -1,0 +1,231 @@
+"""A model from its directory: weights in the training layout, and how it is run there."""
+
+import dataclasses
+import functools
+import logging
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
+from jaxrl_llm.models.hf import load_params
+from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec
+from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.kernels import Choice, choose, heads_on, this_machine
+from jaxrl_llm.models.lora import find_targets, join, merge, split_adapter, without_adapter
+from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.spec import LoraSpec, ModelSpec
+from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.sharding.rules import fallbacks
+from jaxrl_llm.training.forward import ForwardConfig
+
+log = logging.getLogger(__name__)
+
+
+class LoadedModel(NamedTuple):
+    """A model in the training layout.
+
+    Attributes:
+        spec: the architecture.
+        params: float32 master weights of what is trained: all, or the adapter.
+        like: shape, dtype and sharding of each of these arrays.
+        frozen: the model that an adapter is beside, in the compute dtype; None without one.
+    """
+
+    spec: ModelSpec
+    params: Any
+    like: Any
+    frozen: Any = None
+
+
+def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
+    """Load a Hugging Face directory, or draw its weights at random, in the training layout.
+
+    Raises:
+        ConfigError: the directory can't be read, or holds a critic.
+    """
+    with config_errors_at("model.path"):
+        spec = read_spec(config.path)
+        if spec.value_head or spec.reward_head:
+            raise ValueError(f"{config.path} ends in a value head, wanted a language model")
+        is_adapted = config.lora is not None or config.adapter is not None
+        check_router_keys(config, spec, is_adapted=is_adapted)
+        if not config.random_init:
+            model = read_model(config.path, spec, layout)
+            return with_adapter(model, config, layout, seed=seed) if is_adapted else model
+        split = layout.of(declare(spec))
+        draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=split)
+        return laid_out(spec, draw(jax.random.key(seed)), layout)
+
+
+def check_router_keys(config: ModelConfig, spec: ModelSpec, *, is_adapted: bool) -> None:
+    """Raise ConfigError for a key of routers that the model does not have, or does not train."""
+    if config.router_loss_coef and spec.moe is None:
+        raise ConfigError(
+            f"model.router_loss_coef={config.router_loss_coef}, but {config.path} has no "
+            "experts: remove it"
+        )
+    has_bias = spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
+    rate = config.router_bias_rate
+    if rate != ModelConfig.router_bias_rate and (is_adapted or not has_bias):
+        raise ConfigError(
+            f"model.router_bias_rate={rate}, but in {config.path} no bias of a router is trained: "
+            "remove it"
+        )
+
+
+def with_adapter(
+    base: LoadedModel, config: ModelConfig, layout: Layout, *, seed: int
+) -> LoadedModel:
+    """Freeze a model, and put an adapter beside it: a new one, or that of model.adapter.
+
+    The base is held in the compute dtype: nothing is added to it, so it needs no float32 masters.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    spec = adapted_spec(base.spec, config.lora, config.adapter)
+    split, _ = split_adapter(layout.of(declare(spec)))
+    if config.adapter is None:
+        draw = jax.jit(lambda key: split_adapter(initialize(spec, key=key))[0], out_shardings=split)
+        adapter = draw(jax.random.key(seed))
+    else:
+        with config_errors_at("model.adapter"):
+            adapter = distributed.put(load_adapter(config.adapter, spec), split)
+    frozen = base.params
+    if config.dtype != "float32":
+        dtypes = compute_dtypes(base.spec, config.dtype)
+        frozen = reshard(frozen, layout.of(declare(base.spec)), dtype=dtypes)
+    return LoadedModel(spec, adapter, like_of(adapter, split), frozen)
+
+
+def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) -> ModelSpec:
+    """Return the spec of a model with the adapter that its config asks for, if it does.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    if adapter is not None:
+        with config_errors_at("model.adapter"):
+            return read_adapter_spec(adapter, base)
+    if lora is None:
+        return base
+    with config_errors_at("model.lora"):
+        found = LoraSpec(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=find_targets(lora.targets, base),
+            rslora=lora.rslora,
+        )
+        return dataclasses.replace(base, lora=found)
+
+
+def merged_into_base(
+    adapter: Any, spec: ModelSpec, path: str, shardings: Any = None
+) -> tuple[Any, ModelSpec]:
+    """Merge an adapter into the float32 weights of its base's directory, without a second copy.
+
+    Args:
+        adapter: its arrays.
+        spec: of the model with the adapter.
+        path: Hugging Face directory of the base.
+        shardings: of the base's arrays.
+
+    Returns:
+        Parameters and spec of a model without an adapter.
+    """
+    alone = without_adapter(spec)
+    base = load_params(path, alone, shardings=shardings)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(base: Any, adapter: Any) -> Any:
+        return merge(join(adapter, base), spec)[0]
+
+    return run(base, adapter), alone
+
+
+def read_model(path: str, spec: ModelSpec, layout: Layout) -> LoadedModel:
+    """Load the weights of a Hugging Face directory in a layout."""
+    return laid_out(spec, load_params(path, spec, shardings=layout.of(declare(spec))), layout)
+
+
+def laid_out(spec: ModelSpec, params: Any, layout: Layout) -> LoadedModel:
+    """Return parameters that are in a layout as a LoadedModel; log where its rules don't apply."""
+    for name, left in fallbacks(declare(spec), layout.mesh, layout.rules).items():
+        log.warning("%s is not split as the rules say: %s", name, left)
+    return LoadedModel(spec, params, like_of(params, layout.of(declare(spec))))
+
+
+def like_of(params: Any, layout: Any) -> Any:
+    """Return shape, dtype and sharding of each array."""
+    return jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, layout
+    )
+
+
+def forward_config(
+    config: ModelConfig, spec: ModelSpec, layout: Layout, temperature: float = 1.0
+) -> ForwardConfig:
+    """Return how the model is run in training.
+
+    Raises:
+        ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
+            as the config says.
+    """
+    check_split(spec, layout)
+    return ForwardConfig(
+        spec=spec,
+        dtype=config.dtype,
+        remat=config.remat,
+        logprob_chunk=config.logprob_chunk,
+        router_loss_coef=config.router_loss_coef,
+        router_bias_rate=config.router_bias_rate,
+        temperature=temperature,
+        context=layout.context,
+        kernel=choose_attention(config, spec, layout).kernel,
+    )
+
+
+_DECIDED: dict[tuple[Any, ...], Choice] = {}
+
+_DECIDING = threading.Lock()  # steps are also lowered by the thread that compiles ahead
+
+
+def choose_attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Choice:
+    """Decide how a model attends to packed rows in training, and log it, once.
+
+    Several processes decide alike: cuDNN's kernel is taken where it is possible in all of them.
+
+    Raises:
+        ConfigError: model.attention=cudnn, which is not possible.
+    """
+    case = config.attention, config.dtype, heads_on(spec, layout)
+    with _DECIDING:
+        if case not in _DECIDED:
+            with config_errors_at(f"model.attention={config.attention}"):
+                own = choose(config.attention, spec, layout, config.dtype, machine=this_machine())
+            others = distributed.gather((own.name, own.reason))
+            against = [reason for name, reason in others if name == "xla"]
+            _DECIDED[case] = Choice("xla", against[0]) if against else own
+            log.info("attention by %s: %s", *_DECIDED[case][:2])
+        return _DECIDED[case]
+
+
+def check_split(spec: ModelSpec, layout: Layout) -> None:
+    """Raise ConfigError where a model can't be run on a mesh, before anything is compiled."""
+    rows = jax.ShapeDtypeStruct((batch_shards(layout.mesh) * layout.pieces, 1), jnp.int32)
+    params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    with config_errors_at("mesh"):
+        jax.eval_shape(
+            lambda params, rows: forward(params, spec, rows, rows, rows, layout=layout),
+            params,
+            rows,
+        )
