@@ -28,7 +28,7 @@ NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py
 """Files whose functions a config names by kind, so that a data set's reward has its name."""
 
 NOT_YET_FUNCTIONS = {
-    *("_parallel_update", "arithmetic", "build"),
+    *("_parallel_update", "build"),
     *("main", "make_learner", "run_stages", "started", "__post_init__"),
 }
 NOT_YET_FILES = {

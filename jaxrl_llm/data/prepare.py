@@ -12,12 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.rows import Row, read_rows, write_rows
 from jaxrl_llm.rewards.functions import last_boxed
 
 Written = dict[Path, int]  # rows per file
-
-MAX_PROBLEMS = 2**62  # more than this can't be sampled from
 
 
 def arithmetic(  # noqa: PLR0913 - each is a key of a config
@@ -64,110 +63,21 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
     >>> {path.name: rows for path, rows in files.items()}
     {'train.parquet': 8, 'validation.parquet': 2}
     """
-    _check_arithmetic(train_rows, validation_rows, sft_rows, digits, terms, operators)
-    problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
-    if mistakes and (operators != "+" or not 0 <= mistakes <= 1):
-        raise ValueError(
-            "arithmetic: expected mistakes from 0 to 1, and then only the operator '+', which has"
-            f" carries to forget; got mistakes={mistakes} with operators {operators!r}"
-        )
+    problems = Problems(digits, terms, operators, zero_pad)
+    check_problems(problems, train_rows, validation_rows, sft_rows, mistakes)
     rng = random.Random(seed)
-    chosen = rng.sample(range(problems), validation_rows + train_rows)
-    validation, train = chosen[:validation_rows], chosen[validation_rows:]
-    held_out = set(validation)
-    others = rng.sample(range(problems), min(problems, sft_rows + validation_rows))
-    supervised = [number for number in others if number not in held_out][:sft_rows]
-
-    def problem(number: int) -> tuple[str, str]:
-        text = _problem(number, digits=digits, terms=terms, operators=operators)
-        value = str(_value(text))
-        if zero_pad:
-            text = re.sub("[0-9]+", lambda match: match.group().zfill(digits), text)
-        return f"{text}=", value
-
-    def example(number: int) -> Row:
-        text, value = problem(number)
-        if mistakes and rng.random() < mistakes:
-            value = _without_carries(text)
-        return _sft_row(text, value.zfill(digits + 1) if zero_pad else value)
-
+    train, validation, supervised = draw_problems(
+        problems, rng, train_rows, validation_rows, sft_rows
+    )
     splits: dict[str, list[Row]] = {
-        split: [
-            _rl_row("arithmetic", *problem(number), split=split, index=index)
-            for index, number in enumerate(numbers)
-        ]
-        for split, numbers in (("train", train), ("validation", validation))
+        name: [_rl_row("arithmetic", *problems.problem(n), name, i) for i, n in enumerate(numbers)]
+        for name, numbers in (("train", train), ("validation", validation))
     }
     if sft_rows:
-        splits["sft"] = [example(number) for number in supervised]
+        splits["sft"] = [
+            _sft_row(*problems.example(number, rng, mistakes)) for number in supervised
+        ]
     return _write_splits(Path(out), splits)
-
-
-def _check_arithmetic(
-    train_rows: int, validation_rows: int, sft_rows: int, digits: int, terms: int, operators: str
-) -> None:
-    if min(train_rows, validation_rows, digits, terms) < 1 or sft_rows < 0:
-        raise ValueError(
-            f"arithmetic: expected at least 1 each (sft_rows: 0), got train_rows={train_rows},"
-            f" validation_rows={validation_rows}, sft_rows={sft_rows}, digits={digits},"
-            f" terms={terms}"
-        )
-    if not operators or set(operators) - set("+-*") or len(set(operators)) < len(operators):
-        raise ValueError(
-            f"arithmetic: expected as operators some of '+-*', each once, got {operators!r}"
-        )
-    problems = 10 ** (digits * terms) * len(operators) ** (terms - 1)
-    if problems > MAX_PROBLEMS:
-        raise ValueError(f"arithmetic: {digits} digits and {terms} terms are too many to sample")
-    needed = validation_rows + max(train_rows, sft_rows)
-    if needed > problems:
-        raise ValueError(
-            f"arithmetic: only {problems} problems have {digits} digits, {terms} terms and"
-            f" operators {operators!r}; expected {needed} (validation plus the larger other file)"
-        )
-
-
-def _problem(number: int, *, digits: int, terms: int, operators: str) -> str:
-    """Return the problem with this number, counted over all numbers and operators.
-
-    >>> _problem(4213, digits=2, terms=2, operators="+-")
-    '21+13'
-    """
-    parts: list[str] = []
-    for term in range(terms):
-        if term:
-            number, choice = divmod(number, len(operators))
-            parts.append(operators[choice])
-        number, value = divmod(number, 10**digits)
-        parts.append(str(value))
-    return "".join(reversed(parts))
-
-
-def _without_carries(problem: str) -> str:
-    """Return the sum of each column's digits modulo 10.
-
-    >>> _without_carries("17+25=")
-    '32'
-    """
-    numbers = [int(number) for number in re.findall("[0-9]+", problem)]
-    digits = max(len(str(number)) for number in numbers)
-    columns = [sum(n // 10**place % 10 for n in numbers) % 10 for place in range(digits)]
-    return str(int("".join(str(column) for column in reversed(columns))))
-
-
-def _value(problem: str) -> int:
-    """Return the value of a sum of products.
-
-    >>> _value("2+3*4-5")
-    9
-    """
-    total = 0
-    for sign, product in re.findall(r"([+-]?)([0-9*]+)", problem):
-        value = 1
-        for factor in product.split("*"):
-            value *= int(factor)
-        total += -value if sign == "-" else value
-    return total
 
 
 def gsm8k(out: str | Path, *, source: str = "openai/gsm8k") -> Written:

@@ -127,7 +127,11 @@ WRONG = [
         None,
         "field 'reward_model.ground_truth': expected the reference answer, got nothing",
     ),
-    (("extra_info",), "x" * 99, "expected an object or nothing, got '" + "x" * 76 + "..."),
+    (
+        ("extra_info",),
+        "x" * 99,
+        "field 'extra_info': expected an object or nothing, got '" + "x" * 76 + "...",
+    ),
 ]
 
 
