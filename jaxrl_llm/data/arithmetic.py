@@ -23,7 +23,7 @@ class Problems(NamedTuple):
     zero_pad: bool
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Return how many there are."""
         return 10 ** (self.digits * self.terms) * len(self.operators) ** (self.terms - 1)
 
@@ -80,12 +80,12 @@ def check_problems(
         raise ValueError(
             f"arithmetic: expected as operators some of '+-*', each once, got {operators!r}"
         )
-    if problems.count > MAX_PROBLEMS:
+    if problems.size > MAX_PROBLEMS:
         raise ValueError(f"arithmetic: {digits} digits and {terms} terms are too many to sample")
     needed = validation_rows + max(train_rows, sft_rows)
-    if needed > problems.count:
+    if needed > problems.size:
         raise ValueError(
-            f"arithmetic: only {problems.count} problems have {digits} digits, {terms} terms and"
+            f"arithmetic: only {problems.size} problems have {digits} digits, {terms} terms and"
             f" operators {operators!r}; expected {needed} (validation plus the larger other file)"
         )
     if mistakes and (operators != "+" or not 0 <= mistakes <= 1):
@@ -102,11 +102,11 @@ def draw_problems(
 
     None comes twice in a list, and none of the second list in another.
     """
-    numbers = range(problems.count)
+    numbers = range(problems.size)
     chosen = rng.sample(numbers, validation_rows + train_rows)
     validation, train = chosen[:validation_rows], chosen[validation_rows:]
     held_out = set(validation)
-    others = rng.sample(numbers, min(problems.count, sft_rows + validation_rows))
+    others = rng.sample(numbers, min(problems.size, sft_rows + validation_rows))
     supervised = [number for number in others if number not in held_out][:sft_rows]
     return train, validation, supervised
 
