@@ -147,7 +147,7 @@ def twins():
     found = []
     for row in rows("docs/coming_from_verl.md"):
         cell = row[1]
-        if cell.startswith(("no twin yet", "not needed")):
+        if cell.startswith(("not supported yet", "not needed")):
             continue
         quoted = re.findall(r"`([a-z_.]+)(?:: (.*?))?`", cell)
         assert quoted, cell
