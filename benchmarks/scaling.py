@@ -24,11 +24,17 @@ from jaxrl_llm.planning.sampling import (
     Generation,
     cache_bytes,
     draw_lengths,
-    generate,
-    pace,
-    resident,
+    engine_speed,
+    mean_context,
+    simulate_generation,
 )
-from jaxrl_llm.planning.timeline import Timeline, TrainMesh, push_seconds, timeline, train_seconds
+from jaxrl_llm.planning.timeline import (
+    StepTimes,
+    TrainMesh,
+    step_times,
+    sync_seconds,
+    train_seconds,
+)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "plan"
 GPU = GPUS["H200"]
@@ -87,8 +93,8 @@ class Row(NamedTuple):
     placement: Placement
     slots: int
     generated: Generation
-    step: Timeline
-    level: Timeline
+    step: StepTimes
+    level: StepTimes
 
 
 def placements(model: Model, gpus: int) -> Iterator[Placement]:
@@ -115,7 +121,7 @@ def slots_of(model: Model, spec: ModelSpec, lengths: np.ndarray, where: Placemen
     if where.colocated:
         held += model.held * size / (mesh.fsdp * mesh.tensor)
     room = (GPU.memory * USABLE - held) * where.tensor
-    return min(MOST_SLOTS, int(room / cache_bytes(spec) / resident(lengths, PROMPT)))
+    return min(MOST_SLOTS, int(room / cache_bytes(spec) / mean_context(lengths, PROMPT)))
 
 
 def push_of(spec: ModelSpec, where: Placement, copies: int, senders: int) -> float:
@@ -124,7 +130,7 @@ def push_of(spec: ModelSpec, where: Placement, copies: int, senders: int) -> flo
         copies, senders = 1, PER_NODE
     link = GPU.link if where.colocated or where.gpus <= PER_NODE else GPU.network
     size = 2 * parameter_count(spec)
-    return push_seconds(
+    return sync_seconds(
         size, shared_by=where.tensor, copies=copies, senders=senders, rate=link * LINKS
     )
 
@@ -133,24 +139,24 @@ def simulate(model: Model, spec: ModelSpec, lengths: np.ndarray, where: Placemen
     """Simulate a step."""
     mesh, slots = mesh_of(model, where.trainers), slots_of(model, spec, lengths, where)
     push = push_of(spec, where, copies=1, senders=where.trainers)
-    speed = pace(spec, GPU, where.tensor, PROMPT)
+    speed = engine_speed(spec, GPU, where.tensor, PROMPT)
 
-    def step(answers: np.ndarray) -> tuple[Generation, Timeline]:
-        generated = generate(
+    def step(answers: np.ndarray) -> tuple[Generation, StepTimes]:
+        generated = simulate_generation(
             answers,
             prompt=PROMPT,
             most=LONGEST,
             group=GROUP,
             engines=where.engines,
             slots=slots,
-            pace=speed,
+            speed=speed,
         )
         passed, updated = (
             train_seconds(spec, answers, PROMPT, mesh, GPU, update=update)
             for update in (False, True)
         )
         sizes = {"samplers": where.samplers, "trainers": where.trainers, "gpus": where.gpus}
-        return generated, timeline(generated, (passed, updated), push, **sizes)
+        return generated, step_times(generated, (passed, updated), push, **sizes)
 
     equal = np.full(len(lengths), round(float(lengths.mean())))
     return Row(where, slots, *step(lengths), step(equal)[1])
@@ -192,9 +198,9 @@ def table(cases: list[tuple[Model, int, int]]) -> None:
             if group:
                 best = min(group, key=lambda row: row.step.total)
                 behind = f"{min(row.step.overlapped for row in group):.0f}" if apart else ""
-                found = [model.name, str(size), str(gpus)]
-                found += line(best, behind, int(lengths.sum()))
-                print(f"| {' | '.join(found)} |", flush=True)
+                cells = [model.name, str(size), str(gpus)]
+                cells += line(best, behind, int(lengths.sum()))
+                print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def pushes() -> None:
@@ -206,8 +212,8 @@ def pushes() -> None:
         spec, tensor = read_spec(str(CONFIGS / model.name)), model.engines[0]
         where = Placement(gpus, gpus // 2, gpus // 2, tensor)
         ways = ((1, where.trainers), (where.engines, where.trainers), (where.engines, 1))
-        found = " | ".join(f"{push_of(spec, where, *way):.1f}" for way in ways)
-        print(f"| {model.name} | {where.engines} of {tensor} | {found} |")
+        seconds = " | ".join(f"{push_of(spec, where, *way):.1f}" for way in ways)
+        print(f"| {model.name} | {where.engines} of {tensor} | {seconds} |")
 
 
 def main() -> None:

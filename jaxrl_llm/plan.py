@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm.plan --config X.yaml --devices N`: what a run needs, without its GPUs.
+"""`python -m jaxrl_llm.plan --config X.yaml --devices N`: memory and time of a run, without GPUs.
 
 The run's own steps are lowered and compiled for N simulated devices, with shapes in place of
 arrays. What they need is read off the compiled programs; see docs/planning.md.
@@ -14,7 +14,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
 
 
-def simulate(devices: int) -> None:
+def simulate_devices(devices: int) -> None:
     """Make jax believe in so many CPU devices; it must not have looked at any yet.
 
     The CPU's compiler widens matrices before it multiplies them. It must do so where they are used
@@ -30,7 +30,7 @@ def simulate(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def plan(config: TrainConfig, gpu: str, change: Callable[[Sequence[str]], TrainConfig]) -> str:
+def plan_run(config: TrainConfig, gpu: str, change: Callable[[Sequence[str]], TrainConfig]) -> str:
     """Plan a run and return the plan as text.
 
     Args:
@@ -41,19 +41,19 @@ def plan(config: TrainConfig, gpu: str, change: Callable[[Sequence[str]], TrainC
     from jaxrl_llm.planning import report
     from jaxrl_llm.planning.advice import advise
     from jaxrl_llm.planning.estimate import GPUS, USABLE
-    from jaxrl_llm.planning.memory import lay_out, phases
-    from jaxrl_llm.planning.steps import compile_steps
+    from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes
+    from jaxrl_llm.planning.steps import compile_planned_steps
 
-    shapes = lay_out(config)
-    steps = compile_steps(shapes, GPUS[gpu])
+    shapes = plan_shapes(config)
+    steps = compile_planned_steps(shapes, GPUS[gpu])
     scratch = {step.name: step.scratch for step in steps}
-    found = phases(shapes, scratch)
+    memory = memory_by_phase(shapes, scratch)
     limit = GPUS[gpu].memory * USABLE
-    lines = [*report.run(shapes), "", *report.memory(found, limit, gpu)]
-    if max(p.total for p in found) > limit:
-        lines += ["", *report.advice(advise(shapes, scratch, limit, change), limit)]
-    lines += ["", *report.work(steps), "", *report.collectives(steps)]
-    return "\n".join([*lines, "", *report.time(steps, shapes, gpu)]) + "\n"
+    lines = [*report.describe_run(shapes), "", *report.describe_memory(memory, limit, gpu)]
+    if max(p.total for p in memory) > limit:
+        lines += ["", *report.describe_advice(advise(shapes, scratch, limit, change), limit)]
+    lines += ["", *report.describe_operations(steps), "", *report.describe_collectives(steps)]
+    return "\n".join([*lines, "", *report.describe_time(steps, shapes, gpu)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = change(())
-        simulate(options.devices)
+        simulate_devices(options.devices)
         quiet_libraries()
-        sys.stdout.write(plan(config, options.gpu, change))
+        sys.stdout.write(plan_run(config, options.gpu, change))
     except ConfigError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2

@@ -1,8 +1,8 @@
-"""What would make a run fit: changes of its config, tried by arithmetic one after another.
+"""Changes of a config that would make a run fit, tried by arithmetic one after another.
 
-What is held throughout follows exactly from the changed config. Scratch is scaled from what was
-compiled: by tokens on a device, by the parts of the `tensor` axis, and for `remat` by the numbers
-that `models.remat` says are stored.
+Memory held throughout follows exactly from the changed config. Scratch is scaled from that of
+the compiled steps: by tokens on a device, by the parts of the `tensor` axis, and for `remat` by the
+numbers that `models.remat` says are stored.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,25 +11,32 @@ from typing import NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.memory import Phase, Shapes, lay_out, longest, phases, tokens_on_device
+from jaxrl_llm.planning.memory import (
+    PhaseMemory,
+    RunShapes,
+    longest,
+    memory_by_phase,
+    plan_shapes,
+    tokens_on_device,
+)
 from jaxrl_llm.sharding.mesh import batch_shards
 
 
-class Tried(NamedTuple):
+class Remedy(NamedTuple):
     """Changes of a config, and the fullest phase with them."""
 
     changes: tuple[str, ...]
-    worst: Phase
+    worst: PhaseMemory
 
 
 def advise(
-    shapes: Shapes,
+    shapes: RunShapes,
     scratch: Mapping[str, int | float],
     limit: int | float,
     change: Callable[[tuple[str, ...]], TrainConfig],
     *,
     most: int = 6,
-) -> list[Tried]:
+) -> list[Remedy]:
     """Look for changes that make every phase fit, each time the one that saves most.
 
     Args:
@@ -43,33 +50,33 @@ def advise(
         The run after each change; the last one fits unless nothing helps.
     """
     done: tuple[str, ...] = ()
-    current, now = shapes, worst(shapes, scratch)
-    path: list[Tried] = []
+    current, now = shapes, fullest_phase(shapes, scratch)
+    path: list[Remedy] = []
     while now.total > limit and len(path) < most:
-        best: tuple[float, tuple[str, ...], Shapes, Phase] | None = None
-        for option in options(current, now):
+        best: tuple[float, tuple[str, ...], RunShapes, PhaseMemory] | None = None
+        for option in list_changes(current, now):
             try:
-                tried = lay_out(change(done + option))
+                tried = plan_shapes(change(done + option))
             except (ConfigError, ValueError):
                 continue
-            phase = worst(tried, scaled(scratch, shapes, tried))
+            phase = fullest_phase(tried, scale_scratch(scratch, shapes, tried))
             if phase.total < (best[0] if best else now.total) * 0.99:
                 best = phase.total, option, tried, phase
         if best is None:
             break
         _, option, current, now = best
         done += option
-        path.append(Tried(option, now))
+        path.append(Remedy(option, now))
     return path
 
 
-def worst(shapes: Shapes, scratch: Mapping[str, int | float]) -> Phase:
+def fullest_phase(shapes: RunShapes, scratch: Mapping[str, int | float]) -> PhaseMemory:
     """Return the phase that needs most."""
-    return max(phases(shapes, scratch), key=lambda phase: phase.total)
+    return max(memory_by_phase(shapes, scratch), key=lambda phase: phase.total)
 
 
-def options(shapes: Shapes, phase: Phase) -> Iterator[tuple[str, ...]]:
-    """Yield changes that may lower what a phase needs, as overrides."""
+def list_changes(shapes: RunShapes, phase: PhaseMemory) -> Iterator[tuple[str, ...]]:
+    """Yield changes that may lower the memory of a phase, as overrides."""
     config, (name, _) = shapes.config, phase.name.split()
     is_engine = name == "engine"
     for key, kind in (
@@ -101,33 +108,35 @@ def options(shapes: Shapes, phase: Phase) -> Iterator[tuple[str, ...]]:
     yield (fewer,)
 
 
-def scaled(scratch: Mapping[str, int | float], old: Shapes, new: Shapes) -> dict[str, int | float]:
+def scale_scratch(
+    scratch: Mapping[str, int | float], old: RunShapes, new: RunShapes
+) -> dict[str, int | float]:
     """Scale scratch to a changed config."""
-    found = {}
+    scaled = {}
     for name, size in scratch.items():
         role, step = name.split()
         if role == "engine":
-            found[name] = size * _per_slot(new) / _per_slot(old)
+            scaled[name] = size * _per_slot(new) / _per_slot(old)
         elif step == "apply":
-            found[name] = size
+            scaled[name] = size
         else:
-            found[name] = size * _load(new, role) / _load(old, role)
+            scaled[name] = size * _load(new, role) / _load(old, role)
             if step == "accumulate":
-                found[name] *= stored(new) / stored(old)
-    return found
+                scaled[name] *= stored_per_token(new) / stored_per_token(old)
+    return scaled
 
 
-def _per_slot(shapes: Shapes) -> int | float:
+def _per_slot(shapes: RunShapes) -> int | float:
     mesh = shapes.layouts.rollout.mesh
     return shapes.config.rollout.max_running_sequences / batch_shards(mesh) / mesh.shape["tensor"]
 
 
-def _load(shapes: Shapes, role: str) -> int | float:
-    found = shapes.roles[role]
-    return tokens_on_device(found) / found.layout.mesh.shape["tensor"]
+def _load(shapes: RunShapes, role: str) -> int | float:
+    model = shapes.roles[role]
+    return tokens_on_device(model) / model.layout.mesh.shape["tensor"]
 
 
-def stored(shapes: Shapes) -> int | float:
+def stored_per_token(shapes: RunShapes) -> int | float:
     """Return the numbers per token that the backward pass of a model finds stored.
 
     With full rematerialisation those of one layer are there too, while it is computed again.

@@ -1,9 +1,9 @@
-"""How long steps take on a named GPU, from what they compute, read and send."""
+"""How long steps take on a named GPU, from the operations and bytes of each device."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxrl_llm.planning.program import Counted
+from jaxrl_llm.planning.program import OperationCounts
 
 
 class Gpu(NamedTuple):
@@ -31,7 +31,7 @@ USABLE = 0.92
 """Share of the memory that a program gets; the rest is the driver's, and fragmentation."""
 
 
-class Seconds(NamedTuple):
+class StepSeconds(NamedTuple):
     """One run of a step: computing, memory traffic (these two overlap), and communication."""
 
     compute: int | float
@@ -44,16 +44,16 @@ class Seconds(NamedTuple):
         return max(self.compute, self.memory) + self.communication
 
 
-def seconds(counted: Counted, touched: int | float, gpu: Gpu) -> Seconds:
+def estimate_seconds(counted: OperationCounts, touched: int | float, gpu: Gpu) -> StepSeconds:
     """Estimate the time of one run of a step.
 
     Args:
-        counted: what each device computes and sends.
+        counted: operations and bytes sent of each device.
         touched: bytes that each reads and writes at least.
         gpu: the device.
 
     >>> from collections import Counter
-    >>> round(seconds(Counted(989e12, Counter()), 0, GPUS["H100"]).total, 2)
+    >>> round(estimate_seconds(OperationCounts(989e12, Counter()), 0, GPUS["H100"]).total, 2)
     2.5
     """
     sent = sum(
@@ -61,4 +61,4 @@ def seconds(counted: Counted, touched: int | float, gpu: Gpu) -> Seconds:
         for over, size in counted.sent.items()
     )
     reading = touched / (gpu.bandwidth * BANDWIDTH)
-    return Seconds(counted.flops / (gpu.flops * COMPUTE), reading, sent)
+    return StepSeconds(counted.flops / (gpu.flops * COMPUTE), reading, sent)

@@ -32,7 +32,7 @@ from jaxrl_llm.training.roles import inference_of, learner_of
 from jaxrl_llm.types import Rows
 
 
-class Role(NamedTuple):
+class AbstractModel(NamedTuple):
     """A model that reads micro-batches, as shapes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Role(NamedTuple):
         params: its parameters, or its adapter; gradients are as large.
         optimizer: the optimizer's state; None for the reference, which is not trained.
         frozen: the base of an adapter, else nothing.
-        is_asked: whether a step asks it for more than its updates do.
+        needs_inference: whether a step asks it for more than its updates do.
     """
 
     settings: ForwardConfig
@@ -51,17 +51,17 @@ class Role(NamedTuple):
     params: Any
     optimizer: Any
     frozen: Any
-    is_asked: bool = True
+    needs_inference: bool = True
 
 
-def shapes_of(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> Any:
+def abstract_params(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> Any:
     """Return a model's parameters as shapes in a layout; float32 masters or a copy to compute with.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
-    >>> shapes_of(spec, Layout(make_mesh({}, jax.devices()[:1])), "bfloat16")["embed"].dtype
+    >>> abstract_params(spec, Layout(make_mesh({}, jax.devices()[:1])), "bfloat16")["embed"].dtype
     dtype(bfloat16)
     """
     return jax.tree.map(
@@ -72,10 +72,10 @@ def shapes_of(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> Any:
     )
 
 
-def bytes_on_device(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """Count the bytes that each device holds of arrays, or of shapes with a layout.
 
-    >>> bytes_on_device({"w": jnp.ones((2, 3))})
+    >>> bytes_per_device({"w": jnp.ones((2, 3))})
     24
     """
     return sum(
@@ -90,11 +90,11 @@ def _size(shape: tuple[int, ...]) -> int:
     return size
 
 
-def halves(lowered: Any) -> Any:
+def with_float16(lowered: Any) -> Any:
     """Put float16 in the place of bfloat16 in a lowered program, and return it.
 
     >>> def double(x): return x * 2
-    >>> lowered = halves(jax.jit(double).lower(jax.ShapeDtypeStruct((2,), jnp.bfloat16)))
+    >>> lowered = with_float16(jax.jit(double).lower(jax.ShapeDtypeStruct((2,), jnp.bfloat16)))
     >>> "bf16" in lowered.as_text()
     False
     """
@@ -113,8 +113,8 @@ def halves(lowered: Any) -> Any:
 
 def plan_role(
     config: TrainConfig, functions: Functions, name: str, spec: ModelSpec, layout: Layout
-) -> tuple[Role, dict[str, Callable[..., Any]]]:
-    """Return a model that is trained, and what lowers its steps, by name.
+) -> tuple[AbstractModel, dict[str, Callable[..., Any]]]:
+    """Return a model that is trained, and the functions that lower its steps, by name.
 
     Those that read micro-batches are lowered for a bucket of their shapes, without one for the
     largest.
@@ -127,14 +127,14 @@ def plan_role(
         layout: where it stands.
     """
     how = functions.learning[name]
-    params, frozen = shapes_of(spec, layout), {}
+    params, frozen = abstract_params(spec, layout), {}
     if spec.lora is not None:
         params = split_adapter(params)[0]
-        frozen = shapes_of(without_adapter(spec), layout, config.model.dtype)
+        frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = forward_config(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
     learner = learner_of(how, settings, shape, layout, params, frozen)
-    state = placed(jax.eval_shape(learner.init, params), learner.state_shardings)
+    state = with_shardings(jax.eval_shape(learner.init, params), learner.state_shardings)
     infer = inference_of(name, functions, settings, shape, layout, frozen)
     coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
     everywhere = replicated(layout.mesh)
@@ -147,7 +147,7 @@ def plan_role(
         return params, frozen, micro, coefs
 
     metrics = jax.eval_shape(learner.begin, *inputs(shape))[1]
-    metrics = placed(metrics, jax.tree.map(lambda _: everywhere, metrics))
+    metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
     lower = {
         "accumulate": lambda bucket=shape: learner.accumulate.lower(
             (params, metrics), *inputs(bucket)
@@ -155,19 +155,21 @@ def plan_role(
         "apply": lambda: learner.apply.lower(state, params, metrics.get("router")),
         "infer": lambda bucket=shape: infer.run.lower(params, frozen, inputs(bucket)[2].rows),
     }
-    is_asked = (
+    needs_inference = (
         name != "actor"
         or not functions.on_policy
         or functions.mark is not None
         or (spec.lora is not None and functions.needs_reference)
     )
-    return Role(settings, layout, shape, params, state.opt_state, frozen, is_asked), lower
+    return AbstractModel(
+        settings, layout, shape, params, state.opt_state, frozen, needs_inference
+    ), lower
 
 
 def plan_reference(
     config: TrainConfig, functions: Functions, spec: ModelSpec, layout: Layout, *, apart: bool
-) -> tuple[Role, Callable[..., Any]]:
-    """Return the reference, in the compute dtype, and what lowers its pass.
+) -> tuple[AbstractModel, Callable[..., Any]]:
+    """Return the reference, in the compute dtype, and the function that lowers its pass.
 
     Args:
         config: of the run.
@@ -176,7 +178,7 @@ def plan_reference(
         layout: where it stands.
         apart: whether that is elsewhere than the actor, whose pass it has otherwise.
     """
-    weights = shapes_of(spec, layout, config.model.dtype)
+    weights = abstract_params(spec, layout, config.model.dtype)
     settings = forward_config(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
     if apart:
@@ -188,7 +190,7 @@ def plan_reference(
         rows = abstract_microbatch(set(), config, bucket, layout.mesh).rows
         return infer.run.lower(weights, {}, rows)
 
-    return Role(settings, layout, shape, weights, None, {}), lower
+    return AbstractModel(settings, layout, shape, weights, None, {}), lower
 
 
 def abstract_microbatch(
@@ -202,19 +204,19 @@ def abstract_microbatch(
     row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
     slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
     micro = MicroBatch(Rows(row, row, row, slot, slot, slot), fields)
-    return placed(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
+    return with_shardings(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
 
 
 def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
 ) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
-    """Return the engine's weights and cache as shapes, and what lowers its largest programs."""
+    """Return the engine's weights and cache as shapes, and the lowering of its largest programs."""
     engine = native_engine(config, spec, layout)
     engine.close()
     return *engine.shapes(), engine.lower
 
 
-def placed(tree: Any, layout: Any) -> Any:
+def with_shardings(tree: Any, layout: Any) -> Any:
     """Return arrays as shapes in a layout."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout

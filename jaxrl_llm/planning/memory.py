@@ -1,4 +1,4 @@
-"""Memory per device: what a run holds throughout, and what each of its phases adds."""
+"""Memory per device: arrays that a run holds throughout, and those that each phase adds."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import (
-    Role,
-    bytes_on_device,
+    AbstractModel,
+    abstract_params,
+    bytes_per_device,
     plan_engine,
     plan_reference,
     plan_role,
-    shapes_of,
 )
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
@@ -27,7 +27,7 @@ from jaxrl_llm.training.load_model import adapted_spec
 from jaxrl_llm.training.resolve import Functions
 
 
-class Held(NamedTuple):
+class Allocation(NamedTuple):
     """Bytes of each device of a layout."""
 
     kind: str
@@ -35,8 +35,8 @@ class Held(NamedTuple):
     layout: Layout
 
 
-class Phase(NamedTuple):
-    """A phase of a run: what each of its devices holds, in bytes by kind."""
+class PhaseMemory(NamedTuple):
+    """The bytes that each device holds in a phase of a run, by kind."""
 
     name: str
     held: dict[str, int | float]
@@ -47,30 +47,30 @@ class Phase(NamedTuple):
         return sum(self.held.values())
 
 
-class Shapes(NamedTuple):
-    """A run without its bytes.
+class RunShapes(NamedTuple):
+    """A run as the shapes of its arrays.
 
     Attributes:
         config: of the run.
         layouts: where its models stand.
         spec: the actor.
-        roles: what is trained, by name.
-        throughout: what is held in all phases.
+        roles: the models that read micro-batches, by name.
+        throughout: arrays that are held in all phases.
         cache: of the engine, pages and rows, bytes of a device.
-        lower: what lowers each step, by name; those that read micro-batches for one of the buckets.
+        lower: lowers each step, by name; those that read micro-batches for one of the buckets.
     """
 
     config: TrainConfig
     layouts: Layouts
     spec: ModelSpec
-    roles: dict[str, Role]
-    throughout: list[Held]
+    roles: dict[str, AbstractModel]
+    throughout: list[Allocation]
     cache: int
     lower: dict[str, Callable[..., Any]]
 
 
-def lay_out(config: TrainConfig) -> Shapes:
-    """Find out which models a run has and what each device holds of them, in shapes alone.
+def plan_shapes(config: TrainConfig) -> RunShapes:
+    """List the models of a run and the bytes of them on each device, from shapes alone.
 
     Raises:
         ConfigError: the run could not be built.
@@ -89,24 +89,26 @@ def lay_out(config: TrainConfig) -> Shapes:
         sizes = {"parameters": role.params, "optimizer": role.optimizer}
         sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
         for kind, tree in sizes.items():
-            throughout.append(Held(f"{name} {kind}", bytes_on_device(tree), layout))
+            throughout.append(Allocation(f"{name} {kind}", bytes_per_device(tree), layout))
     if functions.needs_reference and not spec.lora:
         where = layouts.reference
         role, lower["reference infer"] = plan_reference(
             config, functions, base, where, apart=where is not layouts.train
         )
         roles["reference"] = role
-        held = Held("reference weights", bytes_on_device(role.params), layouts.reference)
+        held = Allocation("reference weights", bytes_per_device(role.params), layouts.reference)
         throughout.append(held)
     if config.reward.classifier:
-        judge = shapes_of(
+        classifier = abstract_params(
             read_spec(config.reward.classifier), layouts.reward_model, config.model.dtype
         )
-        throughout.append(Held("judge weights", bytes_on_device(judge), layouts.reward_model))
+        throughout.append(
+            Allocation("classifier weights", bytes_per_device(classifier), layouts.reward_model)
+        )
     weights, cache, lower_engine = plan_engine(config, spec, layouts.rollout)
-    throughout.append(Held("engine weights", bytes_on_device(weights), layouts.rollout))
+    throughout.append(Allocation("engine weights", bytes_per_device(weights), layouts.rollout))
     lower["engine"] = lower_engine
-    return Shapes(config, layouts, spec, roles, throughout, bytes_on_device(cache), lower)
+    return RunShapes(config, layouts, spec, roles, throughout, bytes_per_device(cache), lower)
 
 
 def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
@@ -119,44 +121,45 @@ def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
     )
 
 
-def phases(shapes: Shapes, scratch: Mapping[str, int | float]) -> list[Phase]:
-    """Return what each device holds in each phase.
+def memory_by_phase(shapes: RunShapes, scratch: Mapping[str, int | float]) -> list[PhaseMemory]:
+    """Return the bytes that each device holds in each phase.
 
     Args:
         shapes: the run.
         scratch: bytes that each step needs beside its arguments, by the step's name.
     """
-    found = []
+    phases = []
     for name, role in shapes.roles.items():
         steps = ("accumulate", "apply") if role.optimizer is not None else ()
         for step in (*steps, "infer"):
             phase = f"{name} {step}"
             own: dict[str, Any] = {"scratch": scratch.get(phase, 0)}
             if step != "infer":
-                own[f"{name} gradients"] = bytes_on_device(role.params)
-            found.append(Phase(phase, _held(shapes, phase, role.layout) | own))
+                own[f"{name} gradients"] = bytes_per_device(role.params)
+            phases.append(PhaseMemory(phase, _allocated(shapes, phase, role.layout) | own))
     for step in ("fill", "decode"):
         own = {"cache": shapes.cache, "scratch": scratch.get(f"engine {step}", 0)}
-        found.append(Phase(f"engine {step}", _held(shapes, "engine", shapes.layouts.rollout) | own))
-    return found
+        allocated = _allocated(shapes, "engine", shapes.layouts.rollout)
+        phases.append(PhaseMemory(f"engine {step}", allocated | own))
+    return phases
 
 
-def _held(shapes: Shapes, phase: str, layout: Layout) -> dict[str, int | float]:
-    """Return what the devices of a layout hold in a phase, without what waits on the host."""
+def _allocated(shapes: RunShapes, phase: str, layout: Layout) -> dict[str, int | float]:
+    """Return the bytes that a layout's devices hold in a phase, without offloaded arrays."""
     here, offload = set(layout.mesh.devices.flat), shapes.config.offload
-    away = {"optimizer": offload.optimizer, "parameters": offload.params}
+    offloaded = {"optimizer": offload.optimizer, "parameters": offload.params}
     name, _, step = phase.partition(" ")
     held = {}
     for kind, size, where in shapes.throughout:
-        owner, _, what = kind.partition(" ")
-        waits = offload.reference if owner == "reference" else away.get(what, False)
-        needed = owner == name and (what != "optimizer" or step != "infer")
+        owner, _, array = kind.partition(" ")
+        waits = offload.reference if owner == "reference" else offloaded.get(array, False)
+        needed = owner == name and (array != "optimizer" or step != "infer")
         if here & set(where.mesh.devices.flat) and (needed or not waits):
             held[kind] = size
     return held
 
 
-def microbatches(config: TrainConfig, role: Role) -> int:
+def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:
     """Return the micro-batches of an update if every sequence is of full length."""
     groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
     sequences = groups * config.rollout.samples_per_prompt
@@ -169,13 +172,13 @@ def longest(config: TrainConfig) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
-def tokens_on_device(role: Role) -> int | float:
+def tokens_on_device(role: AbstractModel) -> int | float:
     """Return the tokens of a micro-batch that each device has."""
     return role.shape.tokens / (batch_shards(role.layout.mesh) * role.layout.pieces)
 
 
 class Work(NamedTuple):
-    """What a step does besides what its program says.
+    """How often a step runs, and the least that it must read and compute.
 
     Attributes:
         mesh: where it runs.
@@ -190,39 +193,39 @@ class Work(NamedTuple):
     flops: int | float
 
 
-def workload(shapes: Shapes, step: str) -> Work:
-    """Return how often a step runs, and what it needs at least.
+def workload(shapes: RunShapes, step: str) -> Work:
+    """Return how often a step runs, and the least that it must read and compute.
 
     All sequences are taken to be of full length; a token attends to half of its own on average.
     """
-    name, what = step.split()
+    name, kind = step.split()
     if name == "engine":
-        return _engine_work(shapes, what)
+        return _engine_work(shapes, kind)
     config, role = shapes.config, shapes.roles[name]
     batch, mesh = config.batch, role.layout.mesh
     groups = batch.prompts_per_minibatch or batch.prompts_per_step
     updates = batch.prompts_per_step // groups * batch.epochs_per_step
-    runs = microbatches(config, role)
-    params, moments = bytes_on_device(role.params), bytes_on_device(role.optimizer)
+    runs = count_microbatches(config, role)
+    params, moments = bytes_per_device(role.params), bytes_per_device(role.optimizer)
     tokens = role.shape.tokens
     forward = forward_flops(role.settings.spec, tokens, tokens * longest(config) / 2)
-    if what == "apply":
+    if kind == "apply":
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
-    if what == "accumulate":
+    if kind == "accumulate":
         return Work(mesh, updates * runs, 3 * params, 3 * forward)
     passes = runs * batch.prompts_per_step / groups
-    idle = not role.is_asked or (name == "actor" and config.algorithm.use_rollout_logprobs)
+    idle = not role.needs_inference or (name == "actor" and config.algorithm.use_rollout_logprobs)
     return Work(mesh, 0.0 if idle else passes, params, forward)
 
 
-def _engine_work(shapes: Shapes, what: str) -> Work:
+def _engine_work(shapes: RunShapes, kind: str) -> Work:
     config, mesh = shapes.config, shapes.layouts.rollout.mesh
     prompts, slots = config.batch.prompts_per_step, config.rollout.max_running_sequences
     rounds = max(1.0, prompts * config.rollout.samples_per_prompt / slots)
     weights = next(held.size for held in shapes.throughout if held.kind == "engine weights")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     spec = shapes.spec.for_decoding
-    if what == "decode":
+    if kind == "decode":
         attended = prompt + answer / 2
         cached = shapes.cache / 2 * attended / longest(config)  # half of it are pages
         flops = forward_flops(spec, slots, slots * attended)

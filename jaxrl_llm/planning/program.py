@@ -39,7 +39,7 @@ class Collective(NamedTuple):
     leaves_node: bool
 
 
-class Counted(NamedTuple):
+class OperationCounts(NamedTuple):
     """What each device does in one run of a program.
 
     Attributes:
@@ -50,12 +50,12 @@ class Counted(NamedTuple):
     flops: int | float
     sent: Counter[Collective]
 
-    def plus(self, other: "Counted", times: int | float = 1) -> "Counted":
+    def plus(self, other: "OperationCounts", times: int | float = 1) -> "OperationCounts":
         """Add another count so many times."""
         sent = Counter(self.sent)
         for key, size in other.sent.items():
             sent[key] += size * times  # pyright: ignore[reportArgumentType]  # no count of things
-        return Counted(self.flops + times * other.flops, sent)
+        return OperationCounts(self.flops + times * other.flops, sent)
 
     @property
     def size(self) -> int | float:
@@ -74,8 +74,8 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-def count(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> Counted:
-    """Count what one device does in a compiled program.
+def count_operations(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> OperationCounts:
+    """Count the matrix products and collectives of one device in a compiled program.
 
     Args:
         text: of the program, as `compiled.as_text()` gives it.
@@ -91,13 +91,13 @@ def count(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> Counted:
     ...   %b = f32[3,4]{1,0} parameter(1)
     ...   ROOT %c = f32[2,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
     ... }'''
-    >>> count(text, {"data": 1}).flops
+    >>> count_operations(text, {"data": 1}).flops
     48.0
     """
     computations, entry = _parse(text)
-    known: dict[str, tuple[Counted, Counted]] = {}
+    known: dict[str, tuple[OperationCounts, OperationCounts]] = {}
 
-    def visit(name: str) -> tuple[Counted, Counted]:
+    def visit(name: str) -> tuple[OperationCounts, OperationCounts]:
         if name not in known:
             known[name] = _sum_up(computations[name], visit, axes, per_node)
         return known[name]
@@ -113,21 +113,25 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
         if header := HEADER.match(line):
             current = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
-        elif found := INSTRUCTION.match(line):
-            rest = "" if found[3] == "constant" else found[4]
-            current[found[1]] = Instruction(found[2], found[3], rest)
+        elif match := INSTRUCTION.match(line):
+            rest = "" if match[3] == "constant" else match[4]
+            current[match[1]] = Instruction(match[2], match[3], rest)
     return computations, entry
 
 
-def _sum_up(computation: Computation, visit, axes, per_node) -> tuple[Counted, Counted]:
-    """Return what a computation does, and apart from that what its conditionals do."""
-    always, once = Counted(0.0, Counter()), Counted(0.0, Counter())
+def _sum_up(
+    computation: Computation, visit, axes, per_node
+) -> tuple[OperationCounts, OperationCounts]:
+    """Return the counts of a computation, and apart from them those of its conditionals."""
+    always, once = OperationCounts(0.0, Counter()), OperationCounts(0.0, Counter())
     for line in computation.values():
         kind = line.operation.removesuffix("-start")
         if kind == "dot":
-            always = always.plus(Counted(_dot_flops(line, computation), Counter()))
+            always = always.plus(OperationCounts(_dot_flops(line, computation), Counter()))
         elif kind in PASSES:
-            always = always.plus(Counted(0.0, Counter(dict(_sent(kind, line, axes, per_node)))))
+            always = always.plus(
+                OperationCounts(0.0, Counter(dict(_sent(kind, line, axes, per_node))))
+            )
         elif kind == "conditional":
             names = [
                 n
@@ -147,7 +151,7 @@ def _sum_up(computation: Computation, visit, axes, per_node) -> tuple[Counted, C
     return always, once
 
 
-def _both(parts: tuple[Counted, Counted]) -> Counted:
+def _both(parts: tuple[OperationCounts, OperationCounts]) -> OperationCounts:
     return parts[0].plus(parts[1])
 
 
@@ -161,8 +165,8 @@ def _dot_flops(line: Instruction, computation: Computation) -> int | float:
 
 
 def _dims(text: str) -> list[int]:
-    found = SHAPE.search(text)
-    return [int(n) for n in found[2].split(",") if n] if found else []
+    shape = SHAPE.search(text)
+    return [int(n) for n in shape[2].split(",") if n] if shape else []
 
 
 def _bytes(text: str) -> int:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.planning.advice import Tried
+from jaxrl_llm.planning.advice import Remedy
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS
-from jaxrl_llm.planning.memory import Phase, Shapes, longest
-from jaxrl_llm.planning.steps import Step
+from jaxrl_llm.planning.memory import PhaseMemory, RunShapes, longest
+from jaxrl_llm.planning.steps import CompiledStep
 from jaxrl_llm.sharding.layout import Layout
 
 GIB = 2**30
@@ -14,8 +14,8 @@ LEAST_SHARE = 1e-3
 """Share of the bytes that a step sends below which a collective is not listed."""
 
 
-def run(shapes: Shapes) -> list[str]:
-    """Say what is planned."""
+def describe_run(shapes: RunShapes) -> list[str]:
+    """Describe the run: its models, meshes and micro-batches."""
 
     def sizes(layout: Layout) -> str:
         return " ".join(f"{a}={n}" for a, n in layout.mesh.shape.items() if n > 1) or "one device"
@@ -30,11 +30,11 @@ def run(shapes: Shapes) -> list[str]:
     return [*lines, f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}"]
 
 
-def memory(found: Sequence[Phase], limit: int | float, gpu: str) -> list[str]:
+def describe_memory(phases: Sequence[PhaseMemory], limit: int | float, gpu: str) -> list[str]:
     """Tabulate memory by phase and kind."""
-    kinds = list(dict.fromkeys(kind for phase in found for kind in phase.held))
+    kinds = list(dict.fromkeys(kind for phase in phases for kind in phase.held))
     width = max(map(len, kinds)) + 2
-    names = [phase.name for phase in found]
+    names = [phase.name for phase in phases]
     lines = ["memory of a device, GiB", " " * width + "  ".join(names)]
 
     def row(name: str, values: list[str]) -> str:
@@ -42,15 +42,15 @@ def memory(found: Sequence[Phase], limit: int | float, gpu: str) -> list[str]:
         return name.ljust(width) + "  ".join(cells)
 
     for kind in kinds:
-        sizes = [p.held.get(kind) for p in found]
+        sizes = [p.held.get(kind) for p in phases]
         cells = ["" if size is None else f"{size / GIB:.2f}" for size in sizes]
         lines.append(row(kind, cells))
-    lines.append(row("together", [f"{p.total / GIB:.2f}" for p in found]))
-    fits = ["fits" if p.total <= limit else f"+{(p.total - limit) / GIB:.1f}" for p in found]
+    lines.append(row("together", [f"{p.total / GIB:.2f}" for p in phases]))
+    fits = ["fits" if p.total <= limit else f"+{(p.total - limit) / GIB:.1f}" for p in phases]
     return [*lines, row(f"on {gpu}: {limit / GIB:.0f}", fits)]
 
 
-def advice(path: Sequence[Tried], limit: int | float) -> list[str]:
+def describe_advice(path: Sequence[Remedy], limit: int | float) -> list[str]:
     """Say which changes make the run fit."""
     lines = ["what would make it fit, one after another (scratch is scaled: plan the result again)"]
     for tried in path:
@@ -61,7 +61,7 @@ def advice(path: Sequence[Tried], limit: int | float) -> list[str]:
     return lines
 
 
-def work(steps: Sequence[Step]) -> list[str]:
+def describe_operations(steps: Sequence[CompiledStep]) -> list[str]:
     """Tabulate operations."""
     columns = f"{'runs':>8}{'compiled':>12}{'model':>12}{'ratio':>8}{'loops once':>12}"
     lines = [f"{'operations of a device, TFLOP':32}{columns}"]
@@ -74,7 +74,7 @@ def work(steps: Sequence[Step]) -> list[str]:
     return lines
 
 
-def collectives(steps: Sequence[Step]) -> list[str]:
+def describe_collectives(steps: Sequence[CompiledStep]) -> list[str]:
     """Tabulate bytes sent by kind of collective and mesh axes."""
     lines = ["bytes that a device sends in one run, GB"]
     for step in steps:
@@ -87,7 +87,7 @@ def collectives(steps: Sequence[Step]) -> list[str]:
     return lines if len(lines) > 1 else ["no collectives"]
 
 
-def time(steps: Sequence[Step], shapes: Shapes, gpu: str) -> list[str]:
+def describe_time(steps: Sequence[CompiledStep], shapes: RunShapes, gpu: str) -> list[str]:
     """Tabulate the estimated time."""
     columns = f"{'runs':>8}{'compute':>12}{'memory':>12}{'network':>12}{'in all':>12}"
     lines = [f"{f'time on {gpu}, s':32}{columns}"]

@@ -21,7 +21,7 @@ LAST = 0.1
 """Share of the answers, the last to end, whose time is called the tail."""
 
 
-class Pace(NamedTuple):
+class EngineSpeed(NamedTuple):
     """Seconds that an engine takes.
 
     Attributes:
@@ -30,7 +30,7 @@ class Pace(NamedTuple):
         cached: to read keys and values of a token.
         sequence: to compute the next token of a sequence.
         pair: to compute its attention to one token.
-        sent: to add up between the engine's GPUs what belongs to a sequence.
+        sent: to add up a sequence's partial sums between the engine's GPUs.
         prompt: to read a token of a prompt.
     """
 
@@ -52,7 +52,7 @@ class Pace(NamedTuple):
             context: tokens that they have in all before the first step.
             steps: how many.
 
-        >>> Pace(weights=1.0, cached=0.5).decode(2, 10, 3)  # 6 and 7 and 8
+        >>> EngineSpeed(weights=1.0, cached=0.5).decode(2, 10, 3)  # 6 and 7 and 8
         21.0
         """
         tokens = context + sequences * np.arange(steps)
@@ -69,7 +69,7 @@ def cache_bytes(spec: ModelSpec) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
 
 
-def pace(spec: ModelSpec, gpu: Gpu, tensor: int, prompt: int) -> Pace:
+def engine_speed(spec: ModelSpec, gpu: Gpu, tensor: int, prompt: int) -> EngineSpeed:
     """Return how fast an engine is, under the assumptions of `planning.estimate`.
 
     Args:
@@ -83,7 +83,7 @@ def pace(spec: ModelSpec, gpu: Gpu, tensor: int, prompt: int) -> Pace:
     token = forward_flops(decoding, 1, 0)
     reduces = 2 * spec.layers * (tensor > 1)
     sent = reduces * 2 * spec.width * PASSES["all-reduce"] * (tensor - 1) / tensor
-    return Pace(
+    return EngineSpeed(
         step=STEP_S + reduces * REDUCE_S,
         weights=2 * parameter_count(spec) / read,
         cached=cache_bytes(spec) * max(1, tensor // decoding.kv_heads) / read,
@@ -102,12 +102,12 @@ def draw_lengths(
     return np.clip(drawn, 1, most).astype(int)
 
 
-def resident(lengths: np.ndarray, prompt: int) -> int | float:
+def mean_context(lengths: np.ndarray, prompt: int) -> int | float:
     r"""Return the tokens that a sequence being decoded has on average, $p + \sum L^2 / 2\sum L$."""
     return float(prompt + (lengths**2).sum() / (2 * lengths.sum()))
 
 
-def deal(groups: np.ndarray, most: int, engines: int) -> np.ndarray:
+def assign_engines(groups: np.ndarray, most: int, engines: int) -> np.ndarray:
     """Return the engine of each request, if all are there at once.
 
     Args:
@@ -115,15 +115,15 @@ def deal(groups: np.ndarray, most: int, engines: int) -> np.ndarray:
         most: tokens that prompt and answer may have.
         engines: how many.
 
-    >>> deal(np.array([0, 0, 1, 1]), 100, 2).tolist()
+    >>> assign_engines(np.array([0, 0, 1, 1]), 100, 2).tolist()
     [0, 0, 1, 1]
     """
     router = Router(engines)
     return np.array([router.choose((int(group),) * BLOCK, most) for group in groups])
 
 
-def serve(
-    lengths: np.ndarray, unread: np.ndarray, *, prompt: int, slots: int, pace: Pace
+def simulate_engine(
+    lengths: np.ndarray, unread: np.ndarray, *, prompt: int, slots: int, speed: EngineSpeed
 ) -> np.ndarray:
     """Simulate one engine, whose requests take free slots in order.
 
@@ -132,24 +132,25 @@ def serve(
         unread: tokens of each prompt that are not in the cache; the others wait while it is read.
         prompt: tokens of each prompt.
         slots: sequences decoded at once.
-        pace: of the engine.
+        speed: of the engine.
 
     Returns:
         Seconds after which each answer ends.
 
-    >>> serve(np.array([1, 3, 2]), np.zeros(3), prompt=0, slots=2, pace=Pace(step=1.0)).tolist()
+    >>> speed, no_prompts = EngineSpeed(step=1.0), np.zeros(3)
+    >>> simulate_engine(np.array([1, 3, 2]), no_prompts, prompt=0, slots=2, speed=speed).tolist()
     [1.0, 3.0, 3.0]
     """
     ends, running = np.zeros(len(lengths)), []
     clock, step, context, waiting = 0.0, 0, 0, 0
     while waiting < len(lengths) or running:
         while waiting < len(lengths) and len(running) < slots:
-            clock += float(unread[waiting]) * pace.prompt
+            clock += float(unread[waiting]) * speed.prompt
             heapq.heappush(running, (step + int(lengths[waiting]), waiting))
             context += prompt
             waiting += 1
         steps = running[0][0] - step
-        clock += pace.decode(len(running), context, steps)
+        clock += speed.decode(len(running), context, steps)
         step, context = step + steps, context + steps * len(running)
         while running and running[0][0] == step:
             at = heapq.heappop(running)[1]
@@ -176,8 +177,15 @@ class Generation(NamedTuple):
         return 1 - float(before) / self.seconds
 
 
-def generate(
-    lengths: np.ndarray, *, prompt: int, most: int, group: int, engines: int, slots: int, pace: Pace
+def simulate_generation(
+    lengths: np.ndarray,
+    *,
+    prompt: int,
+    most: int,
+    group: int,
+    engines: int,
+    slots: int,
+    speed: EngineSpeed,
 ) -> Generation:
     """Simulate engines that share the answers to a batch of prompts as `rollout.routing` says.
 
@@ -188,14 +196,16 @@ def generate(
         group: answers to a prompt.
         engines: how many.
         slots: of each engine.
-        pace: of each engine.
+        speed: of each engine.
     """
     groups = np.arange(len(lengths)) // group
-    places = deal(groups, most, engines)
+    places = assign_engines(groups, most, engines)
     answers, idle_from = np.zeros(len(lengths)), np.zeros(engines)
     for engine in range(engines):
         own = np.flatnonzero(places == engine)
         is_first = np.diff(groups[own], prepend=-1) > 0
-        ends = serve(lengths[own], prompt * is_first, prompt=prompt, slots=slots, pace=pace)
+        ends = simulate_engine(
+            lengths[own], prompt * is_first, prompt=prompt, slots=slots, speed=speed
+        )
         answers[own], idle_from[engine] = ends, ends.max(initial=0.0)
     return Generation(answers, idle_from)

@@ -1,27 +1,27 @@
-"""The steps of a run, compiled, and what is read off their programs."""
+"""The steps of a run, compiled, with the memory, operations and time of their programs."""
 
 import logging
 import time
 from typing import Any, NamedTuple
 
-from jaxrl_llm.planning.estimate import PER_NODE, Gpu, Seconds, seconds
-from jaxrl_llm.planning.lowering import halves
-from jaxrl_llm.planning.memory import Shapes, Work, workload
-from jaxrl_llm.planning.program import Counted, count
+from jaxrl_llm.planning.estimate import PER_NODE, Gpu, StepSeconds, estimate_seconds
+from jaxrl_llm.planning.lowering import with_float16
+from jaxrl_llm.planning.memory import RunShapes, Work, workload
+from jaxrl_llm.planning.program import OperationCounts, count_operations
 
 log = logging.getLogger(__name__)
 
 
-class Step(NamedTuple):
+class CompiledStep(NamedTuple):
     """A step of a run, compiled.
 
     Attributes:
-        name: of the model, and of what it does.
+        name: of the model and of its step, as "actor accumulate".
         arguments: bytes of a device.
         scratch: bytes of a device beside arguments, and beside results that take their place.
-        counted: what a device computes and sends in one run.
+        counted: operations and bytes sent of a device in one run.
         unlooped: the compiler's own count of operations, where loops run once.
-        model_flops: what the model needs of each device in one run, nothing computed twice.
+        model_flops: operations of each device that the model's mathematics needs in one run.
         runs: in a training step.
         time: of one run.
     """
@@ -29,14 +29,14 @@ class Step(NamedTuple):
     name: str
     arguments: int
     scratch: int
-    counted: Counted
+    counted: OperationCounts
     unlooped: int | float
     model_flops: int | float
     runs: int | float
-    time: Seconds
+    time: StepSeconds
 
 
-def compile_steps(shapes: Shapes, gpu: Gpu) -> list[Step]:
+def compile_planned_steps(shapes: RunShapes, gpu: Gpu) -> list[CompiledStep]:
     """Lower and compile every step of a run, one after another."""
     steps = []
     for name, lower in shapes.lower.items():
@@ -46,21 +46,21 @@ def compile_steps(shapes: Shapes, gpu: Gpu) -> list[Step]:
             parts = {f"engine {step}": program for step, program in lowered.items()}
         for part, program in parts.items():
             begun = time.perf_counter()
-            compiled = halves(program).compile()
+            compiled = with_float16(program).compile()
             log.info("compiled %s in %.0f s", part, time.perf_counter() - begun)
-            steps.append(read_step(part, compiled, workload(shapes, part), gpu))
+            steps.append(analyze_step(part, compiled, workload(shapes, part), gpu))
     return steps
 
 
-def read_step(name: str, compiled: Any, work: Work, gpu: Gpu) -> Step:
-    """Read off a compiled program what a device needs for it."""
+def analyze_step(name: str, compiled: Any, work: Work, gpu: Gpu) -> CompiledStep:
+    """Read a compiled program's memory, operations and time on a device."""
     memory = compiled.memory_analysis()
     scratch = memory.temp_size_in_bytes
     if name.split()[1] == "infer":
         scratch += memory.output_size_in_bytes
-    counted = count(compiled.as_text(), work.mesh.shape, per_node=PER_NODE)
+    counted = count_operations(compiled.as_text(), work.mesh.shape, per_node=PER_NODE)
     analysis = compiled.cost_analysis() or {}
-    return Step(
+    return CompiledStep(
         name,
         memory.argument_size_in_bytes,
         scratch,
@@ -68,5 +68,5 @@ def read_step(name: str, compiled: Any, work: Work, gpu: Gpu) -> Step:
         analysis.get("flops", 0.0),
         work.flops / work.mesh.size,
         work.runs,
-        seconds(counted, work.touched, gpu),
+        estimate_seconds(counted, work.touched, gpu),
     )

@@ -13,9 +13,9 @@ import numpy as np
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import PER_NODE, Gpu, seconds
-from jaxrl_llm.planning.program import PASSES, Collective, Counted
-from jaxrl_llm.planning.sampling import Generation, resident
+from jaxrl_llm.planning.estimate import PER_NODE, Gpu, estimate_seconds
+from jaxrl_llm.planning.program import PASSES, Collective, OperationCounts
+from jaxrl_llm.planning.sampling import Generation, mean_context
 
 
 class TrainMesh(NamedTuple):
@@ -32,7 +32,7 @@ class TrainMesh(NamedTuple):
         return self.data * self.fsdp * self.tensor
 
 
-def sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Collective]:
+def bytes_sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Collective]:
     """Count the bytes that a device sends in a micro-batch, as the compiled programs do.
 
     A pass gathers weights in bfloat16; an update gathers them twice in float32, but the embedding
@@ -44,11 +44,11 @@ def sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Collectiv
     """
     if spec.moe is not None:
         raise ValueError("got a mixture of experts, wanted a dense model: use the planner itself")
-    found: Counter[Collective] = Counter()
+    sizes: Counter[Collective] = Counter()
 
     def add(kind: str, axes: str, inner: int, devices: int, size: int | float) -> None:
         over = Collective(kind, tuple(axes.split()), inner * devices > PER_NODE)
-        found[over] += round(PASSES[kind] * size * (devices - 1) / devices)
+        sizes[over] += round(PASSES[kind] * size * (devices - 1) / devices)
 
     ends = spec.vocab_size * spec.width * (2 - spec.tied_embeddings)
     layers, shards = parameter_count(spec) - ends, mesh.fsdp * mesh.tensor
@@ -61,7 +61,7 @@ def sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Collectiv
         add("all-reduce", "data", shards, mesh.data, 4 * layers / shards)
         both = mesh.data * mesh.fsdp
         add("all-reduce", "data fsdp", mesh.tensor, both, 4 * ends / mesh.tensor)
-    return found
+    return sizes
 
 
 def train_seconds(
@@ -79,15 +79,17 @@ def train_seconds(
     """
     whole = lengths + prompt
     tokens = int(whole.sum())
-    flops = forward_flops(spec, tokens, tokens * resident(whole, 0)) * (4 if update else 1)
+    flops = forward_flops(spec, tokens, tokens * mean_context(whole, 0)) * (4 if update else 1)
     runs = math.ceil(tokens / (mesh.data * mesh.fsdp * mesh.tokens))
-    each = sent(spec, mesh, update=update)
+    each = bytes_sent(spec, mesh, update=update)
     weights = (12 if update else 2) * parameter_count(spec) / (mesh.fsdp * mesh.tensor)
-    counted = Counted(flops / mesh.devices, Counter()).plus(Counted(0.0, each), runs)
-    return seconds(counted, runs * weights, gpu).total
+    counted = OperationCounts(flops / mesh.devices, Counter()).plus(
+        OperationCounts(0.0, each), runs
+    )
+    return estimate_seconds(counted, runs * weights, gpu).total
 
 
-def push_seconds(
+def sync_seconds(
     size: int | float, *, shared_by: int, copies: int, senders: int, rate: int | float
 ) -> int | float:
     """Return the time in which engines get weights: that of the busiest sender or receiver.
@@ -99,13 +101,13 @@ def push_seconds(
         senders: links that send at once.
         rate: bytes/s of each.
 
-    >>> push_seconds(16.0, shared_by=2, copies=10, senders=4, rate=1.0)
+    >>> sync_seconds(16.0, shared_by=2, copies=10, senders=4, rate=1.0)
     40.0
     """
     return max(size / shared_by, size * copies / senders) / rate
 
 
-class Timeline(NamedTuple):
+class StepTimes(NamedTuple):
     """The seconds of a step's phases, and the share of all GPUs' time in which they wait."""
 
     generation: int | float
@@ -125,7 +127,7 @@ class Timeline(NamedTuple):
         return max(self.generation, self.reference + self.update) + self.push
 
 
-def timeline(
+def step_times(
     generated: Generation,
     trained: tuple[int | float, int | float],
     push: int | float,
@@ -133,7 +135,7 @@ def timeline(
     samplers: int,
     trainers: int,
     gpus: int,
-) -> Timeline:
+) -> StepTimes:
     """Put a step's phases together.
 
     Args:
@@ -144,6 +146,6 @@ def timeline(
         trainers: GPUs that train; the same ones if there are as many of each as `gpus`.
         gpus: in all.
     """
-    found = Timeline(generated.seconds, *trained, push, 0.0)
+    times = StepTimes(generated.seconds, *trained, push, 0.0)
     used = samplers * float(generated.engines.mean()) + trainers * sum(trained) + gpus * push
-    return found._replace(idle=1 - used / (gpus * found.total))
+    return times._replace(idle=1 - used / (gpus * times.total))

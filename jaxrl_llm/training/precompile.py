@@ -20,7 +20,7 @@ from jaxrl_llm.runs.compile_cache import compilation_cache_of
 from jaxrl_llm.sharding import distributed
 
 if TYPE_CHECKING:
-    from jaxrl_llm.planning.memory import Shapes
+    from jaxrl_llm.planning.memory import RunShapes
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +72,21 @@ def is_large(config: ModelConfig) -> bool:
 
 def compile_steps(config: TrainConfig, stopped: Event) -> None:
     """Compile the steps of a run from shapes, one after another, until it is stopped."""
-    from jaxrl_llm.planning.memory import lay_out  # which imports what builds a run
+    from jaxrl_llm.planning.memory import plan_shapes  # which imports what builds a run
 
-    for program in programs(lay_out(config)):
+    for program in programs(plan_shapes(config)):
         if stopped.is_set():
             return
         program.compile()
 
 
-def programs(shapes: "Shapes") -> Iterator[Any]:
+def programs(shapes: "RunShapes") -> Iterator[Any]:
     """Lower the steps that a run takes, for every bucket of shapes of micro-batches."""
     for name, lower in shapes.lower.items():
         model, _, step = name.partition(" ")
         if step in ("accumulate", "infer"):
             role = shapes.roles[model]
-            if step == "accumulate" or role.is_asked:
+            if step == "accumulate" or role.needs_inference:
                 yield from map(lower, role.shape.buckets)
         elif step == "apply":
             yield lower()

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.planning.memory import lay_out
+from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.training.precompile import compile_steps
 
@@ -72,7 +72,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
         one = jax.devices()[:1]
         patch.setattr("jax.devices", lambda: one)
         compile_steps(config, Event())
-        shapes = lay_out(config)
+        shapes = plan_shapes(config)
         engine = native_engine(config, shapes.spec, shapes.layouts.rollout)
         engine.close()
     buckets = len(shapes.roles["actor"].shape.buckets)

@@ -22,12 +22,12 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import initialize, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.planning.advice import advise, scaled
+from jaxrl_llm.planning.advice import advise, scale_scratch
 from jaxrl_llm.planning.estimate import GPUS
-from jaxrl_llm.planning.lowering import bytes_on_device, halves
-from jaxrl_llm.planning.memory import lay_out, phases, workload
-from jaxrl_llm.planning.program import Collective, count, replica_groups
-from jaxrl_llm.planning.steps import read_step
+from jaxrl_llm.planning.lowering import bytes_per_device, with_float16
+from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes, workload
+from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
+from jaxrl_llm.planning.steps import analyze_step
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.programs import PAGE
@@ -83,11 +83,11 @@ def on_first_device(tree):
 
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     config = configure()
-    shapes = lay_out(config)
+    shapes = plan_shapes(config)
     lowered = shapes.lower["actor accumulate"]()
-    planned = read_step(
+    planned = analyze_step(
         "actor accumulate",
-        halves(lowered).compile(),
+        with_float16(lowered).compile(),
         workload(shapes, "actor accumulate"),
         GPUS["H100"],
     )
@@ -116,28 +116,28 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     assert planned.arguments == own.argument_size_in_bytes
     assert planned.scratch == own.temp_size_in_bytes
     assert planned.arguments == on_first_device((total, state.params, micro))
-    assert phases(shapes, {})[0].held["actor gradients"] == on_first_device(state.params)
+    assert memory_by_phase(shapes, {})[0].held["actor gradients"] == on_first_device(state.params)
     assert own.alias_size_in_bytes == on_first_device(total)
 
 
 def test_the_plan_of_the_engine_is_what_it_holds(configure):
     config = configure()
-    shapes = lay_out(config)
+    shapes = plan_shapes(config)
     engine = NativeEngine(DENSE, EngineSettings(16, 32), layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
     pool, (rows, width) = engine._batches._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)
     gathered = engine.programs.gather(pool, engine._batches._no_pages(rows, width // PAGE))
     engine.close()
-    assert shapes.cache == on_first_device((pool, gathered)) == bytes_on_device(cache)
+    assert shapes.cache == on_first_device((pool, gathered)) == bytes_per_device(cache)
     held = {kind: size for kind, size, _ in shapes.throughout}
-    assert held["engine weights"] == bytes_on_device(weights)
+    assert held["engine weights"] == bytes_per_device(weights)
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offload):
-    whole = phases(lay_out(configure()), {})
-    less = phases(lay_out(configure(f"offload.{offload}=true")), {})
+    whole = memory_by_phase(plan_shapes(configure()), {})
+    less = memory_by_phase(plan_shapes(configure(f"offload.{offload}=true")), {})
     saved = {a.name: a.total - b.total for a, b in zip(whole, less, strict=True)}
     kind = "actor parameters" if offload == "params" else "actor optimizer"
     assert saved["engine decode"] == whole[0].held[kind]
@@ -147,7 +147,9 @@ def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offl
 
 def test_moments_in_bfloat16_take_half(configure):
     def optimizer(*words):
-        return next(h.size for h in lay_out(configure(*words)).throughout if "optimizer" in h.kind)
+        return next(
+            h.size for h in plan_shapes(configure(*words)).throughout if "optimizer" in h.kind
+        )
 
     whole, counts = optimizer(), 8  # AdamW's and its schedule's
     less = optimizer("optim.optimizer={fn: adamw, mu_dtype: bfloat16}")
@@ -169,7 +171,7 @@ def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
         return x
 
     loop = jax.jit(scanned).lower(x, weights).compile()
-    found = count(loop.as_text(), {"data": 1})
+    found = count_operations(loop.as_text(), {"data": 1})
     assert found.flops == 5 * 2 * 8 * 16 * 16
     own = jax.jit(unrolled).lower(x, weights).compile().cost_analysis()["flops"]
     assert own == pytest.approx(found.flops, rel=0.05)  # it counts tanh, too
@@ -186,7 +188,7 @@ def test_operations_of_the_model_are_those_of_its_program(moe):
         return logits(params, spec, forward(params, spec, tokens, positions, segments))
 
     compiled = jax.jit(run).lower(params, rows, rows, rows).compile()
-    found = count(compiled.as_text(), {"data": 1}).flops
+    found = count_operations(compiled.as_text(), {"data": 1}).flops
     needed = forward_flops(spec, 64, 64 * 32)  # dense scores: every token sees the row
     assert found == needed if moe is None else needed < found < 2 * needed
 
@@ -207,13 +209,13 @@ def test_collectives_are_counted_by_kind_axis_and_trip(axis):
     run = jax.shard_map(local, mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=False)
     text = jax.jit(run).lower(x).compile().as_text()
     part = 4 * 128 * 4
-    sent = count(text, mesh.shape, per_node=4).sent
+    sent = count_operations(text, mesh.shape, per_node=4).sent
     assert sent == {
         Collective("all-reduce", (axis,), False): 3 * part * 2 * (1 / 2),
         Collective("collective-permute", (axis,), False): part,
         Collective("all-gather", (axis,), False): 2 * part * (1 / 2),
     }
-    assert all(found.leaves_node for found in count(text, mesh.shape, per_node=1).sent)
+    assert all(found.leaves_node for found in count_operations(text, mesh.shape, per_node=1).sent)
 
 
 def test_a_branch_in_a_loop_counts_once_and_the_costlier_one():
@@ -224,7 +226,7 @@ def test_a_branch_in_a_loop_counts_once_and_the_costlier_one():
         return jax.lax.scan(body, x, jnp.arange(4))[0]
 
     text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text()
-    assert count(text, {"data": 1}).flops == 2 * 64**3
+    assert count_operations(text, {"data": 1}).flops == 2 * 64**3
 
 
 def test_groups_over_a_part_of_a_named_axis():
@@ -238,17 +240,17 @@ def test_groups_over_a_part_of_a_named_axis():
 
 @pytest.mark.slow
 def test_advice_is_a_config_that_fits(configure):
-    shapes = lay_out(configure("mesh.train={data: 8, fsdp: 1}", "mesh.rollout={data: 8}"))
+    shapes = plan_shapes(configure("mesh.train={data: 8, fsdp: 1}", "mesh.rollout={data: 8}"))
     scratch = {"actor accumulate": 1e5, "engine decode": 1e4}
-    before = max(p.total for p in phases(shapes, scratch))
+    before = max(p.total for p in memory_by_phase(shapes, scratch))
 
     def change(more):
         return configure("mesh.train={data: 8, fsdp: 1}", "mesh.rollout={data: 8}", *more)
 
     path = advise(shapes, scratch, before / 3, change)
     assert path[-1].worst.total <= before / 3
-    new = lay_out(change([c for tried in path for c in tried.changes]))
-    again = max(p.total for p in phases(new, scaled(scratch, shapes, new)))
+    new = plan_shapes(change([c for tried in path for c in tried.changes]))
+    again = max(p.total for p in memory_by_phase(new, scale_scratch(scratch, shapes, new)))
     assert again == path[-1].worst.total
     assert advise(shapes, scratch, before, change) == []
     assert advise(shapes, scratch, 1, change)[-1].worst.total > 1
@@ -259,7 +261,7 @@ def test_advice_is_a_config_that_fits(configure):
 
 def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     configure()
-    monkeypatch.setattr(planner, "simulate", lambda devices: None)
+    monkeypatch.setattr(planner, "simulate_devices", lambda devices: None)
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8"]
     assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3"]) == 0
     text = capsys.readouterr().out

@@ -18,30 +18,30 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import COMPUTE, GPUS
-from jaxrl_llm.planning.lowering import halves
-from jaxrl_llm.planning.memory import lay_out
-from jaxrl_llm.planning.program import count
+from jaxrl_llm.planning.lowering import with_float16
+from jaxrl_llm.planning.memory import plan_shapes
+from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.planning.sampling import (
+    EngineSpeed,
     Generation,
-    Pace,
+    assign_engines,
     cache_bytes,
-    deal,
     draw_lengths,
-    generate,
-    pace,
-    resident,
-    serve,
+    engine_speed,
+    mean_context,
+    simulate_engine,
+    simulate_generation,
 )
 from jaxrl_llm.planning.timeline import (
-    Timeline,
+    StepTimes,
     TrainMesh,
-    push_seconds,
-    sent,
-    timeline,
+    bytes_sent,
+    step_times,
+    sync_seconds,
     train_seconds,
 )
 
-SECOND = Pace(step=1.0)
+SECOND = EngineSpeed(step=1.0)
 SPEC = ModelSpec(
     vocab_size=512,
     width=128,
@@ -67,9 +67,11 @@ mesh: {train: {data: 2, fsdp: 2, tensor: 2}, rollout: {data: 8}}
 """
 
 
-def ends(lengths, *, unread=None, prompt=0, slots=9, pace=SECOND):
+def ends(lengths, *, unread=None, prompt=0, slots=9, speed=SECOND):
     unread = np.zeros(len(lengths)) if unread is None else np.array(unread)
-    return serve(np.array(lengths), unread, prompt=prompt, slots=slots, pace=pace).tolist()
+    return simulate_engine(
+        np.array(lengths), unread, prompt=prompt, slots=slots, speed=speed
+    ).tolist()
 
 
 @pytest.mark.parametrize(
@@ -89,19 +91,20 @@ def test_answers_end_when_their_slots_have_run_so_many_steps(lengths, slots, wan
 
 
 def test_a_prompt_that_is_read_keeps_the_others_waiting():
-    slow = Pace(step=1.0, prompt=0.5)
-    assert ends([2, 2], unread=[4, 0], prompt=4, pace=slow) == [4, 4]
-    assert ends([1, 3, 1], unread=[4, 4, 4], prompt=4, slots=2, pace=slow) == [5, 9, 8]
+    slow = EngineSpeed(step=1.0, prompt=0.5)
+    assert ends([2, 2], unread=[4, 0], prompt=4, speed=slow) == [4, 4]
+    assert ends([1, 3, 1], unread=[4, 4, 4], prompt=4, slots=2, speed=slow) == [5, 9, 8]
 
 
 def test_a_step_is_the_slower_of_reading_and_computing():
     # contexts in all before each step: 2, 4, then 3 of the one that is left
-    reads = Pace(weights=1.0, cached=0.5)
-    assert ends([2, 3], prompt=1, pace=reads) == [2 + 3, 2 + 3 + 2.5]
-    computes = Pace(weights=1.0, sequence=3.0, pair=0.25)
-    assert ends([2, 3], prompt=1, pace=computes) == [6.5 + 7, 6.5 + 7 + 3.75]
-    both = Pace(weights=2.5, cached=0.5, sequence=1.0, pair=0.5)  # 3.5 and 3, 4.5 and 4, 4 and 2.5
-    assert ends([2, 3], prompt=1, pace=both) == [3.5 + 4.5, 3.5 + 4.5 + 4.0]
+    reads = EngineSpeed(weights=1.0, cached=0.5)
+    assert ends([2, 3], prompt=1, speed=reads) == [2 + 3, 2 + 3 + 2.5]
+    computes = EngineSpeed(weights=1.0, sequence=3.0, pair=0.25)
+    assert ends([2, 3], prompt=1, speed=computes) == [6.5 + 7, 6.5 + 7 + 3.75]
+    # 3.5 and 3, 4.5 and 4, 4 and 2.5
+    both = EngineSpeed(weights=2.5, cached=0.5, sequence=1.0, pair=0.5)
+    assert ends([2, 3], prompt=1, speed=both) == [3.5 + 4.5, 3.5 + 4.5 + 4.0]
 
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -109,9 +112,9 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 7))
 def test_every_token_is_decoded_once_and_attends_to_all_before_it(lengths, slots, prompt):
-    tokens = ends(lengths, slots=slots, prompt=prompt, pace=Pace(sent=1.0))
+    tokens = ends(lengths, slots=slots, prompt=prompt, speed=EngineSpeed(sent=1.0))
     assert max(tokens) == sum(lengths)
-    attended = ends(lengths, slots=slots, prompt=prompt, pace=Pace(pair=1.0))
+    attended = ends(lengths, slots=slots, prompt=prompt, speed=EngineSpeed(pair=1.0))
     assert max(attended) == sum(prompt * n + n * (n - 1) // 2 for n in lengths)
 
 
@@ -119,18 +122,24 @@ def test_every_token_is_decoded_once_and_attends_to_all_before_it(lengths, slots
 def test_more_work_is_never_done_sooner(lengths, slots, data):
     at = data.draw(st.integers(0, len(lengths) - 1))
     longer = [n + 3 * (i == at) for i, n in enumerate(lengths)]
-    speed = Pace(weights=1.0, cached=0.1, sequence=0.2, pair=0.1)
+    speed = EngineSpeed(weights=1.0, cached=0.1, sequence=0.2, pair=0.1)
     assert max(ends(longer, slots=slots)) >= max(ends(lengths, slots=slots))
-    assert max(ends(longer, slots=12, pace=speed)) >= max(ends(lengths, slots=12, pace=speed))
+    assert max(ends(longer, slots=12, speed=speed)) >= max(ends(lengths, slots=12, speed=speed))
     assert max(ends(lengths, slots=slots)) >= max(ends(lengths, slots=slots + 1))
-    slower = ends(lengths, slots=slots, pace=speed._replace(weights=2.0))
-    assert min(np.subtract(slower, ends(lengths, slots=slots, pace=speed))) >= 0
+    slower = ends(lengths, slots=slots, speed=speed._replace(weights=2.0))
+    assert min(np.subtract(slower, ends(lengths, slots=slots, speed=speed))) >= 0
 
 
 def test_two_engines_share_prompts_and_wait_for_the_last_answer():
     lengths = np.array([1, 3, 5, 2, 4, 4, 1, 1])
-    found = generate(
-        lengths, prompt=2, most=9, group=2, engines=2, slots=2, pace=Pace(step=1.0, prompt=0.5)
+    found = simulate_generation(
+        lengths,
+        prompt=2,
+        most=9,
+        group=2,
+        engines=2,
+        slots=2,
+        speed=EngineSpeed(step=1.0, prompt=0.5),
     )
     # prompts 0 and 2 go to one engine, 1 and 3 to the other; two tokens of a prompt take 1 s
     assert found.answers.tolist() == [2, 5, 7, 3, 7, 9, 5, 6]
@@ -140,12 +149,12 @@ def test_two_engines_share_prompts_and_wait_for_the_last_answer():
 
 def test_an_engine_without_requests_has_nothing_to_do():
     sizes = {"prompt": 0, "most": 9, "group": 2, "slots": 2}
-    found = generate(np.array([4, 3]), engines=2, pace=SECOND, **sizes)
+    found = simulate_generation(np.array([4, 3]), engines=2, speed=SECOND, **sizes)
     assert found.engines.tolist() == [4, 0]
 
 
 def test_dealing_is_even_but_for_the_routers_slack():
-    places = deal(np.arange(1024) // 16, 4096, 8)
+    places = assign_engines(np.arange(1024) // 16, 4096, 8)
     assert set(places) == set(range(8))
     assert np.ptp(np.bincount(places)) <= 16
     assert max(len(set(places[at : at + 16])) for at in range(0, 1024, 16)) <= 2
@@ -167,17 +176,17 @@ def test_lengths_are_drawn_by_seed_and_cut():
 
 
 def test_a_sequence_holds_its_prompt_and_half_of_its_answer():
-    assert resident(np.array([10, 10]), 3) == 8
-    assert resident(np.array([2, 6]), 0) == (2 * 1 + 6 * 3) / 8
+    assert mean_context(np.array([10, 10]), 3) == 8
+    assert mean_context(np.array([2, 6]), 0) == (2 * 1 + 6 * 3) / 8
 
 
 def test_an_engines_pace_is_that_of_its_weights_cache_and_operations():
-    gpu, alone = GPUS["H200"], pace(SPEC, GPUS["H200"], 1, 8)
+    gpu, alone = GPUS["H200"], engine_speed(SPEC, GPUS["H200"], 1, 8)
     assert cache_bytes(SPEC) == 2 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_width
     assert alone.weights * 0.7 * gpu.bandwidth == pytest.approx(2 * parameter_count(SPEC))
     assert alone.pair * COMPUTE * gpu.flops == pytest.approx(4 * SPEC.layers * 4 * 32)
     assert alone.sent == 0
-    shared, wide = pace(SPEC, gpu, 2, 8), pace(SPEC, gpu, 4, 8)
+    shared, wide = engine_speed(SPEC, gpu, 2, 8), engine_speed(SPEC, gpu, 4, 8)
     assert shared.weights == alone.weights / 2
     assert shared.cached == alone.cached / 2
     assert wide.cached == shared.cached  # two key heads: four GPUs hold each twice
@@ -191,20 +200,22 @@ def test_an_engines_pace_is_that_of_its_weights_cache_and_operations():
 def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, update):
     (tmp_path / "config.json").write_text(json.dumps(make_config(SPEC)))
     (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
-    shapes = lay_out(load(TrainConfig, tmp_path / "run.yaml"))
-    text = halves(shapes.lower[step]()).compile().as_text()
-    compiled = count(text, shapes.layouts.train.mesh.shape).sent
-    ours = sent(SPEC, TrainMesh(2, 2, 2, 64), update=update)
+    shapes = plan_shapes(load(TrainConfig, tmp_path / "run.yaml"))
+    text = with_float16(shapes.lower[step]()).compile().as_text()
+    compiled = count_operations(text, shapes.layouts.train.mesh.shape).sent
+    ours = bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=update)
     for over, size in ours.items():
         assert compiled[over] == pytest.approx(size, rel=0.03), over
     assert sum(compiled.values()) == pytest.approx(sum(ours.values()), rel=0.03)
 
 
 def test_a_group_leaves_the_node_when_it_is_wider_than_one():
-    found = sent(SPEC, TrainMesh(4, 8, 2, 64), update=True)
+    found = bytes_sent(SPEC, TrainMesh(4, 8, 2, 64), update=True)
     away = {over.axes: over.leaves_node for over in found}
     assert away == {("tensor",): False, ("fsdp",): True, ("data",): True, ("data", "fsdp"): True}
-    assert not any(over.leaves_node for over in sent(SPEC, TrainMesh(2, 2, 2, 64), update=True))
+    assert not any(
+        over.leaves_node for over in bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=True)
+    )
 
 
 def test_training_on_one_gpu_is_its_operations():
@@ -227,12 +238,12 @@ def test_experts_are_refused():
     moe = MoeSpec(experts=4, experts_per_token=2, ff_width=8)
     spec = dataclasses.replace(SPEC, moe=moe)
     with pytest.raises(ValueError, match="got a mixture of experts, wanted a dense model"):
-        sent(spec, TrainMesh(1, 1, 1, 64), update=True)
+        bytes_sent(spec, TrainMesh(1, 1, 1, 64), update=True)
 
 
 def test_a_push_takes_as_long_as_its_busiest_link():
     def push(copies, senders):
-        return push_seconds(12.0, shared_by=4, copies=copies, senders=senders, rate=3.0)
+        return sync_seconds(12.0, shared_by=4, copies=copies, senders=senders, rate=3.0)
 
     assert push(1, 8) == 1  # receivers: 3 bytes each
     assert push(1, 2) == 2
@@ -241,15 +252,15 @@ def test_a_push_takes_as_long_as_its_busiest_link():
 
 def test_a_steps_phases_follow_each_other():
     generated = Generation(np.array([6.0, 2.0]), np.array([6.0, 2.0]))
-    shared = timeline(generated, (1.0, 2.0), 1.0, samplers=8, trainers=8, gpus=8)
+    shared = step_times(generated, (1.0, 2.0), 1.0, samplers=8, trainers=8, gpus=8)
     assert shared[:4] == (6, 1, 2, 1)
     assert shared.total == 10
     assert shared.idle == pytest.approx(0.2)  # half of the GPUs for 4 s
-    apart = timeline(generated, (2.0, 4.0), 1.0, samplers=4, trainers=4, gpus=8)
+    apart = step_times(generated, (2.0, 4.0), 1.0, samplers=4, trainers=4, gpus=8)
     assert apart.total == 13
     assert apart.idle == pytest.approx(1 - (4 * 4 + 4 * 6 + 8) / (8 * 13))
     assert apart.overlapped == 7
-    assert Timeline(3.0, 2.0, 4.0, 0.5, 0.0).overlapped == 6.5
+    assert StepTimes(3.0, 2.0, 4.0, 0.5, 0.0).overlapped == 6.5
 
 
 def test_the_benchmark_places_every_gpu_and_finds_room():
