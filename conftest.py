@@ -1,14 +1,12 @@
 """Test set-up: eight CPU devices, so that every test can build real meshes; no network."""
 
 import contextlib
-import fnmatch
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PJRT_NPROC"] = "128"  # threads for eight devices that wait for each other
@@ -17,6 +15,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 ON_CPU = not os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
@@ -34,27 +33,18 @@ collect_ignore = ["jaxrl_llm/rollout/vllm/sidecar"]  # it runs where vLLM is, an
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("fixed")
 
-MODELS = Path(__file__).parent / "models"
-MODEL = [path.relative_to(MODELS.parent).as_posix() for path in MODELS.rglob("*.py")]
-MODEL = [path for path in MODEL if not path.startswith("models/hf")]
-LAYOUT = [f"sharding/{name}.py" for name in ("layout", "mesh", "reshard", "rules")]
-UPDATE = [
-    "algorithms/*",
-    "jaxrl_llm/training/*",
-    "jaxrl_llm/data/packing.py",
-    "jaxrl_llm/data/bin_packing.py",
-    "jaxrl_llm/data/balance.py",
-]
-GUARDED = {
-    "tests/properties/*": [*MODEL, *LAYOUT, *UPDATE],
-    "tests/rollout/test_native_decoding.py": [*MODEL, *LAYOUT, "jaxrl_llm/rollout/native/*"],
-    "tests/training/test_roles.py": [*MODEL, *LAYOUT, *UPDATE],
-    "tests/training/test_router.py": [*MODEL, *LAYOUT, *UPDATE],
+SHARED_CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""Files with slow tests, and the paths for which they stand guard."""
+"""Makes jax keep small programs, too, in the folder that `_share_compiled` names."""
+
+MAX_CACHE_BYTES = 2 * 1024**3
 
 LONGEST_FIRST = [
-    *(f"tests/e2e/test_{name}.py" for name in ("cluster", "configs", "processes", "same_run")),
+    *("tests/e2e/cluster/test_training.py", "tests/e2e/test_same_run.py"),
+    *("tests/e2e/cluster/test_engines.py", "tests/e2e/test_configs.py"),
+    *("tests/e2e/cluster/test_launcher.py", "tests/e2e/test_processes.py"),
     "tests/properties/test_meshes.py",
     *(f"tests/e2e/test_{name}.py" for name in ("lora", "algorithms", "interruptions")),
 ]
@@ -69,20 +59,54 @@ def pytest_configure(config):
         probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
         if not subprocess.run(probe, env=environ, check=False, capture_output=True).returncode:
             os.environ |= environ  # else this XLA has other flags
+    if ON_CPU and not hasattr(config, "workerinput") and hasattr(config, "cache"):
+        _share_compiled(config.cache.mkdir("compiled"))
+
+
+def _share_compiled(folder):
+    """Let workers, the processes that tests start and the next session share what XLA compiles.
+
+    A test that is about compiling takes the fixture `compiles_alone`.
+    """
+    if sum(entry.stat().st_size for entry in os.scandir(folder)) > MAX_CACHE_BYTES:
+        shutil.rmtree(folder)
+    for name, value in {"jax_compilation_cache_dir": str(folder), **SHARED_CACHE}.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def compiles_alone(monkeypatch):
+    """Has everything compiled that the test needs, here and in the processes that it starts."""
+    names = ("jax_compilation_cache_dir", *SHARED_CACHE)
+    before = {name: getattr(jax.config, name) for name in names}
+    for name in names:
+        monkeypatch.delenv(name.upper(), raising=False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--changed-since",
         metavar="REVISION",
-        help="of slow tests that guard paths (GUARDED in conftest.py), leave out those whose paths "
-        "have not changed since, but for another quarter of them at each commit",
+        help="leave out the slow tests whose paths (their marker `guards`) have not changed since, "
+        "but for another quarter of them at each commit",
     )
 
 
 def pytest_collection_modifyitems(config, items):
     ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+    for item in filter(_is_slow, items):
+        paths = _guarded(item)
+        wrong = [path for path in paths if not (config.rootpath / path).exists()]
+        if wrong or not paths:
+            raise pytest.UsageError(f"{item.nodeid} is slow; expected paths in `guards`: {wrong}")
     revision = config.getoption("--changed-since")
     if revision is None:
         return
@@ -98,17 +122,19 @@ def _git(config, *words):
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
+def _is_slow(item):
+    return any(item.get_closest_marker(name) for name in ("slow", "vllm"))
+
+
+def _guarded(item):
+    return [path for marker in item.iter_markers("guards") for path in marker.args]
+
+
 def _may_wait(item, changed, turn):
     """Whether nothing has changed for which a slow test stands guard, and it is not its turn."""
-    file = item.nodeid.partition("::")[0]
-    guarded = [
-        path for test, paths in GUARDED.items() if fnmatch.fnmatch(file, test) for path in paths
-    ]
-    if not guarded or item.get_closest_marker("slow") is None:
-        return False
-    patterns = [*guarded, file, "pyproject.toml"]
-    is_touched = any(fnmatch.fnmatch(path, pattern) for path in changed for pattern in patterns)
-    return not is_touched and zlib.crc32(item.nodeid.encode()) % 4 != turn
+    own = (item.nodeid.partition("::")[0], "pyproject.toml")
+    is_touched = any(path.startswith((*_guarded(item), *own)) for path in changed)
+    return _is_slow(item) and not is_touched and zlib.crc32(item.nodeid.encode()) % 4 != turn
 
 
 NODES = """

@@ -25,6 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 T = TypeVar("T")
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+HEARTBEAT = "JAXRL_LLM_HEARTBEAT_TIMEOUT_S"
+HEARTBEAT_TIMEOUT_S = 100  # after which a process that is silent counts as lost
 FAILED = "jaxrl_llm/failed"
 LOOK_SECONDS = 1.0  # between two looks whether another process has failed
 GRACE_SECONDS = 3.0  # for the process that failed to report its error
@@ -96,7 +98,9 @@ def start() -> None:
     It comes before anything else that uses jax's devices. Several CPU devices get threads enough: a
     collective holds one until all have come, in whatever order each device took its collectives,
     and XLA's default of one for each device can run out. From then on a process whose `together`
-    sees an error ends the others, and one that dies is noticed by jax.
+    sees an error ends the others, and one that dies is noticed by jax: at once where its connection
+    breaks, else by `HEARTBEAT_TIMEOUT_S` without a heartbeat, or by as many seconds as the variable
+    `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` says.
 
     Raises:
         ValueError: The environment is incomplete.
@@ -109,7 +113,11 @@ def start() -> None:
     if found is None or found.total == 1 or global_state.client is not None:
         return
     settings.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing
-    jax.distributed.initialize(*found, cluster_detection_method="deactivate")
+    jax.distributed.initialize(
+        *found,
+        cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=int(os.environ.get(HEARTBEAT, HEARTBEAT_TIMEOUT_S)),
+    )
     jax.devices()  # the processes tell each other theirs, which takes all of them
     threading.Thread(target=_watch, daemon=True, name="processes").start()
 

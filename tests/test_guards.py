@@ -19,21 +19,19 @@ def guards():
     return module
 
 
-def test_every_path_in_the_table_exists(guards):
-    for test, paths in guards.GUARDED.items():
-        for pattern in (test, *paths):
-            assert list(ROOT.glob(pattern)), pattern
-
-
-def item(nodeid, *, slow=True):
-    return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: slow or None)
+def item(nodeid, *, slow=True, paths=("models/", "algorithms/losses.py")):
+    return SimpleNamespace(
+        nodeid=nodeid,
+        get_closest_marker=lambda name: (slow and name == "slow") or None,
+        iter_markers=lambda name: [SimpleNamespace(args=paths)],
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "wait"),
     [
-        (["README.md", "models/hf.py"], True),
-        (["models/moe/mixture.py"], False),
+        (["README.md", "jaxrl_llm/models.py", "algorithms/kl.py"], True),
+        (["README.md", "models/hf/files.py"], False),
         (["algorithms/losses.py"], False),
         ([FILE], False),
         (["pyproject.toml"], False),
@@ -45,7 +43,14 @@ def test_a_test_waits_unless_its_paths_have_changed(guards, changed, wait):
     assert waiting == [3 * wait] * 8  # of four commits each test runs in one at least
 
 
-def test_what_is_not_slow_or_guards_nothing_always_runs(guards):
+def test_what_is_not_slow_always_runs(guards):
     for turn in range(4):
         assert not guards._may_wait(item(f"{FILE}::test", slow=False), [], turn)
-        assert not guards._may_wait(item("tests/e2e/test_cluster.py::test"), [], turn)
+
+
+@pytest.mark.parametrize("paths", [(), ("models/", "nowhere/")])
+def test_a_slow_test_names_paths_that_exist(guards, paths):
+    config = SimpleNamespace(rootpath=ROOT, getoption=lambda name: None)
+    guards.pytest_collection_modifyitems(config, [item(f"{FILE}::test")])
+    with pytest.raises(pytest.UsageError, match="is slow; expected paths"):
+        guards.pytest_collection_modifyitems(config, [item(f"{FILE}::test", paths=paths)])

@@ -30,12 +30,12 @@ CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
 CORE += ("jaxrl_llm/training/objective.py", "jaxrl_llm/training/update.py", "jaxrl_llm/types.py")
 HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
 HEAVY |= {"wandb", "tensorboardX", "math_verify"}
-ON_RAY = ("jaxrl_llm/cluster/launch.py", "jaxrl_llm/cluster/resources.py")
+ON_RAY = tuple(f"jaxrl_llm/cluster/{name}.py" for name in ("job", "launch", "resources", "watch"))
 ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
 PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve", "export", "plan")}
 CIRCLES_NOT_YET = {
-    *("jaxrl_llm.cluster.actors", "jaxrl_llm.cluster.launch", "jaxrl_llm.cluster.resources"),
+    *(f"jaxrl_llm.cluster.{name}" for name in ("actors", "job", "launch", "resources", "watch")),
     *("jaxrl_llm.train", "jaxrl_llm.training.build", "jaxrl_llm.training.precompile"),
     *("jaxrl_llm.planning.lowering", "jaxrl_llm.planning.memory"),
 }

@@ -1,7 +1,7 @@
 """A tiny model, data set and config, and two ways to run the programs: here, and as processes.
 
-Runs in this process share a compilation cache and take one of its eight devices, so that most of
-them last two or three seconds. Runs as processes see one CPU device, as a laptop's would.
+Runs in this process take one of its eight devices, and all share compiled programs, so that most
+of them last two or three seconds. Runs as processes see one CPU device, as a laptop's would.
 """
 
 import contextlib
@@ -85,11 +85,6 @@ class Workshop:
         self.count = 0
         self.running = []
         self.base, self.data = root / "base", root / "data"
-        self.cache = {
-            "jax_compilation_cache_dir": str(root / "compiled"),
-            "jax_persistent_cache_min_compile_time_secs": 0,
-            "jax_persistent_cache_min_entry_size_bytes": -1,
-        }
         shutil.copy(USER_FUNCTIONS, root / "mine.py")
         shutil.copytree(QUICKSTART, root / "random")
         shape = json.loads((root / "random/config.json").read_text())
@@ -171,17 +166,15 @@ class Workshop:
 
     @contextlib.contextmanager
     def caching(self, folder=None):
-        before = {name: getattr(jax.config, name) for name in self.cache}
-        for name, value in self.cache.items():
-            jax.config.update(name, value)
-        if folder:
-            jax.config.update("jax_compilation_cache_dir", str(folder))
+        """Keep compiled programs in a folder instead of that of all tests, if one is given."""
+        name = "jax_compilation_cache_dir"
+        before = getattr(jax.config, name)
+        jax.config.update(name, str(folder or before))
         compilation_cache.reset_cache()
         try:
             yield
         finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
+            jax.config.update(name, before)
             compilation_cache.reset_cache()
 
     def start(
@@ -191,10 +184,9 @@ class Workshop:
 
         It shares compiled programs with the other runs; if not, it compiles them as a user's does.
         """
-        without = {"PYTHONPATH"} if cached else {"PYTHONPATH", "XLA_FLAGS"}
-        env = {k: v for k, v in os.environ.items() if k not in without} | {"JAX_PLATFORMS": "cpu"}
-        if cached:
-            env |= {name.upper(): str(value) for name, value in self.cache.items()}
+        tests_own = ("XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+        env = {k: v for k, v in os.environ.items() if cached or not k.startswith(tests_own)}
+        env |= {"JAX_PLATFORMS": "cpu", "JAXRL_LLM_HEARTBEAT_TIMEOUT_S": "30"}
         words = ["-m", f"jaxrl_llm.{program}", "--config", str(self.root / config)]
         process = subprocess.Popen(
             [*prefix, sys.executable, *words, f"run_dir={run_dir}", *overrides],

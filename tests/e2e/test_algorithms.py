@@ -16,6 +16,9 @@ from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.export import export_model
+from tests.guarded import NATIVE, RUN
+
+pytestmark = pytest.mark.guards(*RUN, *NATIVE)
 
 PPO = (
     "algorithm.advantage=gae_whitened",

@@ -14,6 +14,9 @@ from jaxrl_llm.data import packing
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.training.precompile import compile_steps
+from tests.guarded import MODEL, NATIVE, RUN
+
+pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE, "jaxrl_llm/planning/")
 
 COMPILED, FOUND = "perf/compilations", "perf/compilation_cache_hits"
 STEPS = ("jit_accumulate", "jit_infer", "jit_apply", "jit_read", "jit_chunk")
@@ -58,7 +61,6 @@ def test_a_continued_run_finds_its_programs(workshop):
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkeypatch):
     """A step whose program were another one by a bit would be there twice."""
-    monkeypatch.setitem(workshop.cache, "jax_compilation_cache_dir", str(tmp_path))
     monkeypatch.setattr(packing, "MIN_BUCKET_FLOPS", 0.0)
     words = ("data.validation=[]", "steps=1", "batch.max_tokens_per_device=32")
     words += ("model.dtype=bfloat16", "algorithm.kl_loss=k3")
@@ -68,7 +70,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
         return [sum(name.startswith(f"{step}-") for name in names) for step in STEPS]
 
     config = load(TrainConfig, workshop.root / "train.yaml", words)
-    with workshop.caching(), monkeypatch.context() as patch:
+    with workshop.caching(tmp_path), monkeypatch.context() as patch:
         one = jax.devices()[:1]
         patch.setattr("jax.devices", lambda: one)
         compile_steps(config, Event())
@@ -79,7 +81,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
     assert buckets > 1
     steps = [buckets, 2 * buckets, 1]  # the policy's pass, and the reference's
     assert kept() == [*steps, 1, 1]
-    workshop(*words).ok()
+    workshop(*words, compiled=tmp_path).ok()
     names = [name for name, *_ in engine.programs._keys()]
     assert kept() == [*steps, names.count("read"), names.count("decode")]
 

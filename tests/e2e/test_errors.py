@@ -10,6 +10,9 @@ import pytest
 
 from jaxrl_llm import export, sft
 from jaxrl_llm.data.rows import read_rows
+from tests.guarded import RUN
+
+pytestmark = pytest.mark.guards(*RUN)
 
 
 def refused(result, status, pattern):

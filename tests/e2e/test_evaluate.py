@@ -36,7 +36,6 @@ def call(workshop):
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(screen),
             contextlib.redirect_stderr(errors),
-            workshop.caching(),
         ):
             one = jax.devices()[:1]
             patch.setattr("jax.devices", lambda: one)

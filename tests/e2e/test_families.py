@@ -16,6 +16,9 @@ from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.transformer import forward
+from tests.guarded import NATIVE
+
+pytestmark = pytest.mark.guards("models/", *NATIVE)
 
 TOKENS = np.array([[5, 9, 77, 31, 200, 258, 3]])
 BASE = {

@@ -9,6 +9,10 @@ import time
 
 import pytest
 
+from tests.guarded import RUN
+
+pytestmark = pytest.mark.guards(*RUN, "jaxrl_llm/monitoring/")
+
 STEPS = 120
 LONG = (
     f"steps={STEPS}",

@@ -1,11 +1,7 @@
 """Runs that train an adapter: what they hold, write, and continue from."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -23,12 +19,14 @@ from jaxrl_llm.models.hf import load_params
 from jaxrl_llm.models.hf_adapter import read_adapter_spec
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.transformer import forward
+from tests.guarded import MODEL, UPDATE
 
 pytestmark = [
     # peft asks transformers under a name that transformers has deprecated
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning"),
     # peft looks for its own pattern among modules, and applies it to parameters
     pytest.mark.filterwarnings("ignore:.*ignored.*gate_up_proj:RuntimeWarning"),
+    pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/runs/"),
 ]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -266,24 +264,3 @@ def test_wrong_keys(run, words, message):
 def test_only_a_run_with_an_adapter_has_one_to_export(finished, tmp_path, capsys):
     assert export.main([str(finished.run_dir), str(tmp_path / "out"), "--adapter"]) == 2
     assert "has no adapter: leave --adapter out" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_quickstart_with_an_adapter_learns_to_add(tmp_path):
-    shutil.copytree(CONFIGS, tmp_path / "configs")
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
-    begin = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/quickstart_lora.yaml"],
-        cwd=tmp_path,
-        env=env | {"JAX_PLATFORMS": "cpu"},
-        check=True,
-        timeout=1800,
-    )
-    seconds = time.monotonic() - begin
-    lines = (tmp_path / "runs/quickstart_lora/metrics.jsonl").read_text().splitlines()
-    name = "val-core/arithmetic/acc/mean@1"
-    found = [line[name] for line in map(json.loads, lines) if name in line]
-    print(f"{' '.join(f'{x:.3f}' for x in found)} in {seconds:.0f} s")
-    assert found[0] <= 0.5
-    assert found[-1] >= 0.9

@@ -10,6 +10,9 @@ import pytest
 import yaml
 
 from jaxrl_llm.config.cli import PREEMPTED
+from tests.guarded import RUN
+
+pytestmark = pytest.mark.guards(*RUN, "jaxrl_llm/train.py")
 
 EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
 MESH = ("mesh.train={data: 2, fsdp: 4}",)

@@ -16,6 +16,9 @@ from jaxrl_llm.rewards.scoring import combine_scores
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.experience import lay_out, with_scores
+from tests.guarded import MODEL, UPDATE
+
+pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/rewards/")
 
 ALONE = ("reward.function=null", "steps=1")
 

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.cli import PREEMPTED
+from tests.guarded import MODEL, NATIVE, RUN
+
+pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE, "algorithms/")
 
 LONG = (
     "steps=6",

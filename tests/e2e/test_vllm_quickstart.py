@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.guarded import CLUSTER, UPDATE
+
+pytestmark = pytest.mark.guards(*CLUSTER, *UPDATE)
+
 ROOT = Path(__file__).resolve().parents[2]
 METRIC = "val-core/arithmetic/acc/mean@1"
 

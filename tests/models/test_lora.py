@@ -34,6 +34,7 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, UPDATE
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -43,6 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning"),
     # peft looks for its own pattern among modules, and applies it to parameters
     pytest.mark.filterwarnings("ignore:.*ignored.*gate_up_proj:RuntimeWarning"),
+    pytest.mark.guards(*MODEL, *UPDATE),
 ]
 
 TINY = dict(

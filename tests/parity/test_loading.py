@@ -19,6 +19,8 @@ from jaxrl_llm.models.hf import load_params, save_params
 from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.transformer import forward
 
+pytestmark = pytest.mark.guards("models/")
+
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 

@@ -18,6 +18,8 @@ from jaxrl_llm.models.hf_config import read_spec
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
 from jaxrl_llm.models.transformer import forward, forward_with_router
 
+pytestmark = pytest.mark.guards("models/")
+
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 

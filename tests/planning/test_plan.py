@@ -39,6 +39,9 @@ from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.resolve import Functions
 from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, UPDATE
+
+pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/planning/")
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = ModelSpec(

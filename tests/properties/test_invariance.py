@@ -32,6 +32,9 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, UPDATE
+
+pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 SPEC = ModelSpec(
     vocab_size=32,

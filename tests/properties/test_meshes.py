@@ -31,6 +31,9 @@ from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.update import make_learner
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, UPDATE
+
+pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 DENSE = ModelSpec(
     vocab_size=32,

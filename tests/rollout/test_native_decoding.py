@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.types import Request, SamplingParams
+from tests.guarded import MODEL, NATIVE
+
+pytestmark = pytest.mark.guards(*MODEL, *NATIVE)
 
 
 def prompt(length, seed=0):

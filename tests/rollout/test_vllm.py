@@ -40,7 +40,11 @@ from jaxrl_llm.training.loop import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.guards("jaxrl_llm/rollout/", "models/"),
+]
 
 SPEC = ModelSpec(
     vocab_size=96,

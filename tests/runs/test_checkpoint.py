@@ -23,7 +23,10 @@ from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.training.update import TrainState
 
 # Where one array can't be read, orbax abandons its reads of the others, which then complain.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.guards("jaxrl_llm/runs/"),
+]
 
 EXTRA = {"data": {"index": 3, "rng": [1, 2**60]}, "kl_coef": 0.1, "config": {"a": None, "b": "ß"}}
 

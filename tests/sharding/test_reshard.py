@@ -19,6 +19,8 @@ from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.offload import to_host
 from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard
 
+pytestmark = pytest.mark.guards("sharding/")
+
 
 @pytest.fixture(scope="module")
 def mesh():

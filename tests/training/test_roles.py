@@ -24,6 +24,9 @@ from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.roles import LabelError, check_labels, covariance_marker, old_logprob_step
 from jaxrl_llm.training.update import TrainState, make_learner
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, UPDATE
+
+pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 SPEC = ModelSpec(
     vocab_size=32,

@@ -25,6 +25,9 @@ from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.update import TrainState, apply_gradients, make_learner
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, UPDATE
+
+pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 EXPERTS, TOP, LAYERS, COEF, RATE = 6, 2, 2, 20.0, 0.003
 SPEC = ModelSpec(

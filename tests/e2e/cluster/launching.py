@@ -1,0 +1,156 @@
+"""What the tests on Ray clusters share: a launcher at work, and what is looked up of its job."""
+
+import json
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
+TOGETHER = ("cluster.nodes=2", "cluster.devices=4", "mesh.train={data: 2, fsdp: 4}")
+APART = ("cluster.nodes=1", "cluster.devices=4", "rollout.nodes=1", "rollout.devices=4")
+EPOCH = ("steps=null", "rollout.dump_every=1")  # 64 prompts, 8 a step
+ACTORS = ("ray::TrainProcess", "ray::EngineHost", "ray::_score")
+
+
+class Launched:
+    """A launcher at work, and what it has printed so far."""
+
+    def __init__(self, process, run_dir):
+        self.process, self.run_dir = process, run_dir
+        self.lines = {"out": [], "err": []}
+        streams = (("out", process.stdout), ("err", process.stderr))
+        self.readers = [
+            threading.Thread(target=self.read, args=(name, stream), daemon=True)
+            for name, stream in streams
+        ]
+        for reader in self.readers:
+            reader.start()
+
+    def read(self, name, stream):
+        with stream:
+            self.lines[name].extend(stream)
+
+    def steps(self):
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def until(self, condition, seconds=240):
+        end = time.monotonic() + seconds
+        while not (found := condition()):
+            assert self.process.poll() is None, self.text("err")
+            assert time.monotonic() < end, self.text("err")
+            time.sleep(0.02)
+        return found
+
+    def text(self, name):
+        return "".join(self.lines[name])
+
+    def end(self, seconds=600):
+        try:
+            status = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        for reader in self.readers:
+            reader.join(10)
+        return status
+
+    def ok(self):
+        assert self.end() == 0, self.text("err")
+        return self
+
+    @property
+    def learned(self):
+        return learned(self.run_dir)
+
+
+class Processes:
+    """The processes of one Ray cluster; others may be at work on this machine."""
+
+    def __init__(self, address):
+        """Take the address of its head."""
+        self.address = address
+
+    def titles(self, *wanted):
+        """Return its processes whose titles begin so, by number."""
+        rows = subprocess.run(
+            ["ps", "-eo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        split = [row.split(None, 3) for row in rows[1:]]
+        nodes = {pid for pid, _, _, args in split if f"--gcs-address={self.address}" in args}
+        return {
+            int(pid): args
+            for pid, parent, stat, args in split
+            if parent in nodes and args.startswith(wanted) and stat[0] != "Z"
+        }
+
+    def await_end(self, seconds=60):
+        """Wait until none of a job's are left."""
+        end = time.monotonic() + seconds
+        while found := self.titles(*ACTORS):
+            assert time.monotonic() < end, found
+            time.sleep(0.2)
+
+
+def learned(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    apart = ("timing_s/", "perf/", "cluster/")
+    return [{k: v for k, v in line.items() if not k.startswith(apart)} for line in lines]
+
+
+def counted(run_dir, name):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line[f"cluster/{name}"] for line in lines if f"cluster/{name}" in line]
+
+
+def close(workshop, found, wanted, *, apart=("global_seqlen", "perf")):
+    before = workshop.params(wanted.run_dir)
+    for name, value in workshop.params(found.run_dir).items():
+        np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
+    ours, theirs = learned(found.run_dir), learned(wanted.run_dir)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for name in (name for name in b if not name.startswith(apart)):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+
+
+def check_whole_epoch(run_dir, samples=4):
+    """Assert that every prompt was answered exactly as often as an epoch does."""
+    found = {}
+    for path in (run_dir / "rollouts").glob("*.parquet"):
+        for prompt in pq.read_table(path)["prompt"].to_pylist():
+            found[prompt] = found.get(prompt, 0) + 1
+    assert sum(found.values()) == 64 * samples
+    return found
+
+
+def check_same(launched, wanted):
+    """Assert that nothing of a disturbed run differs from an undisturbed one's."""
+    assert launched.learned == wanted.learned
+    assert check_whole_epoch(launched.run_dir) == check_whole_epoch(wanted.run_dir)
+
+
+SLOW_SCORER = """
+import time
+from mine import digit_sum
+def score(data_source, solution_str, ground_truth, extra_info=None, *, seconds):
+    time.sleep(seconds)
+    return digit_sum(data_source, solution_str, ground_truth)
+"""
+
+
+def slowly(workshop, seconds):
+    """Return what scores as the undisturbed runs' scorer does, but takes time for each answer."""
+    (workshop.root / "slow.py").write_text(SLOW_SCORER)
+    scorer = f"{{fn: '{workshop.root}/slow.py:score', seconds: {seconds}}}"
+    return f"reward.function={scorer}"
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
