@@ -217,8 +217,8 @@ def make_model(folder: Path, shape: Shape, tokenizer: Any) -> None:
     import jax.numpy as jnp
     from transformers import Qwen3Config
 
-    from jaxrl_llm.models.hf import save_params
-    from jaxrl_llm.models.hf_config import read_spec
+    from jaxrl_llm.models.hf.config import read_spec
+    from jaxrl_llm.models.hf.save import save_params
     from jaxrl_llm.models.parameters import initialize
 
     source = folder.with_suffix(".config")

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.logprobs import token_stats
-from jaxrl_llm.models.hf import load_params, save_params
-from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.hf_files import find_arrays
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.files import find_arrays
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.remat import POLICIES
 from jaxrl_llm.models.spec import ModelSpec

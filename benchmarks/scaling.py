@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import GPUS, LINKS, PER_NODE, USABLE

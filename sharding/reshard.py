@@ -8,9 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jax.typing import DTypeLike
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
+
+from jaxrl_llm.sharding.cast import cast_like
+from jaxrl_llm.sharding.transfer import (
+    as_named,
+    carry,
+    device_order,
+    in_device_memory,
+    in_host_memory,
+    index_ranges,
+    transfer_layouts,
+)
 
 BUCKET_BYTES = 2**30
 """Memory of a device that a move may take beside the arrays themselves."""
@@ -76,15 +86,17 @@ def reshard(
     dtype(bfloat16)
     """
     if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes}, wanted at least 1")
+        raise ValueError(f"expected bucket_bytes of at least 1, got {bucket_bytes}")
     arrays, structure = jax.tree.flatten(tree)
     moves = _moves(tree, target, dtype)
     for layouts in {(move.source, move.target) for move in moves}:
         _check_processes(*layouts)
     moved: list[Any] = [None] * len(arrays)
     for bucket in _buckets(moves, bucket_bytes):
-        found = _move([arrays[i] for i in bucket], [moves[i] for i in bucket], donate, bucket_bytes)
-        for i, array in zip(bucket, found, strict=True):
+        results = _move(
+            [arrays[i] for i in bucket], [moves[i] for i in bucket], donate, bucket_bytes
+        )
+        for i, array in zip(bucket, results, strict=True):
             moved[i] = array
             if donate:
                 arrays[i].delete()
@@ -131,23 +143,23 @@ def _check_processes(source: Sharding, target: Sharding) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _missing_bytes(move: Move) -> int:
-    held = _boxes(move.source, move.shape)
+    held = index_ranges(move.source, move.shape)
     missing = 0
-    for device, wanted in _boxes(move.target, move.shape).items():
-        overlap = zip(wanted, held[device], strict=True) if device in held else [((0, 0), (0, 0))]
+    for device, needed in index_ranges(move.target, move.shape).items():
+        overlap = zip(needed, held[device], strict=True) if device in held else [((0, 0), (0, 0))]
         shared = math.prod(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in overlap)
-        missing += math.prod(stop - start for start, stop in wanted) - shared
+        missing += math.prod(stop - start for start, stop in needed) - shared
     return missing * move.new.itemsize
 
 
-def cut(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+def group_by_bytes(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     """Group items in their order, each group ending as soon as it has `most` bytes.
 
     Args:
         sizes: bytes of each item.
         most: bytes; one item more at most.
 
-    >>> list(cut([3, 1, 4, 1], most=4))
+    >>> list(group_by_bytes([3, 1, 4, 1], most=4))
     [[0, 1], [2], [3]]
     """
     bucket, held = [], 0
@@ -183,8 +195,8 @@ def _route(move: Move) -> tuple[Any, ...]:
     """Return what the moves of one bucket have in common."""
     kinds = move.source.memory_kind, move.target.memory_kind
     return (
-        _devices(move.source, move.shape),
-        _devices(move.target, move.shape),
+        device_order(move.source, move.shape),
+        device_order(move.target, move.shape),
         *kinds,
         _stays(move),
     )
@@ -192,38 +204,35 @@ def _route(move: Move) -> tuple[Any, ...]:
 
 def _stays(move: Move) -> bool:
     """Tell whether every part stays on its device as it is."""
-    source, target = _boxes(move.source, move.shape), _boxes(move.target, move.shape)
+    source, target = index_ranges(move.source, move.shape), index_ranges(move.target, move.shape)
     return move.old == move.new and list(source.items()) == list(target.items())
 
 
 def _move(
     arrays: Sequence[Array], moves: Sequence[Move], donate: bool, bucket_bytes: int
 ) -> list[Array]:
-    if _in_host_memory(moves[0].source):
-        arrays = [jax.device_put(x, _on_device(x.sharding)) for x in arrays]
+    if in_host_memory(moves[0].source):
+        arrays = [jax.device_put(x, in_device_memory(x.sharding)) for x in arrays]
         donate = True
     if donate and _stays(moves[0]):
-        targets = [_on_device(m.target) for m in moves]
-        found = jax.jit(list, donate_argnums=0, out_shardings=targets)(list(arrays))
+        targets = [in_device_memory(m.target) for m in moves]
+        moved = jax.jit(list, donate_argnums=0, out_shardings=targets)(list(arrays))
     elif moves[0].room > bucket_bytes and moves[0].shape:
-        found = [_move_in_slices(arrays[0], moves[0], bucket_bytes)]
+        moved = [_move_in_slices(arrays[0], moves[0], bucket_bytes)]
     else:
-        found = _move_together(arrays, moves)
-    placed = [jax.device_put(x, m.target) for x, m in zip(found, moves, strict=True)]
+        moved = _move_together(arrays, moves)
+    placed = [jax.device_put(x, m.target) for x, m in zip(moved, moves, strict=True)]
     return jax.block_until_ready(placed)
 
 
-# ------------------------------------------------------------------------- one bucket, one program
-
-
 def _move_together(arrays: Sequence[Array], moves: Sequence[Move]) -> list[Array]:
-    stages = [_stages(m) for m in moves]
-    targets = [_on_device(m.target) for m in moves]
+    layouts = [transfer_layouts(m.source, m.target, m.shape) for m in moves]
+    targets = [in_device_memory(m.target) for m in moves]
     dtypes = tuple(m.new for m in moves)
-    first = [stage for stage, _ in stages]
-    last = [stage for _, stage in stages]
+    first = [layout for layout, _ in layouts]
+    last = [layout for _, layout in layouts]
     pieces = jax.jit(_copy, static_argnums=1, out_shardings=first)(list(arrays), dtypes)
-    pieces = [_carry(x, layout) for x, layout in zip(pieces, last, strict=True)]
+    pieces = [carry(x, layout) for x, layout in zip(pieces, last, strict=True)]
     if all(s.is_equivalent_to(t, x.ndim) for s, t, x in zip(last, targets, arrays, strict=True)):
         return pieces
     return jax.jit(_copy, static_argnums=1, out_shardings=targets)(pieces, dtypes)
@@ -231,9 +240,6 @@ def _move_together(arrays: Sequence[Array], moves: Sequence[Move]) -> list[Array
 
 def _copy(arrays: Sequence[Array], dtypes: tuple[Any, ...]) -> list[Array]:
     return [jnp.copy(x.astype(dtype)) for x, dtype in zip(arrays, dtypes, strict=True)]
-
-
-# -------------------------------------------------------------------------- one array, many slices
 
 
 class _Slicing(NamedTuple):
@@ -261,7 +267,7 @@ class _Slicing(NamedTuple):
         )
 
     def _layout(self, layout: Sharding, shape: tuple[int, ...]) -> Sharding:
-        named = _named(_on_device(layout), _devices(layout, shape))
+        named = as_named(in_device_memory(layout), device_order(layout, shape))
         spec = [*named.spec, *[None] * (self.axis + 1 - len(named.spec))]
         spec.insert(self.axis + 1, None)
         return NamedSharding(named.mesh, PartitionSpec(*spec))
@@ -278,19 +284,19 @@ def _slicing(move: Move, bucket_bytes: int) -> _Slicing:
 
 def _move_in_slices(array: Array, move: Move, bucket_bytes: int) -> Array:
     slicing = _slicing(move, bucket_bytes)
-    target = _on_device(move.target)
+    target = in_device_memory(move.target)
     part = slicing.part(move)
     zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)
     cut = jax.jit(_cut, static_argnums=2, out_shardings=part.source)
     write = jax.jit(_write, static_argnums=3, donate_argnums=0, out_shardings=target)
-    found = zeros(move.shape, move.new)
+    result = zeros(move.shape, move.new)
     size = move.shape[slicing.axis] // slicing.parts
     for start in range(0, size, slicing.rows):
         # The last slice begins early enough to be as long as the others: one program for all.
         begin = np.int32(min(start, size - slicing.rows))
         moved = _move_together([cut(array, begin, slicing)], [part])
-        found = jax.block_until_ready(write(found, moved.pop(), begin, slicing))
-    return found
+        result = jax.block_until_ready(write(result, moved.pop(), begin, slicing))
+    return result
 
 
 def _cut(array: Array, begin: Array, slicing: _Slicing) -> Array:
@@ -302,128 +308,3 @@ def _write(whole: Array, piece: Array, begin: Array, slicing: _Slicing) -> Array
     view = whole.reshape(slicing.view(whole.shape))
     view = jax.lax.dynamic_update_slice_in_dim(view, piece, begin, slicing.axis + 1)
     return view.reshape(whole.shape)
-
-
-# ---------------------------------------------------------------------- from devices to others
-
-
-@functools.lru_cache(maxsize=4096)
-def _stages(move: Move) -> tuple[NamedSharding, NamedSharding]:
-    """Return the layouts between which an array is carried from device to device.
-
-    One program runs on one list of devices. So a program on the source's devices brings the array
-    into the first layout, and what arrives in the second one a program on the target's devices
-    brings into the target, if that is another. On two sets of devices every part in the second
-    layout is a part in the first, so that only whole parts are copied.
-    """
-    source, target = _on_device(move.source), _on_device(move.target)
-    here, there = _devices(source, move.shape), _devices(target, move.shape)
-    if here == there:
-        return _named(target, there), _named(target, there)
-    if set(here) == set(there):
-        return _named(source, here), _named(target, there)
-    source, target, ways = _named(source, here), _named(target, there), []
-    if len(here) % len(there) == 0:
-        ways.append((_copies(target, here), target))
-    if len(there) % len(here) == 0:
-        ways.append((source, _copies(source, there)))
-    ways.append((_whole(here), _whole(there)))
-    return next(way for way in ways if len(_senders(*way, move.shape)) == len(there))
-
-
-def _copies(layout: NamedSharding, devices: Sequence[Any]) -> NamedSharding:
-    """Lay an array out over k times the devices: every part k times, on neighbours."""
-    grid = np.array(devices).reshape(*layout.mesh.axis_sizes, -1)
-    mesh = Mesh(grid, (*layout.mesh.axis_names, "copy"))
-    return NamedSharding(mesh, layout.spec)
-
-
-def _named(layout: Sharding, devices: Sequence[Any]) -> NamedSharding:
-    """Return a layout on a mesh: this one, or else a whole copy on every device."""
-    if isinstance(layout, NamedSharding):
-        return layout
-    return _whole(devices)
-
-
-def _whole(devices: Sequence[Any]) -> NamedSharding:
-    return NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec())
-
-
-def _carry(array: Array, layout: NamedSharding) -> Array:
-    """Copy the parts of an array, unchanged, to the devices of another layout."""
-    if array.sharding.device_set == layout.device_set:
-        return jax.device_put(array, layout)
-    senders = _senders(array.sharding, layout, array.shape)
-    parts = {shard.device: shard.data for shard in array.addressable_shards}
-    local = [device for device in senders if device in layout.addressable_devices]
-    sent = jax.device_put([parts[senders[device]] for device in local], local)
-    return jax.make_array_from_single_device_arrays(array.shape, layout, sent, dtype=array.dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _senders(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
-    """Return which device of its own process sends each device its part, where one has it."""
-    held = _boxes(source, shape)
-    chosen = {}
-    for i, (device, box) in enumerate(_boxes(target, shape).items()):
-        near = [d for d in held if held[d] == box and d.process_index == device.process_index]
-        if near:
-            chosen[device] = device if device in near else near[i % len(near)]
-    return chosen
-
-
-def _devices(layout: Sharding, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return a layout's devices in the order of its programs."""
-    return tuple(layout.devices_indices_map(shape))
-
-
-def _boxes(layout: Sharding, shape: tuple[int, ...]) -> dict[Any, tuple[tuple[int, int], ...]]:
-    """Return the first and the last index, plus one, that each device holds of every axis."""
-
-    def box(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
-        return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-
-    return {device: box(index) for device, index in layout.devices_indices_map(shape).items()}
-
-
-def _in_host_memory(layout: Sharding) -> bool:
-    return layout.memory_kind not in (None, _device_memory(layout))
-
-
-def _on_device(layout: Sharding) -> Sharding:
-    return layout.with_memory_kind(_device_memory(layout))
-
-
-def _device_memory(layout: Sharding) -> str:
-    return next(iter(layout.addressable_devices)).default_memory().kind
-
-
-def cast_like(tree: Any, dtype: Any) -> Any:
-    """Return the shapes and dtypes that `tree` has after a cast.
-
-    >>> cast_like({"w": jnp.ones(2), "n": jnp.ones(3)}, {"w": jnp.bfloat16, "n": None})["w"].dtype
-    dtype(bfloat16)
-    """
-    return jax.eval_shape(lambda tree: cast_tree(tree, dtype), tree)
-
-
-def cast_tree(tree: Any, dtype: Any) -> Any:
-    """Cast floating-point arrays to one dtype, or to a tree of dtypes; None leaves them.
-
-    >>> cast_tree({"w": jnp.ones(2), "n": jnp.ones(3)}, jnp.bfloat16)["n"].dtype
-    dtype(bfloat16)
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    wanted = structure.flatten_up_to(dtype) if isinstance(dtype, dict) else [dtype] * len(leaves)
-    return jax.tree.unflatten(structure, map(cast, leaves, wanted))
-
-
-def cast(array: Array, dtype: DTypeLike | None) -> Array:
-    """Cast a floating-point array; leave others, and None leaves all.
-
-    >>> cast(jnp.ones(2), jnp.bfloat16).dtype
-    dtype(bfloat16)
-    """
-    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    return array.astype(dtype)

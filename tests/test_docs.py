@@ -29,8 +29,8 @@ from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import asks_for
 from jaxrl_llm.config.load import describe, load
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.hf import save_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES

@@ -35,8 +35,6 @@ NOT_YET_FILES = {
     *("benchmarks/gpu.py", "benchmarks/grpo_step.py"),
     "jaxrl_llm/rollout/vllm/engine.py",
     *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py"),
-    *("models/hf_families.py"),
-    "sharding/reshard.py",
 }
 NOT_YET_NAMES = {
     *("Choice", "Held", "Instruction", "Job", "Machine", "Phase", "Role", "Rows", "Settings"),

@@ -16,12 +16,19 @@ import jax
 
 import jaxrl_llm
 from jaxrl_llm.config import cli
-from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
+
+try:
+    from jaxrl_llm.models.hf.config import read_spec
+    from jaxrl_llm.models.hf.load import load_params
+except ImportError:  # an earlier commit
+    from jaxrl_llm.models import hf, hf_config
+
+    load_params, read_spec = hf.load_params, hf_config.read_spec
 
 try:
     from jaxrl_llm.rollout.types import Request, SamplingParams
@@ -53,15 +60,6 @@ def engine_of(spec: Any, job: dict[str, Any], slots: int, longest: int) -> Any:
     return NativeEngine(spec, **given)
 
 
-def read_spec(path: str) -> Any:
-    """Read the model's spec, which the first commits did in another module."""
-    if hasattr(hf, "read_spec"):
-        return hf.read_spec(path)
-    from jaxrl_llm.models.hf_config import read_spec
-
-    return read_spec(path)
-
-
 def main() -> None:
     """Generate, pass after pass, and write what it took."""
     if hasattr(cli, "take_huge_pages"):
@@ -77,7 +75,7 @@ def main() -> None:
     longest = max(map(max, job["lengths"]))
     spec = read_spec(job["model"])
     engine = engine_of(spec, job, len(job["lengths"][0]), max(longest, job["greedy_tokens"]))
-    engine.load(hf.load_params(job["model"], spec), version=0)
+    engine.load(load_params(job["model"], spec), version=0)
     requests = [
         Request(tuple(prompt), SamplingParams(max_new_tokens=length), seed)
         for seed, (prompt, length) in enumerate(

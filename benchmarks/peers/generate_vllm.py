@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from jaxrl_llm.config.sections.rollout import VllmConfig
-from jaxrl_llm.models.hf import load_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine

@@ -231,7 +231,7 @@ class EngineHost(_Process):
             return self._receipt
 
     def _open(self) -> Any:
-        from jaxrl_llm.models.hf_config import read_spec
+        from jaxrl_llm.models.hf.config import read_spec
         from jaxrl_llm.models.lora import without_adapter
         from jaxrl_llm.monitoring.logs import quiet_libraries
         from jaxrl_llm.rollout.build import local_engine

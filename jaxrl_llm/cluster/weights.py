@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.sharding.reshard import cut
+from jaxrl_llm.sharding.reshard import group_by_bytes
 
 BUCKET_BYTES = 2**28
 
@@ -58,7 +58,7 @@ def plan_transfer(spec: ModelSpec, dtype: str) -> TransferPlan:
     shapes = [tuple(array.shape) for array in jax.tree.leaves(declare(spec))]
     kinds = [np.dtype(kind) for kind in jax.tree.leaves(compute_dtypes(spec, dtype))]
     sizes = [math.prod(s) * k.itemsize for s, k in zip(shapes, kinds, strict=True)]
-    return TransferPlan(shapes, kinds, list(cut(sizes, BUCKET_BYTES)))
+    return TransferPlan(shapes, kinds, list(group_by_bytes(sizes, BUCKET_BYTES)))
 
 
 def own_pieces(array: jax.Array, dtype: np.dtype, turn: int = 0) -> list[Piece]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl_llm.models.hf_hub import resolve
+from jaxrl_llm.models.hf.hub import resolve
 
 Message = Mapping[str, Any]
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

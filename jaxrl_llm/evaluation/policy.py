@@ -7,8 +7,8 @@ import jax
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.models.hf import load_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import (
     AbstractModel,

@@ -10,9 +10,9 @@ import jax
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import build, read_yaml
 from jaxrl_llm.config.sections.model import LoraConfig
-from jaxrl_llm.models.hf import save_params
-from jaxrl_llm.models.hf_adapter import save_adapter
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.adapter import save_adapter
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec

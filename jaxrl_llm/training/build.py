@@ -41,10 +41,11 @@ from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.resume import check_finished, open_run, open_watchdog
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import lent, to_host
-from jaxrl_llm.sharding.reshard import cast_tree, reshard
+from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.experience import (
     ScoreError,
     advantage_step,

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
-from jaxrl_llm.models.hf import load_params
-from jaxrl_llm.models.hf_adapter import load_adapter, read_adapter_spec
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.kernels import Choice, choose, heads_on, this_machine
 from jaxrl_llm.models.lora import find_targets, join, merge, split_adapter, without_adapter
 from jaxrl_llm.models.moe.routing import SigmoidRouter

@@ -14,7 +14,7 @@ import jax
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.runs.compile_cache import compilation_cache_of
 from jaxrl_llm.sharding import distributed

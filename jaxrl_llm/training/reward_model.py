@@ -13,8 +13,8 @@ from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.heads import sequence_scores
-from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.hf_hub import resolve
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.sampling import Rollouts, side_by_side

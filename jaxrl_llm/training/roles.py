@@ -14,7 +14,7 @@ from jaxrl_llm.config.fields import call, describe
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import with_value_head
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.resume import TrainableModel

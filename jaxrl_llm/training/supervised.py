@@ -18,7 +18,7 @@ from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.rows import check_example_row, load_rows
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.logs import quiet_libraries

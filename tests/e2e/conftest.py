@@ -23,7 +23,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm import sft, train
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.runs.checkpoint import Checkpoints
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl_llm import export
 from jaxrl_llm.data.rows import read_rows
-from jaxrl_llm.models.hf import load_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.export import export_model

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_llm import export
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf import load_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.transformer import forward
 
 TOKENS = np.array([[5, 9, 77, 31, 200, 258, 3]])

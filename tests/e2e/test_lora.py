@@ -15,9 +15,9 @@ import transformers
 
 from jaxrl_llm import export, sft
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf import load_params
-from jaxrl_llm.models.hf_adapter import read_adapter_spec
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.adapter import read_adapter_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.transformer import forward
 from tests.guarded import MODEL, UPDATE
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.training import loop
 
 CRITIC = (

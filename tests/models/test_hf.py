@@ -16,8 +16,10 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.models.heads import with_value_head
-from jaxrl_llm.models.hf import COMPANION_FILES, from_hf, hf_arrays, load_params, save_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.convert import from_hf, hf_arrays
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.hf.save import COMPANION_FILES, save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.rules import shardings
 
@@ -188,8 +190,8 @@ def test_save_after_a_killed_save(spec, params, source, tmp_path):
 KILLED = """
 import os, signal, sys
 import jax, numpy as np
-from jaxrl_llm.models.hf import save_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import initialize
 spec = read_spec(sys.argv[1])
 left = int(sys.argv[3])

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.hf_config import config_to_save, make_config, read_spec
+from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.rope import LinearScaling
 
 GEMMA = {

@@ -11,10 +11,11 @@ import pytest
 from huggingface_hub import constants, errors, utils
 
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.models import hf_hub
-from jaxrl_llm.models.hf import load_params, save_params
-from jaxrl_llm.models.hf_config import read_spec
-from jaxrl_llm.models.hf_hub import WANTED_FILES, resolve
+from jaxrl_llm.models.hf import hub
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.hub import WANTED_FILES, resolve
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.hf.save import save_params
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "someone/tiny-model"
@@ -27,7 +28,7 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    asking = hf_hub._snapshot
+    asking = hub._snapshot
     asking.cache_clear()
 
     def put(repo=REPO):
@@ -94,7 +95,7 @@ def test_what_is_not_cached_is_an_error_offline(cache, tmp_path):
 @pytest.mark.parametrize("name", ["nowhere", "./a/b", "/a/b", "a/b/c", "a/b@", "a b/c"])
 def test_what_is_no_name_of_the_hub(cache, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hf_hub, "_snapshot", None)  # is not asked
+    monkeypatch.setattr(hub, "_snapshot", None)  # is not asked
     with pytest.raises(FileNotFoundError, match=r"no directory '.*'$"):
         resolve(name)
 
@@ -114,10 +115,10 @@ def test_only_what_a_model_needs_is_downloaded(monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    hf_hub._snapshot.cache_clear()
+    hub._snapshot.cache_clear()
     assert resolve("a/b@v1") == resolve("a/b@v1") == tmp_path
     assert asked == [("a/b", {"revision": "v1", "allow_patterns": [*WANTED_FILES]})]
-    hf_hub._snapshot.cache_clear()
+    hub._snapshot.cache_clear()
     wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
     wanted += ["chat_template.jinja", "adapter_model.safetensors"]
     refused = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "x.py"]
@@ -142,7 +143,7 @@ def test_environment_is_respected(tmp_path):
     snapshot.mkdir(parents=True)
     (tmp_path / "hub" / "models--a--b" / "refs").mkdir()
     (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text(COMMIT)
-    code = "from jaxrl_llm.models.hf_hub import resolve; print(resolve('a/b'))"
+    code = "from jaxrl_llm.models.hf.hub import resolve; print(resolve('a/b'))"
     environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

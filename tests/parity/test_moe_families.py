@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf import load_params, save_params
-from jaxrl_llm.models.hf_config import read_spec
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
 from jaxrl_llm.models.transformer import forward, forward_with_router
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from jaxrl_llm.models.hf_config import make_config, read_spec
+from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.rope import LinearScaling, Llama3Scaling, YarnScaling

@@ -16,8 +16,9 @@ import transformers
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.heads import logits, with_value_head
-from jaxrl_llm.models.hf import load_params, save_params
-from jaxrl_llm.models.hf_config import make_config, read_spec
+from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.native.decode import Pieces, Rows, decode, gather, make_pool, read_prompts

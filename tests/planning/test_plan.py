@@ -17,7 +17,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf_config import make_config, read_spec
+from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import initialize, parameter_count
 from jaxrl_llm.models.spec import ModelSpec

@@ -16,8 +16,8 @@ from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum
-from jaxrl_llm.sharding.reshard import cast_tree
 
 
 def request(length=3, new=2, *, seed=0, token=1, **options):

@@ -23,8 +23,8 @@ import pytest
 
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf import save_params
-from jaxrl_llm.models.hf_config import config_to_save
+from jaxrl_llm.models.hf.config import config_to_save
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward

@@ -30,7 +30,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import build
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.hf import save_params
+from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec

@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.monitoring.clock import CompileCounter
+from jaxrl_llm.sharding.cast import cast
 from jaxrl_llm.sharding.checksum import checksum, digests
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.offload import to_host
-from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard
+from jaxrl_llm.sharding.reshard import moved_bytes, reshard
 
 pytestmark = pytest.mark.guards("sharding/")
 
@@ -213,7 +214,7 @@ def test_from_and_to_host_memory(source, target):
 
 
 def test_a_bucket_of_nothing_is_refused(tree, mesh):
-    with pytest.raises(ValueError, match="bucket_bytes=0, wanted at least 1"):
+    with pytest.raises(ValueError, match="expected bucket_bytes of at least 1, got 0"):
         reshard(tree, target(mesh), bucket_bytes=0)
 
 

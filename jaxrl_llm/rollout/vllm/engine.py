@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.sections.rollout import VllmConfig
-from jaxrl_llm.models.hf_config import config_to_save
+from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.router import Router

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.models.hf import host_arrays
+from jaxrl_llm.models.hf.save import host_arrays
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.sharding.reshard import cut
+from jaxrl_llm.sharding.reshard import group_by_bytes
 
 ALIGNMENT = 64
 BUCKET_BYTES = 2**28
@@ -57,7 +57,7 @@ class Parcel:
         kinds = jax.tree.leaves(compute_dtypes(spec, dtype))
         self._leaves = list(zip(jax.tree.leaves(declarations), kinds, strict=True))
         self.entries = list(_place(self._leaves))
-        groups = cut([entry.bytes for entry in self.entries], BUCKET_BYTES)
+        groups = group_by_bytes([entry.bytes for entry in self.entries], BUCKET_BYTES)
         self.buckets = [[self.entries[i] for i in group] for group in groups]
         self.size = self.entries[-1].offset + self.entries[-1].bytes
         self.checksums: dict[str, int] = {}

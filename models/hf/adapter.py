@@ -20,9 +20,9 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Params
-from jaxrl_llm.models.hf import from_hf, hf_arrays
-from jaxrl_llm.models.hf_config import read_json
-from jaxrl_llm.models.hf_files import (
+from jaxrl_llm.models.hf.config import read_json
+from jaxrl_llm.models.hf.convert import from_hf, hf_arrays
+from jaxrl_llm.models.hf.files import (
     CHECKSUMS,
     check_contents,
     check_new_directory,
@@ -202,7 +202,7 @@ def _read(directory: str | Path, spec: ModelSpec) -> tuple[LoraSpec, dict[str, n
     rank, alpha = config["r"], float(config["lora_alpha"])
     base = LoraSpec(rank=rank, alpha=alpha, targets=(), rslora=config.get("use_rslora", False))
     ranks, alphas = (config.get(f"{kind}_pattern") or {} for kind in ("rank", "alpha"))
-    found = [
+    entries = [
         (
             name,
             array,
@@ -214,12 +214,12 @@ def _read(directory: str | Path, spec: ModelSpec) -> tuple[LoraSpec, dict[str, n
         )
         for name, array, module in _split_experts(stored, config, spec)
     ]
-    largest = max((own.rank for _, _, own in found), default=rank)
+    largest = max((own.rank for _, _, own in entries), default=rank)
     ratio = largest / rank
     lora = dataclasses.replace(
         base, rank=largest, alpha=alpha * (math.sqrt(ratio) if base.rslora else ratio)
     )
-    return lora, {name: _conform(name, array, own, lora) for name, array, own in found}
+    return lora, {name: _conform(name, array, own, lora) for name, array, own in entries}
 
 
 def _conform(name: str, array: np.ndarray, own: LoraSpec, lora: LoraSpec) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 import safetensors
 from jax.typing import DTypeLike
 
-from jaxrl_llm.models.hf_config import read_json
+from jaxrl_llm.models.hf.config import read_json
 
 FLOAT_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 CHECKSUMS = "jaxrl_llm.crc32"
@@ -111,14 +111,14 @@ def find_arrays(directory: Path) -> dict[str, StoredArray]:
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         raise ValueError(f"{index} names files that do not exist: {absent}")
-    found: dict[str, StoredArray] = {}
+    stored: dict[str, StoredArray] = {}
     for path in paths:
         arrays = read_header(path)
-        twice = sorted(found.keys() & arrays.keys())
+        twice = sorted(stored.keys() & arrays.keys())
         if twice:
             raise ValueError(f"{path} holds arrays that another file holds too: {twice}")
-        found |= arrays
-    return found
+        stored |= arrays
+    return stored
 
 
 def read_header(path: Path) -> dict[str, StoredArray]:

@@ -1,31 +1,15 @@
-"""The families of models that we read from and write to Hugging Face directories, as one table.
-
-A family says which keys of `config.json` give which fields of a spec, what transformers takes for
-a key that is absent, and what all its models have in common. Reading and writing are the same for
-all of them.
-"""
+"""Read and write the `config.json` of one family of models, as its `Family` says."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.models.hf_parts import (
-    BALANCE_KEYS,
-    DEEPSEEK_V3_KEYS,
-    MIXTRAL_KEYS,
-    QWEN3_MOE_KEYS,
-    read_deepseek_v3,
-    read_mixtral,
-    read_qwen3_moe,
-    write_deepseek_v3,
-    write_mixtral,
-    write_qwen3_moe,
-)
-from jaxrl_llm.models.hf_rope import LOCAL_ROPE_KEY, ROPE_KEYS, Ropes, read_ropes, write_rope
+from jaxrl_llm.models.hf.rope import LOCAL_ROPE_KEY, ROPE_KEYS, Ropes, read_ropes, write_rope
 from jaxrl_llm.models.spec import ModelSpec
 
-Config = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+Config = Mapping[str, Any]
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -130,6 +114,7 @@ class Family:
         write_parts: `spec -> config keys`, its inverse, over all others; None for a spec that has
             no such parts.
 
+    >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> FAMILIES[0].language_model
     'Qwen3ForCausalLM'
     """
@@ -182,6 +167,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
         ValueError: A key is missing, has a value that we do not support, or is one that we do not
             know and is set. An unknown key that is null, false, 0 or empty counts as switched off.
 
+    >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
@@ -281,6 +267,7 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
     Returns:
         The config as a dict.
 
+    >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
@@ -323,160 +310,3 @@ def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
         LOCAL_ROPE_KEY: local,
         "rope_parameters": {FULL: rope, SLIDING: write_rope(local, None)},
     }
-
-
-def _all_full(config: Config) -> list[str]:
-    return [FULL] * config["num_hidden_layers"]
-
-
-def _all_alike(config: Config) -> list[str]:
-    kind = FULL if config["sliding_window"] is None else SLIDING
-    return [kind] * config["num_hidden_layers"]
-
-
-def _last_slide(config: Config) -> list[str]:
-    slides = config["use_sliding_window"] and config["sliding_window"] is not None
-    first = config["max_window_layers"] if slides else config["num_hidden_layers"]
-    return [SLIDING if i >= first else FULL for i in range(config["num_hidden_layers"])]
-
-
-def _every_nth_is_full(config: Config) -> list[str]:
-    period = config["sliding_window_pattern"]
-    return [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
-
-
-def _width_per_head(config: Config) -> int:
-    return config["hidden_size"] // config["num_attention_heads"]
-
-
-QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-GEMMA: dict[str, Any] = {
-    "activation_key": "hidden_activation",
-    "layer_types": _every_nth_is_full,
-    "unread": frozenset({"hidden_act", "_sliding_window_pattern", "sliding_window_size"}),
-}
-GEMMA_KEYS = {
-    "attention_bias": "qkv_bias",
-    "query_pre_attn_scalar": "query_scalar",
-    "final_logit_softcapping": "logit_softcap",
-}
-GEMMA_DEFAULTS = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-GEMMA_COMMON = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True}
-
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="Qwen3",
-        model_type="qwen3",
-        keys={"attention_bias": "qkv_bias"},
-        defaults={"hidden_act": "silu", "attention_bias": False} | QWEN_WINDOW,
-        common={"qk_norm": True},
-        layer_types=_last_slide,
-    ),
-    Family(
-        name="Qwen2",
-        model_type="qwen2",
-        defaults={"hidden_act": "silu"} | QWEN_WINDOW,
-        derived={"head_dim": _width_per_head},
-        common={"qk_norm": False, "qkv_bias": True},
-        layer_types=_last_slide,
-    ),
-    Family(
-        name="Llama",
-        model_type="llama",
-        keys={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
-        defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        derived={
-            "head_dim": _width_per_head,
-            "num_key_value_heads": lambda config: config["num_attention_heads"],
-        },
-        common={"qk_norm": False},
-        layer_types=_all_full,
-        mixed_layers=False,
-        rope_theta=1e4,
-    ),
-    Family(
-        name="Mistral",
-        model_type="mistral",
-        defaults={"hidden_act": "silu", "sliding_window": 4096},
-        derived={"head_dim": _width_per_head},
-        common={"qk_norm": False},
-        layer_types=_all_alike,
-        mixed_layers=False,
-        rope_theta=1e4,
-    ),
-    Family(
-        name="Gemma2",
-        model_type="gemma2",
-        keys=GEMMA_KEYS | {"attn_logit_softcapping": "score_softcap"},
-        defaults=GEMMA_DEFAULTS
-        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-        | {"sliding_window_pattern": 2},
-        common=GEMMA_COMMON | {"qk_norm": False},
-        rope_theta=1e4,
-        **GEMMA,
-    ),
-    Family(
-        name="Gemma3",
-        model_type="gemma3_text",
-        keys=GEMMA_KEYS,
-        # its code in transformers does not apply attn_logit_softcapping, so a value is refused
-        defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
-        common=GEMMA_COMMON | {"qk_norm": True},
-        rope_theta=1e6,
-        local_rope_theta=1e4,
-        token_classifier=False,
-        sequence_classifier="TextForSequenceClassification",  # without Text it sees images too
-        **GEMMA,
-    ),
-    Family(
-        name="Qwen3Moe",
-        model_type="qwen3_moe",
-        keys={"attention_bias": "qkv_bias"},
-        defaults={"hidden_act": "silu", "attention_bias": False},
-        derived={"head_dim": _width_per_head},
-        common={"qk_norm": True},
-        layer_types=_all_full,
-        mixed_layers=False,
-        unread=frozenset(QWEN3_MOE_KEYS | BALANCE_KEYS | {"sliding_window", "max_window_layers"}),
-        read_parts=read_qwen3_moe,
-        write_parts=write_qwen3_moe,
-    ),
-    Family(
-        name="Mixtral",
-        model_type="mixtral",
-        defaults={"hidden_act": "silu", "sliding_window": None},
-        derived={
-            "head_dim": _width_per_head,
-            "num_key_value_heads": lambda config: config["num_attention_heads"],
-        },
-        common={"qk_norm": False},
-        layer_types=_all_alike,
-        mixed_layers=False,
-        unread=frozenset(MIXTRAL_KEYS | BALANCE_KEYS),
-        rope_theta=1e6,
-        read_parts=read_mixtral,
-        write_parts=write_mixtral,
-    ),
-    Family(
-        name="DeepseekV3",
-        model_type="deepseek_v3",
-        defaults={"hidden_act": "silu"},
-        derived={
-            "head_dim": lambda config: config["qk_rope_head_dim"],
-            "num_key_value_heads": lambda config: config["num_attention_heads"],
-        },
-        common={"qk_norm": False},
-        layer_types=_all_full,
-        mixed_layers=False,
-        unread=frozenset(DEEPSEEK_V3_KEYS | BALANCE_KEYS),
-        rope_theta=1e4,
-        read_parts=read_deepseek_v3,
-        write_parts=write_deepseek_v3,
-    ),
-)

@@ -5,16 +5,14 @@ Each pair of functions reads the fields of a spec from the keys of a family, and
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxrl_llm.models.hf_rope import read_ropes
+from jaxrl_llm.models.hf.rope import read_ropes
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import Scaling, YarnScaling
-
-if TYPE_CHECKING:
-    from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
@@ -85,10 +83,9 @@ def read_qwen3_moe(config: Config) -> dict[str, Any]:
     }
 
 
-def write_qwen3_moe(spec: "ModelSpec") -> dict[str, Any] | None:
+def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any] | None:
     """Write what `read_qwen3_moe` reads; None for a model without such experts.
 
-    >>> from jaxrl_llm.models.spec import ModelSpec
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
@@ -128,10 +125,9 @@ def read_mixtral(config: Config) -> dict[str, Any]:
     }
 
 
-def write_mixtral(spec: "ModelSpec") -> dict[str, Any] | None:
+def write_mixtral(spec: ModelSpec) -> dict[str, Any] | None:
     """Write what `read_mixtral` reads; None for a model without such experts.
 
-    >>> from jaxrl_llm.models.spec import ModelSpec
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)
@@ -194,10 +190,9 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
     }
 
 
-def write_deepseek_v3(spec: "ModelSpec") -> dict[str, Any] | None:
+def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any] | None:
     """Write what `read_deepseek_v3` reads; None for a model without these two parts.
 
-    >>> from jaxrl_llm.models.spec import ModelSpec
     >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
     ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
     ...                  max_positions=32)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.models.hf_families import FAMILIES, Family, read_family, write_family
-from jaxrl_llm.models.hf_hub import resolve
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.family import Family, read_family, write_family
+from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.spec import ModelSpec
 
 ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -75,8 +76,8 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
         if family.write_parts(spec) is None:
             continue
         config = write_family(family, spec)
-        found = read_family(family, config, value_head=spec.value_head)
-        differing = _differing(spec, dataclasses.replace(found, reward_head=spec.reward_head))
+        back = read_family(family, config, value_head=spec.value_head)
+        differing = _differing(spec, dataclasses.replace(back, reward_head=spec.reward_head))
         if not differing and spec.reward_head:
             return config | {"architectures": [family.reward_model], **ONE_LABEL}
         if not differing:

@@ -1,0 +1,1 @@
+"""Hugging Face directories: configs, weights and adapters, read and written."""

@@ -1,0 +1,128 @@
+"""Load parameters from a Hugging Face directory."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models.arrays import ArrayDecl, Params
+from jaxrl_llm.models.hf.convert import from_hf
+from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
+from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.distributed import share
+
+NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
+NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
+
+
+def load_params(
+    directory: str | Path,
+    spec: ModelSpec,
+    *,
+    dtype: DTypeLike = np.float32,
+    shardings: Any = None,
+) -> Params:
+    """Load parameters from the safetensors files of a Hugging Face directory.
+
+    Each device's part of each of our (stacked) arrays is read by itself and sent there: besides the
+    result, host memory holds one such part and one Hugging Face array at once.
+
+    Args:
+        directory: Holds `model.safetensors`, or several files and `model.safetensors.index.json`;
+            or the name of a repository of the Hugging Face hub, as `resolve` takes it.
+        spec: The model.
+        dtype: To convert to; float32 holds bfloat16 and float16 exactly.
+        shardings: A tree as `declare(spec)` of shardings; None puts all on the default device.
+
+    Returns:
+        Parameters nested as `declare(spec)`.
+
+    Raises:
+        ValueError: Arrays are missing, surplus, misshapen or not of a float type (all are listed),
+            or a file is damaged: `save_params` leaves checksums, which are compared. A surplus
+            `lm_head.weight` of a model with tied embeddings is accepted and ignored, and so are
+            saved rotary frequencies and DeepSeek's layers for multi-token prediction.
+        FileNotFoundError: There are no safetensors files.
+    """
+    declarations, where = declare(spec), resolve(directory)
+    places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
+    stored = find_arrays(where)
+    _check_arrays(where, stored, spec)
+    check_contents(list(stored.items())[share(len(stored))])
+
+    def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
+        if place is None:
+            return jax.device_put(_read_part(decl, stored, _everything(decl), dtype))
+        return _load_sharded(decl, stored, place, dtype)
+
+    return jax.tree.map(load, declarations, places)
+
+
+Part = tuple[slice, ...]
+
+
+def _everything(declaration: ArrayDecl) -> Part:
+    return tuple(slice(0, size) for size in declaration.shape)
+
+
+def _load_sharded(
+    declaration: ArrayDecl, stored: Mapping[str, StoredArray], place: Sharding, dtype: DTypeLike
+) -> jax.Array:
+    """Read each part of an array once, and put it on all the devices that hold it."""
+    shape = declaration.shape
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, part in place.addressable_devices_indices_map(shape).items():
+        full = part or _everything(declaration)
+        ends = tuple(s.indices(n)[:2] for s, n in zip(full, shape, strict=True))
+        holders.setdefault(ends, []).append(device)
+    pieces = []
+    for ends, devices in holders.items():
+        part = tuple(slice(*end) for end in ends)
+        values = _read_part(declaration, stored, part, dtype)
+        for device in devices:
+            target = SingleDeviceSharding(device, memory_kind=place.memory_kind)
+            pieces.append(jax.device_put(values, target))
+        jax.block_until_ready(pieces)  # else host memory fills with parts on their way
+    return jax.make_array_from_single_device_arrays(shape, place, pieces)
+
+
+def _read_part(
+    declaration: ArrayDecl, stored: Mapping[str, StoredArray], part: Part, dtype: DTypeLike
+) -> np.ndarray:
+    values = np.empty([ends.stop - ends.start for ends in part], dtype)
+    outer, inner = part[: len(declaration.stacked)], part[len(declaration.stacked) :]
+    for name, index in declaration.hf_indices():
+        if all(ends.start <= i < ends.stop for i, ends in zip(index, outer, strict=True)):
+            at = tuple(i - ends.start for i, ends in zip(index, outer, strict=True))
+            values[at] = from_hf(declaration, stored[name].map())[inner]
+    return values
+
+
+def _check_arrays(directory: Path, stored: Mapping[str, StoredArray], spec: ModelSpec) -> None:
+    leaves = jax.tree.leaves(declare(spec))
+    wanted = {name: decl for decl in leaves for name, _ in decl.hf_indices()}
+    tolerated = {name for name in stored if _is_ignored(name, spec)}
+    problems = [f"missing: {name}" for name in sorted(wanted.keys() - stored.keys())]
+    problems += [f"surplus: {name}" for name in sorted(stored.keys() - wanted.keys() - tolerated)]
+    for name in sorted(wanted.keys() & stored.keys()):
+        shape, kind = stored[name].shape, stored[name].type
+        if shape != wanted[name].hf_shape:
+            problems.append(f"misshapen: {name} is {shape}, wanted {wanted[name].hf_shape}")
+        if kind not in FLOAT_TYPES:
+            problems.append(f"unsupported type: {name} is {kind}, wanted one of {[*FLOAT_TYPES]}")
+    if problems:
+        raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
+
+
+def _is_ignored(name: str, spec: ModelSpec) -> bool:
+    if name == "lm_head.weight":
+        return spec.tied_embeddings and not (spec.value_head or spec.reward_head)
+    layer = NEXT_TOKEN_LAYER.match(name) if spec.latent is not None else None
+    return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)

@@ -1,0 +1,149 @@
+"""Save a model as a Hugging Face directory that `transformers` loads."""
+
+import functools
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
+from jaxrl_llm.models.hf.config import config_to_save
+from jaxrl_llm.models.hf.convert import to_hf
+from jaxrl_llm.models.hf.files import check_new_directory, whole_directory, write_shards
+from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.distributed import gather, is_first, once, whole
+
+ALWAYS_FLOAT32 = "e_score_correction_bias"  # also in transformers, whatever the model's dtype
+COMPANION_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def save_params(
+    directory: str | Path,
+    params: Params,
+    spec: ModelSpec,
+    *,
+    source: str | Path | None,
+    dtype: DTypeLike,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Save a model as a Hugging Face directory that `transformers` and vLLM load.
+
+    The directory appears complete or not at all. Arrays are fetched from their devices as they are
+    written, one layer of one array at a time. Of several processes all call this, the first one
+    writes, and all return when it has.
+
+    Args:
+        directory: To create; it must not exist, unless empty.
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        source: The directory or hub repository the model came from; its config, tokenizer files,
+            chat template and generation config are taken over. A model with a value head may come
+            from a language or reward model. None for a model that has no ancestor: the config comes
+            from `make_config`, and there is no tokenizer.
+        dtype: Of the saved arrays: float32, bfloat16 or float16. The bias of sigmoid routers stays
+            float32, as its updates are too small for the others.
+        max_shard_bytes: Size above which the arrays are split over several files; one array larger
+            than that gets its own file.
+
+    Raises:
+        FileExistsError: The directory exists and is not empty.
+        ValueError: The parameters do not fit the spec, the spec does not fit the source, or the
+            dtype cannot be saved.
+    """
+    directory, source = Path(directory), source if source is None else resolve(source)
+    once(lambda: check_new_directory(directory, dtype))
+    declarations = declare(spec)
+    _check_params(params, declarations)
+    config = config_to_save(spec, source, np.dtype(dtype))
+    leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
+    leaves.sort(key=lambda pair: not pair[0].hf_name.endswith(ALWAYS_FLOAT32))
+    shapes = {name: decl.hf_shape for decl, _ in leaves for name, _ in decl.hf_indices()}
+    arrays = (array for _, array in host_arrays((*leaf, None) for leaf in leaves))
+    if not is_first():
+        for _ in arrays:  # this process's part in gathering them
+            pass
+        gather("saved")
+        return
+    with whole_directory(directory) as place:
+        (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_shards(
+            place,
+            shapes,
+            arrays,
+            {n: np.dtype(np.float32 if n.endswith(ALWAYS_FLOAT32) else dtype) for n in shapes},
+            max_bytes=max_shard_bytes,
+        )
+        for name in COMPANION_FILES:
+            if source is not None and (source / name).exists():
+                shutil.copyfile(source / name, place / name)
+    gather("saved")
+
+
+def host_arrays(
+    leaves: Iterable[tuple[ArrayDecl, Any, DTypeLike | None]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a model's Hugging Face arrays by name; one layer of one of ours is on the host at once.
+
+    Args:
+        leaves: Our arrays with their declarations, and the dtype to give them; None leaves it.
+    """
+    for declaration, leaf, dtype in leaves:
+        if not declaration.stacked:
+            [(name, _)] = declaration.hf_indices()
+            kept = leaf if dtype is None else leaf.astype(dtype)
+            yield name, to_hf(declaration, np.asarray(whole(kept)))
+            continue
+        for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
+            values = np.asarray(whole(_layer(leaf, layer, dtype)))
+            for name, index in names:
+                yield name, to_hf(declaration, values[index[1:]])
+
+
+def _layer(leaf: Any, layer: int, dtype: DTypeLike | None) -> Any:
+    """Return one layer of a stack, by a program that serves all of them."""
+    kind = leaf.dtype if dtype is None else np.dtype(dtype)
+    if isinstance(leaf, jax.Array):
+        return _take(leaf, layer, kind)
+    return leaf[layer].astype(kind, copy=False)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take(leaf: jax.Array, layer: ArrayLike, kind: np.dtype) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False).astype(kind)
+
+
+def _check_params(params: Params, declarations: Declarations) -> None:
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+            for path, leaf in leaves
+        }
+
+    got, wanted = shapes(params), shapes(declarations)
+    problems = [
+        f"{name}: got {got.get(name, 'nothing')}, wanted {wanted.get(name, 'nothing')}"
+        for name in sorted(got.keys() | wanted.keys())
+        if got.get(name) != wanted.get(name)
+    ]
+    if problems:
+        raise ValueError("params do not fit the spec:\n  " + "\n  ".join(problems))
