@@ -137,6 +137,14 @@ def _may_wait(item, changed, turn):
     return _is_slow(item) and not is_touched and zlib.crc32(item.nodeid.encode()) % 4 != turn
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tiny_spec_in_doctests(doctest_namespace):
+    """Lets doctests say `tiny_spec(layers=3)`."""
+    from tests.specs import tiny_spec  # not before jaxtyping checks what is imported
+
+    doctest_namespace["tiny_spec"] = tiny_spec
+
+
 NODES = """
 import contextlib, socket, sys, time
 from ray.cluster_utils import Cluster

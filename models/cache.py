@@ -46,9 +46,7 @@ def init_cache(
     Returns:
         Zeros.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> init_cache(spec, 3, 5).keys[0].shape
     (3, 1, 2, 5)
     """
@@ -68,9 +66,7 @@ def _keys_are_values(spec: ModelSpec) -> bool:
 def by_layer(params: Params, spec: ModelSpec) -> Params:
     """Return parameters with each stack of layers' array as a tuple of one array per layer.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(layers=2)
     >>> params = {"embed": jnp.ones((8, 4)), "layers": {"up": jnp.ones((2, 4, 6))}}
     >>> [up.shape for up in by_layer(params, spec)["layers"]["up"]]
     [(4, 6), (4, 6)]
@@ -118,9 +114,7 @@ def extend(
 
     >>> import jax
     >>> from jaxrl_llm.models.parameters import initialize
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> params = initialize(spec, key=jax.random.key(0))
     >>> prompt, positions = jnp.array([[3, 5, 2]]), jnp.array([[0, 1, 2]])
     >>> hidden, cache = extend(params, spec, init_cache(spec, 1, 8), prompt, positions)

@@ -36,9 +36,7 @@ class ActiveParameters(NamedTuple):
 def active_parameters(spec: ModelSpec) -> ActiveParameters:
     """Count the parameters that one token is multiplied with.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  qk_norm=False, max_positions=32)
+    >>> spec = tiny_spec(layers=3, qk_norm=False)
     >>> active_parameters(spec)  # each layer has 48 in attention and 72 in the MLP
     ActiveParameters(layers=360, head=32, vectors=28)
     """
@@ -75,9 +73,7 @@ def forward_flops(
         pairs: Of a token and one that it attends to, over all tokens; also in layers with a window.
         scored: Tokens whose logits are computed; None computes all.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> forward_flops(spec, 1, 0) == 2 * (4 * 8 + 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 6)
     True
     >>> forward_flops(spec, 3, 6) - forward_flops(spec, 3, 6, scored=1) == 2 * 2 * 4 * 8
@@ -104,9 +100,7 @@ def update_flops(spec: ModelSpec, lengths: Sequence[int]) -> int | float:
         spec: The model.
         lengths: Tokens of each sequence.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> update_flops(spec, [2]) - 2 * update_flops(spec, [1])  # one more pair, N = H = 2
     48
     """

@@ -26,9 +26,7 @@ def head_matrix(
     Raises:
         ValueError: The model ends in a value head or in a reward head.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> head_matrix({"embed": jnp.ones((8, 4))}, spec).shape
     (4, 8)
     """
@@ -53,9 +51,7 @@ def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Flo
     Returns:
         Logits in float32.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> logits({"embed": jnp.ones((8, 4))}, spec, jnp.ones((2, 4), jnp.bfloat16)).dtype
     dtype('float32')
     """
@@ -146,9 +142,7 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
         ValueError: The model has a value head already.
 
     >>> from jaxrl_llm.models.parameters import initialize
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=False,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(tied_embeddings=False)
     >>> critic, critic_spec = with_value_head(initialize(spec, key=jax.random.key(0)), spec)
     >>> critic["score"].shape, "head" in critic, critic_spec.value_head
     ((4, 1), False, True)

@@ -194,9 +194,7 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     """Return what a device of a layout is asked to do, or why a kernel can't stand there.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=4,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(head_width=4)
     >>> heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
     (2, 1, 4)
     """
@@ -324,9 +322,7 @@ def choose(
         ValueError: cudnn is asked for and not possible.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=8,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(head_width=8)
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> choose("auto", spec, layout, "float32", machine=Machine("cpu", (), (0, 11, 2)))
     Choice(name='xla', reason='the devices are cpu, not cuda', kernel=None)

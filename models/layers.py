@@ -90,9 +90,7 @@ class Rotations(NamedTuple):
 def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     """Compute the rotations that the layers of a model choose from.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> rotations(spec, jnp.array([[0, 1]])).main.cos.shape
     (1, 2, 1)
     """
@@ -106,9 +104,7 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
 def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield the weights of each stack of layers, and what else tells its layers apart.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32, window=4, windowed_layers=(True, False))
+    >>> spec = tiny_spec(layers=2, window=4, windowed_layers=(True, False))
     >>> [layer.windowed.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
     [[True, False]]
     """
@@ -120,9 +116,7 @@ def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, La
 def attending(spec: ModelSpec, layer: Layer) -> Attending:
     """Return how one layer attends: the scale of its scores, its window and its soft-cap.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=4,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(head_width=4)
     >>> attending(spec, Layer(None)).scale
     0.5
     """
@@ -157,9 +151,7 @@ def feed_forward(
         What is added to the residual stream, and what the experts report: the fields of
         `models.moe.balance.RouterStats`.
 
-    >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(width=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
     >>> feed_forward(weights, spec, jnp.full((1, 1, 1), 100.0))
     (Array([[[10000.]]], dtype=float32), {})
@@ -199,9 +191,7 @@ def queries_keys_values(
     Returns:
         q, k and v; with latent attention those of `models.mla`.
 
-    >>> spec = ModelSpec(vocab_size=8, width=1, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=1, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32, qk_norm=False)
+    >>> spec = tiny_spec(width=1, ff_width=1, qk_norm=False)
     >>> weights = {name: jnp.ones((1, n, 2)) for name, n in dict(query=2, key=1, value=1).items()}
     >>> by = rotations(spec, jnp.array([[0]])).main
     >>> queries_keys_values(weights, spec, jnp.ones((1, 1, 1)), by)[0].tolist()
@@ -272,9 +262,7 @@ def norm_of(
 ) -> Float[Array, "*B D"]:
     """Norm with a model's ε and kind of scale.
 
-    >>> spec = ModelSpec(vocab_size=8, width=2, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(width=2)
     >>> norm_of(spec, jnp.array([3.0, -3.0]), jnp.ones(2)).round(5).tolist()
     [1.0, -1.0]
     """

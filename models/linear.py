@@ -33,9 +33,7 @@ def linear(
     Returns:
         The projection [R, L, out…].
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> weights = {"up": jnp.ones((4, 6)), "up_bias": jnp.ones(6)}
     >>> linear(weights, spec, "up", jnp.ones((1, 1, 4)))[0, 0].tolist()
     [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
@@ -52,9 +50,7 @@ def linear(
 def adapted_matrix(weights: Params, spec: ModelSpec, name: str) -> Array:
     r"""Return the matrix that `linear` applies, $W + \mathrm{scale}\,A B$.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> adapted_matrix({"up": jnp.ones((4, 6))}, spec, "up").shape
     (4, 6)
     """

@@ -33,9 +33,7 @@ def find_targets(wanted: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
     Raises:
         ValueError: A pattern fits no matrix that can have an adapter.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(layers=3)
     >>> find_targets(["q_proj", "value", "*.mlp.*"], spec)
     ('down', 'gate', 'query', 'up', 'value')
     """
@@ -60,9 +58,7 @@ def without_adapter(spec: ModelSpec) -> ModelSpec:
     """Return the spec of the model alone.
 
     >>> from jaxrl_llm.models.spec import LoraSpec
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32, lora=LoraSpec(rank=2, alpha=4.0, targets=("up",)))
+    >>> spec = tiny_spec(lora=LoraSpec(rank=2, alpha=4.0, targets=("up",)))
     >>> without_adapter(spec).lora is None
     True
     """
@@ -115,9 +111,7 @@ def merge(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
 
     >>> from jaxrl_llm.models.spec import LoraSpec
     >>> from jaxrl_llm.models.parameters import initialize
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32, lora=LoraSpec(rank=2, alpha=4.0, targets=("up",)))
+    >>> spec = tiny_spec(lora=LoraSpec(rank=2, alpha=4.0, targets=("up",)))
     >>> params, alone = merge(initialize(spec, key=jax.random.key(0)), spec)
     >>> "up_lora_a" in params["layers"], alone == without_adapter(spec)
     (False, True)

@@ -37,9 +37,7 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
     Raises:
         ValueError: There is no adapter, or a target is no matrix that can have one.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(layers=3)
     >>> from jaxrl_llm.models.parameters import declare
     >>> from jaxrl_llm.models.spec import LoraSpec
     >>> lora = LoraSpec(rank=2, alpha=4.0, targets=("query",))

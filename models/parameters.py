@@ -35,9 +35,7 @@ def declare(spec: ModelSpec) -> Declarations:
         or `head` unless the embeddings are tied; with the low-rank factors that `spec.lora` asks
         for.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(layers=3)
     >>> declare(spec)["layers"]["key"].shape
     (3, 4, 1, 2)
     """
@@ -219,9 +217,7 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
 
     A copy of the parameters in these dtypes gives the same results as the float32 masters.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> compute_dtypes(spec, "bfloat16")["final_norm"]
     dtype('float32')
     """
@@ -251,9 +247,7 @@ def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32)
     Returns:
         Parameters nested as `declare(spec)`.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(layers=3)
     >>> initialize(spec, key=jax.random.key(0))["embed"].shape
     (8, 4)
     """
@@ -269,9 +263,7 @@ def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32)
 def parameter_count(spec: ModelSpec) -> int:
     """Count the parameters of a model; a tied embedding counts once.
 
-    >>> parameter_count(ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1,
-    ...     head_width=2, ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...     max_positions=32))
+    >>> parameter_count(tiny_spec())
     168
     """
     return sum(math.prod(decl.shape) for decl in jax.tree.leaves(declare(spec)))

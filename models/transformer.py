@@ -34,9 +34,7 @@ def embed(
 ) -> Float[Array, "*B D"]:
     """Look tokens up; √D, by which Gemma multiplies, is rounded to the compute dtype as there.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32, scaled_embeddings=True)
+    >>> spec = tiny_spec(scaled_embeddings=True)
     >>> embed({"embed": jnp.ones((8, 4))}, spec, jnp.array([3]), dtype="float32").tolist()
     [[2.0, 2.0, 2.0, 2.0]]
     """
@@ -47,9 +45,7 @@ def embed(
 def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """Norm the residual stream after the last layer.
 
-    >>> spec = ModelSpec(vocab_size=8, width=2, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec(width=2)
     >>> final_norm({"final_norm": jnp.ones(2)}, spec, jnp.array([3.0, -3.0])).round(5).tolist()
     [1.0, -1.0]
     """
@@ -93,9 +89,7 @@ def forward(
         Hidden states after the final norm, in `dtype`; meaningless at padding.
 
     >>> from jaxrl_llm.models.parameters import initialize
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> params = initialize(spec, key=jax.random.key(0))
     >>> tokens, positions = jnp.array([[3, 5, 2, 7]]), jnp.array([[0, 1, 0, 1]])
     >>> forward(params, spec, tokens, positions, jnp.array([[1, 1, 2, 2]])).shape
@@ -142,9 +136,7 @@ def forward_with_router(
         that have experts; an empty dict for a model without.
 
     >>> from jaxrl_llm.models.parameters import initialize
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> row = jnp.ones((1, 4), jnp.int32)
     >>> forward_with_router(initialize(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}

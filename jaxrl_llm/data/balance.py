@@ -48,9 +48,7 @@ def model_cost(spec: ModelSpec) -> Cost:
     where both are equal. Experts count as far as a token is sent to them. Layers with a window are
     left out of the layers: their attention does not grow with the square.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=3, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  qk_norm=False, max_positions=32)
+    >>> spec = tiny_spec(layers=3, qk_norm=False)
     >>> model_cost(spec).breakeven * 3 * 2 * 2  # 3 layers of 48 + 72, norms of 4, and the embedding
     420.0
     """

@@ -58,9 +58,7 @@ def abstract_params(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> 
     """Return a model's parameters as shapes in a layout; float32 masters or a copy to compute with.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> abstract_params(spec, Layout(make_mesh({}, jax.devices()[:1])), "bfloat16")["embed"].dtype
     dtype(bfloat16)
     """

@@ -33,9 +33,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
         FileNotFoundError: There is no `config.json`.
 
     >>> import tempfile
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     _ = (Path(directory) / "config.json").write_text(json.dumps(make_config(spec)))
     ...     read_spec(directory) == spec
@@ -65,9 +63,7 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         ValueError: No family has such a model.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> make_config(spec)["architectures"], make_config(spec)["hidden_size"]
     (['Qwen3ForCausalLM'], 4)
     """
@@ -106,9 +102,7 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     Raises:
         ValueError: The spec does not fit the source, or the family has no architecture for it.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32, value_head=True)
+    >>> spec = tiny_spec(value_head=True)
     >>> config_to_save(spec, None, np.dtype("float32"))["architectures"]
     ['Qwen3ForTokenClassification']
     """

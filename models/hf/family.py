@@ -168,9 +168,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
             know and is set. An unknown key that is null, false, 0 or empty counts as switched off.
 
     >>> from jaxrl_llm.models.hf.families import FAMILIES
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> read_family(FAMILIES[0], write_family(FAMILIES[0], spec)) == spec
     True
     """
@@ -268,9 +266,7 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
         The config as a dict.
 
     >>> from jaxrl_llm.models.hf.families import FAMILIES
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> write_family(FAMILIES[0], spec)["model_type"]
     'qwen3'
     """

@@ -86,9 +86,7 @@ def read_qwen3_moe(config: Config) -> dict[str, Any]:
 def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any] | None:
     """Write what `read_qwen3_moe` reads; None for a model without such experts.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> write_qwen3_moe(spec) is None
     True
     """
@@ -128,9 +126,7 @@ def read_mixtral(config: Config) -> dict[str, Any]:
 def write_mixtral(spec: ModelSpec) -> dict[str, Any] | None:
     """Write what `read_mixtral` reads; None for a model without such experts.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> write_mixtral(spec) is None
     True
     """
@@ -193,9 +189,7 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
 def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any] | None:
     """Write what `read_deepseek_v3` reads; None for a model without these two parts.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> write_deepseek_v3(spec) is None
     True
     """

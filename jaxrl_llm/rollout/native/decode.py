@@ -119,9 +119,7 @@ def gather(pool: Cache, table: Int[Array, "B n"]) -> Cache:
         pool: as `make_pool`.
         table: page numbers within the row's part; a number past the pages gives zeros.
 
-    >>> spec = ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2,
-    ...                  ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
-    ...                  max_positions=32)
+    >>> spec = tiny_spec()
     >>> gather(make_pool(spec, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
