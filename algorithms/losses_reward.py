@@ -27,7 +27,8 @@ def implicit_reward_loss(
     Args:
         logprobs: log-probs under the reward model φ that is being updated.
         ref_logprobs: the same under the reference.
-        raw_scores: score of each answer as its scorer gave it, a label or a share from 0 to 1.
+        raw_scores: score of each answer as its reward function gave it, a label or a share from 0
+            to 1.
         mask: true on tokens that the policy generated.
         beta: scale of the reward, in reward per nat.
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Num
 
 FIELDS: Mapping[str, str] = {
     "scores": "[B] score of each answer, with the penalties where there are some",
-    "raw_scores": "[B] score of each answer as its scorer gave it",
+    "raw_scores": "[B] score of each answer as its reward function gave it",
     "rewards": "[B T] reward of each token: the score on the last one, with the penalties",
     "group_ids": "[B] which answers share a prompt",
     "mask": "[B T] true on tokens that the policy generated",

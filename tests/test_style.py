@@ -39,7 +39,7 @@ NOT_YET_FILES = {
 NOT_YET_NAMES = {
     *("Choice", "Held", "Instruction", "Job", "Machine", "Phase", "Role", "Rows", "Settings"),
     *("Timeline", "build", "by_source", "check_model", "compile_steps", "count", "describe"),
-    *("evaluate", "gather", "join", "lay_out", "make", "microbatches", "new_folder"),
+    *("evaluate", "gather", "lay_out", "make", "new_folder"),
     *("open_engine", "plan", "push", "read_prompts", "run", "serve", "show", "sizes", "start"),
     *("timeline",),
 }

@@ -30,7 +30,7 @@ def reward(text: str) -> float:
 def score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
 ) -> float:
-    """Return the reward, called as our scorers are."""
+    """Return the reward, called as our reward functions are."""
     return reward(solution_str)
 
 

@@ -23,9 +23,9 @@ class Answers(NamedTuple):
     """Scores of n answers to each of P prompts.
 
     Attributes:
-        quantity: "acc" where every scorer that did not fail reports one, else "reward".
-        values: of the answers; 0 for the `acc` of one whose scorer failed.
-        votes: what was answered, None where the scorer failed; no array without `pred`s.
+        quantity: "acc" where every reward function that did not fail reports one, else "reward".
+        values: of the answers; 0 for the `acc` of one whose reward function failed.
+        votes: what was answered, None where the reward function failed; no array without `pred`s.
     """
 
     quantity: str
@@ -34,7 +34,7 @@ class Answers(NamedTuple):
 
 
 def read_scores(groups: Sequence[Sequence[Score]]) -> Answers:
-    """Return what scorers report of n answers to each prompt, as numbers and votes.
+    """Return what reward functions report of n answers to each prompt, as numbers and votes.
 
     >>> read_scores([[Score(1.0, {"acc": 1.0, "pred": "4"}, None), Score(0.0, {}, "timeout")]])
     Answers(quantity='acc', values=array([[1., 0.]]), votes=[['4', None]])

@@ -24,7 +24,7 @@ from jaxrl_llm.evaluation.policy import Policy, read_policy
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import check_sources, make_scorer
+from jaxrl_llm.rewards.scoring import check_sources, make_function_scoring
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
@@ -42,7 +42,7 @@ def run_evaluation(config: EvaluateConfig) -> Report:
     quiet_libraries()
     out = distributed.once(functools.partial(new_folder, config.out))
     with contextlib.ExitStack() as stack:
-        score = make_scorer(config.reward, config.reward.function, stack)
+        score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         policy = read_policy(config.model, layout, step=config.step)
         prompts = read_prompts(config, policy)
@@ -95,7 +95,8 @@ def read_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
     """Read and tokenise the prompts.
 
     Raises:
-        ConfigError: a file can't be read, a prompt is too long, or no scorer knows its source.
+        ConfigError: a file can't be read, a prompt is too long, or no reward function knows its
+            source.
     """
     room = policy.spec.max_positions - config.max_new_tokens
     if config.max_prompt_tokens is not None:
@@ -165,7 +166,8 @@ def table(
 ) -> Report:
     """Return mean@n, pass@k and maj@k with their intervals, and what went wrong.
 
-    pass@k is called best@k where scores are not all 0 or 1. maj@k needs the scorers' `pred`.
+    pass@k is called best@k where scores are not all 0 or 1. maj@k needs the reward functions'
+    `pred`.
     """
     groups = [scores[first : first + samples] for first in range(0, len(scores), samples)]
     quantity, values, votes = read_scores(groups)
@@ -180,7 +182,7 @@ def table(
         "prompts": len(groups),
         "samples": samples,
         "metrics": {name: estimate(by_prompt) for name, by_prompt in found.items()},
-        "scorer_errors": dict(Counter(failures)),
+        "reward_errors": dict(Counter(failures)),
         "cut_off": float(np.mean([answer.finish == "length" for answer in answers])),
         "mean_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
     }
@@ -225,7 +227,7 @@ def _part(name: str, part: Report) -> str:
         ends = "" if found["low"] is None else f"  [{found['low']:.4f}, {found['high']:.4f}]"
         lines.append(f"  {metric:<10} {found['value']:.4f}{ends}")
     lines.append(f"  answers of {part['mean_tokens']:.0f} tokens, {part['cut_off']:.1%} cut off")
-    if part["scorer_errors"]:
-        counts = ", ".join(f"{count} {kind}" for kind, count in part["scorer_errors"].items())
-        lines.append(f"  the scorer failed: {counts}")
+    if part["reward_errors"]:
+        counts = ", ".join(f"{count} {kind}" for kind, count in part["reward_errors"].items())
+        lines.append(f"  the reward function failed: {counts}")
     return "\n".join(lines) + "\n"

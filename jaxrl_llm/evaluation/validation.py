@@ -32,9 +32,9 @@ def validation_metrics(
     """Return `val-core/<source>/<acc or reward>/{mean,best,maj}@k` for each data source.
 
     mean@k is the mean over all answers, best@k the mean over prompts of the best of k, maj@k the
-    mean over prompts of the answer that most of the k agree on (by the scorer's `pred`; on a tie
-    the one that came first). The quantity is the scorer's `acc` where it gives one; an answer whose
-    scorer failed has `acc` 0 and no `pred`.
+    mean over prompts of the answer that most of the k agree on (by the reward function's `pred`; on
+    a tie the one that came first). The quantity is the reward function's `acc` where it gives one;
+    an answer whose reward function failed has `acc` 0 and no `pred`.
 
     Args:
         prompts: of all answers; the k answers of a prompt lie side by side.

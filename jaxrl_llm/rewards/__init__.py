@@ -1,1 +1,1 @@
-"""Scorers and how they are run."""
+"""Reward functions and how they are run."""

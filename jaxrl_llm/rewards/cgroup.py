@@ -1,4 +1,4 @@
-"""A control group for one scorer's processes, where the kernel lets us have one (Linux, version 2).
+"""A control group for a worker and what it starts, where the kernel allows one (Linux, version 2).
 
 A group is ended as a whole, whatever its processes have done to hide from each other. Where the
 system has handed us its controllers, it limits memory and threads of all of them together.
@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 THREADS_BESIDE_CORES = 16  # what libraries start in a process beside a thread for each core
-REMOVE_SECONDS = 2.0  # for killed processes to end
+REMOVE_TIMEOUT_S = 2.0  # for killed processes to end
 
 
-def new_folder() -> str | None:
+def new_group_path() -> str | None:
     """Return a path for a group inside this process's own; None where there can't be one."""
     try:
         own = next(
@@ -30,11 +30,13 @@ def new_folder() -> str | None:
     folder = Path(mounted) / within
     if ".." in folder.parts or not os.access(folder, os.W_OK):
         return None
-    return str(folder / f"jaxrl_llm-scorer-{secrets.token_hex(8)}")
+    return str(folder / f"jaxrl_llm-reward-{secrets.token_hex(8)}")
 
 
-def make(folder: str | None, memory_bytes: int | None, max_processes: int | None) -> Path | None:
-    """Make a group, with limits where these can be; return None where there can be no group."""
+def create_group(
+    folder: str | None, memory_bytes: int | None, max_processes: int | None
+) -> Path | None:
+    """Create a group, with limits where these can be; return None where there can be no group."""
     if folder is None:
         return None
     group = Path(folder)
@@ -81,7 +83,7 @@ def ran_out_of_memory(group: Path) -> bool:
 
 def discard(folder: str) -> None:
     """Kill what is in a group, if there still is one, and remove it."""
-    end = time.monotonic() + REMOVE_SECONDS
+    end = time.monotonic() + REMOVE_TIMEOUT_S
     while Path(folder).is_dir() and time.monotonic() < end:
         kill(Path(folder))
         for path, _, _ in os.walk(folder, topdown=False):

@@ -1,4 +1,4 @@
-"""Rule-based scorers `(data_source, solution_str, ground_truth, extra_info)`, as verl calls them.
+"""Rule-based reward functions, with the parameters by which verl calls them.
 
 Each returns `{"score": …, "acc": …, "pred": …}`: the reward, whether the answer is right (1.0 or
 0.0), and the answer that was found, in a canonical spelling so that votes can be counted, or None.
@@ -113,8 +113,8 @@ def math(
 ) -> Result:
     r"""Score a competition-math reply: its last \boxed{…} must equal the reference.
 
-    Equal means the same text, or mathematically equal by https://github.com/huggingface/Math-Verify.
-    An answer that it can't decide in time is wrong.
+    Equal means the same text, or mathematically equal by
+    https://github.com/huggingface/Math-Verify. An answer that it can't decide in time is wrong.
 
     Args:
         data_source: not used.
@@ -180,7 +180,7 @@ SOURCES = {
 def by_source(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
 ) -> Result:
-    """Score with the scorer that belongs to the row's `data_source` (see `SOURCES`).
+    """Score with the reward function that belongs to the row's `data_source` (see `SOURCES`).
 
     Args:
         data_source: one of `SOURCES`.
@@ -189,7 +189,7 @@ def by_source(
         extra_info: handed on.
 
     Returns:
-        What the scorer returns.
+        What the reward function returns.
 
     Raises:
         ValueError: an unknown `data_source`; the message lists the known ones.
@@ -199,7 +199,7 @@ def by_source(
     """
     if data_source not in SOURCES:
         raise ValueError(
-            f"no scorer for data_source {data_source!r}; known: {', '.join(sorted(SOURCES))}. Name"
-            " your own function in the reward's `fn`"
+            f"no reward function for data_source {data_source!r}; known: "
+            f"{', '.join(sorted(SOURCES))}. Name your own function in the reward's `fn`"
         )
     return SOURCES[data_source](data_source, solution_str, ground_truth, extra_info)

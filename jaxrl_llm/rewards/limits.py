@@ -1,11 +1,11 @@
-"""What a scorer's processes may take, and which environment variables they are given."""
+"""What a reward function's processes may take, and which environment variables they are given."""
 
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-PASSED = """
+PASSED_VARIABLES = """
     PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE LC_* TZ TMPDIR TEMP TMP XDG_*
     VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LD_LIBRARY_PATH LD_PRELOAD DYLD_*
     PYTHONPATH PYTHONHOME PYTHONHASHSEED PYTHONUTF8 PYTHONIOENCODING PYTHONWARNINGS
@@ -17,8 +17,8 @@ PASSED = """
     TRANSFORMERS_OFFLINE TRANSFORMERS_CACHE NLTK_DATA TIKTOKEN_CACHE_DIR
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
 """
-"""Names (`*` stands for any letters) of the variables that every scorer gets. None of them usually
-holds a secret, which a proxy's address may."""
+"""Names (`*` stands for any letters) of the variables that every reward function gets. None of them
+usually holds a secret, which a proxy's address may."""
 
 
 class Limits(NamedTuple):
@@ -26,9 +26,10 @@ class Limits(NamedTuple):
 
     Args:
         memory_gb: GB of memory of each process; None sets no limit.
-        max_processes: processes that a scorer may have started at once; None sets no limit.
-        pass_env: names of environment variables that it gets beside `PASSED`; `*` stands for any
-            letters.
+        max_processes: processes that a reward function may have started at once; None sets no
+            limit.
+        pass_env: names of environment variables that it gets beside `PASSED_VARIABLES`; `*` stands
+            for any letters.
     """
 
     memory_gb: int | float | None = 4.0
@@ -47,25 +48,23 @@ def check_limits(limits: Limits) -> None:
 
     >>> check_limits(Limits(memory_gb=0))
     Traceback (most recent call last):
-    ValueError: reward: got memory_gb=0, wanted a number above 0, or nothing
+    ValueError: reward: expected memory_gb above 0, or nothing, got 0
     """
     if limits.memory_gb is not None and not 0 < limits.memory_gb < math.inf:
-        raise ValueError(
-            f"reward: got memory_gb={limits.memory_gb}, wanted a number above 0, or nothing"
-        )
+        raise ValueError(f"reward: expected memory_gb above 0, or nothing, got {limits.memory_gb}")
     if limits.max_processes is not None and limits.max_processes < 1:
         raise ValueError(
-            f"reward: got max_processes={limits.max_processes}, wanted 1 or more, or nothing"
+            f"reward: expected max_processes of 1 or more, or nothing, got {limits.max_processes}"
         )
 
 
 def passed_environment(environment: Mapping[str, str], more: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables that a scorer gets: those of `PASSED`, and those that a config names.
+    """Return the variables that a reward function gets: `PASSED_VARIABLES`, and those of a config.
 
     >>> passed_environment({"LC_ALL": "C", "HF_TOKEN": "x", "MY_URL": "y"}, ("MY_*",))
     {'LC_ALL': 'C', 'MY_URL': 'y'}
     """
-    patterns = (*PASSED.split(), *more)
+    patterns = (*PASSED_VARIABLES.split(), *more)
     return {
         name: value
         for name, value in environment.items()

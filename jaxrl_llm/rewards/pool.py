@@ -1,8 +1,9 @@
 """Run a reward function in worker processes, so that it can raise, hang or crash and do no harm.
 
-The workers are plain subprocesses, each behind its own pipe and below its own keeper (`keeper.py`).
-Unlike `multiprocessing`'s they don't import the main program again (and jax with it), share no lock
-that a crash could leave held, send no pickle, and any way of dying shows as a closed pipe.
+The workers are plain subprocesses, each behind its own pipe and below its own supervisor
+(`supervisor.py`). Unlike `multiprocessing`'s they don't import the main program again (and jax with
+it), share no lock that a crash could leave held, send no pickle, and any way of dying shows as a
+closed pipe.
 """
 
 import logging
@@ -17,35 +18,35 @@ from collections.abc import Sequence
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
-from jaxrl_llm.rewards.process import HERE, Launch, ScorerProcess
+from jaxrl_llm.rewards.process import LAUNCH_HERE, LaunchOptions, WorkerProcess
 from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
 from jaxrl_llm.rewards.worker import (
     Outcome,
     RewardItem,
-    evaluate,
-    failed,
-    read_answer,
-    read_refusal,
+    call_function,
+    decode_answer,
+    decode_load_error,
+    failed_outcome,
 )
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
-FOREIGN = "wrote something else than its answer on the pool's connection"
+MAX_WAIT_S = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
+BAD_OUTPUT = "wrote something else than its answer on the pool's connection"
 
 
-def _stop_all(crew: list[ScorerProcess]) -> None:
-    for worker in crew:  # all at once
+def _stop_all(workers: list[WorkerProcess]) -> None:
+    for worker in workers:  # all at once
         worker.kill()
-    while crew:
-        crew.pop().stop()
+    while workers:
+        workers.pop().stop()
 
 
-class Crew:
-    """Worker processes of one scorer, started when there is work and replaced when they die.
+class WorkerPool:
+    """Worker processes of a reward function, started when there is work, replaced when they die.
 
     Args:
-        spec: the scorer.
+        spec: the reward function.
         size: the number of processes.
         timeout_s: seconds that one call may take.
         closed: set by another thread to end `outcomes`, before it calls `kill`.
@@ -59,15 +60,15 @@ class Crew:
         timeout_s: float,
         *,
         closed: threading.Event,
-        launch: Launch = HERE,
+        launch: LaunchOptions = LAUNCH_HERE,
     ) -> None:
         self._spec, self._size, self._timeout_s = spec, size, timeout_s
         self._closed, self._launch = closed, launch
-        self.workers: list[ScorerProcess] = []
+        self.workers: list[WorkerProcess] = []
         self.stop = weakref.finalize(self, _stop_all, self.workers)  # at exit, too
 
     def kill(self) -> None:
-        """Kill the workers, which wakes `outcomes`; only that takes a worker out of the crew."""
+        """Kill the workers, which wakes `outcomes`; only that takes a worker out of the pool."""
         for worker in list(self.workers):
             worker.kill()
 
@@ -83,27 +84,29 @@ class Crew:
             while left:
                 self._replace_idle()
                 while len(self.workers) < min(self._size, left):
-                    self.workers.append(ScorerProcess(self._spec, self._timeout_s, self._launch))
+                    self.workers.append(WorkerProcess(self._spec, self._timeout_s, self._launch))
                 for worker in self.workers:
                     if worker.ready and not worker.pending and waiting:
                         size = min(chunk_size(len(waiting), self._size), len(waiting))
-                        worker.give([waiting.popleft() for _ in range(size)], items)
-                for numbered in self._events(waiting):
+                        worker.submit([waiting.popleft() for _ in range(size)], items)
+                for numbered in self._wait(waiting):
                     left -= 1
                     yield numbered
         finally:  # after an error some are still busy with items that nobody waits for
             for worker in [w for w in self.workers if w.pending]:
-                self._dismiss(worker)
+                self._stop_worker(worker)
 
     def _replace_idle(self) -> None:
         """Dismiss workers that ended, or wrote something, while they had nothing to do."""
-        for worker in [w for w in self.workers if w.ready and not w.pending and w.stirs()]:
+        for worker in [w for w in self.workers if w.ready and not w.pending and w.has_activity()]:
             message = "reward %r: a process that had nothing to do %s; it is replaced"
             worker.channel.receive()
-            log.warning(message, self._spec.fn, worker.ending() if worker.has_ended() else FOREIGN)
-            self._dismiss(worker)
+            log.warning(
+                message, self._spec.fn, worker.end_reason() if worker.has_ended() else BAD_OUTPUT
+            )
+            self._stop_worker(worker)
 
-    def _events(self, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+    def _wait(self, waiting: deque[int]) -> list[tuple[int, Outcome]]:
         """Wait until something happens; return the outcomes that are in."""
         watched = [w for w in self.workers if w.pending or not w.ready]
         rest = min(w.deadline for w in watched) - time.monotonic()
@@ -111,7 +114,7 @@ class Crew:
         with selectors.DefaultSelector() as selector:
             for worker in watched:
                 worker.watch(selector)
-            events = selector.select(min(max(rest, 0.0), LONGEST_WAIT))
+            events = selector.select(min(max(rest, 0.0), MAX_WAIT_S))
         check_open(self._closed)
         active = {key.data for key, _ in events}
         outcomes = []
@@ -119,70 +122,70 @@ class Crew:
             if worker in active:
                 outcomes += self._receive(worker, waiting)
             if worker in self.workers and time.monotonic() > worker.deadline:
-                outcomes += self._overdue(worker, waiting)
+                outcomes += self._time_out(worker, waiting)
         return outcomes
 
-    def _receive(self, worker: ScorerProcess, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+    def _receive(self, worker: WorkerProcess, waiting: deque[int]) -> list[tuple[int, Outcome]]:
         """Take what a worker has written; it is lost where that is wrong, or when it has ended."""
         outcomes = []
         worker.channel.flush()
         lines = worker.channel.receive()
         for line in lines:
             if not worker.ready:
-                self._welcome(worker, waiting, line)
+                self._check_loaded(worker, waiting, line)
                 continue
-            outcome = read_answer(line, worker.pending[0]) if worker.pending else None
+            outcome = decode_answer(line, worker.pending[0]) if worker.pending else None
             if outcome is None:
-                return outcomes + self._fault(worker, waiting, "invalid", FOREIGN)
+                return outcomes + self._fail(worker, waiting, "invalid", BAD_OUTPUT)
             outcomes.append((worker.pending.popleft(), outcome))
-            worker.touch()
-        if worker.channel.overfull:
-            outcomes += self._fault(worker, waiting, "invalid", FOREIGN)
+            worker.restart_deadline()
+        if worker.channel.is_overfull:
+            outcomes += self._fail(worker, waiting, "invalid", BAD_OUTPUT)
         elif not lines and worker.has_ended():
-            outcomes += self._fault(worker, waiting, "died", worker.ending())
+            outcomes += self._fail(worker, waiting, "died", worker.end_reason())
         return outcomes
 
-    def _welcome(self, worker: ScorerProcess, waiting: deque[int], line: bytes) -> None:
+    def _check_loaded(self, worker: WorkerProcess, waiting: deque[int], line: bytes) -> None:
         try:
-            refusal = read_refusal(line)
+            load_error = decode_load_error(line)
         except ValueError:
-            self._fault(worker, waiting, "invalid", FOREIGN)
+            self._fail(worker, waiting, "invalid", BAD_OUTPUT)
         else:
-            if refusal is not None:
-                self._dismiss(worker)
-                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {refusal}")
+            if load_error is not None:
+                self._stop_worker(worker)
+                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {load_error}")
             worker.ready = True
 
-    def _fault(
-        self, worker: ScorerProcess, waiting: deque[int], kind: str, fault: str
+    def _fail(
+        self, worker: WorkerProcess, waiting: deque[int], kind: str, fault: str
     ) -> list[tuple[int, Outcome]]:
         """Lose a worker for what it did."""
         if not worker.ready:
-            self._dismiss(worker)
+            self._stop_worker(worker)
             raise RewardError(
                 f"reward: a worker {fault} while it started; see its messages on stderr"
             )
-        return self._lose(worker, waiting, failed(kind, f"its process {fault}"))
+        return self._give_up(worker, waiting, failed_outcome(kind, f"its process {fault}"))
 
-    def _overdue(self, worker: ScorerProcess, waiting: deque[int]) -> list[tuple[int, Outcome]]:
+    def _time_out(self, worker: WorkerProcess, waiting: deque[int]) -> list[tuple[int, Outcome]]:
         if not worker.ready:
-            self._dismiss(worker)
-            raise RewardError(f"reward: no worker came up within {process.START_SECONDS:g} s")
+            self._stop_worker(worker)
+            raise RewardError(f"reward: no worker came up within {process.START_TIMEOUT_S:g} s")
         if not worker.pending:
             return []
         message = f"no answer within {self._timeout_s:g} s"
-        return self._lose(worker, waiting, failed("timeout", message))
+        return self._give_up(worker, waiting, failed_outcome("timeout", message))
 
-    def _lose(
-        self, worker: ScorerProcess, waiting: deque[int], outcome: Outcome
+    def _give_up(
+        self, worker: WorkerProcess, waiting: deque[int], outcome: Outcome
     ) -> list[tuple[int, Outcome]]:
         """Give up on a worker: its first item is to blame, the others go back into the queue."""
         blamed = [(worker.pending.popleft(), outcome)] if worker.pending else []
         waiting.extendleft(reversed(worker.pending))
-        self._dismiss(worker)
+        self._stop_worker(worker)
         return blamed
 
-    def _dismiss(self, worker: ScorerProcess) -> None:
+    def _stop_worker(self, worker: WorkerProcess) -> None:
         self.workers.remove(worker)
         worker.stop()
 
@@ -190,26 +193,28 @@ class Crew:
 class RewardPool(RewardRunner):
     """Score replies in worker processes, with a time limit that really ends a hung call.
 
-    The scorer is any function with verl's parameters `(data_source, solution_str, ground_truth,
-    extra_info)`, which are passed by name. It returns a number, or a dict with a number under
-    `score` and more keys to keep. A call that raises (`exception`), takes too long (`timeout`),
-    ends its process (`died`) or returns anything else, NaN and infinity included (`invalid`), is
-    counted in `counts` and logged; then the reply gets `on_error`, or `RewardError` is raised.
+    The reward function is any function with verl's parameters `(data_source, solution_str,
+    ground_truth, extra_info)`, which are passed by name. It returns a number, or a dict with a
+    number under `score` and more keys to keep. A call that raises (`exception`), takes too long
+    (`timeout`), ends its process (`died`) or returns anything else, NaN and infinity included
+    (`invalid`), is counted in `counts` and logged; then the reply gets `on_error`, or `RewardError`
+    is raised.
 
-    Workers start at the first `score` and live until `close`; one that dies is replaced. The
-    scorer's time limit starts when its item does, so it covers imports inside the scorer.
+    Workers start at the first `score` and live until `close`; one that dies is replaced. The reward
+    function's time limit starts when its item does, so it covers imports inside the reward
+    function.
 
     Args:
-        spec: the scorer: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
-        workers: number of processes; 0 calls the scorer in this process, which is handy in a
-            notebook but has no time limit and no protection from a crash.
+        spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
+        workers: number of processes; 0 calls the reward function in this process, which is handy in
+            a notebook but has no time limit and no protection from a crash.
         timeout_s: seconds that one call may take.
-        on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
+        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`.
         limits: of each process, and its environment; `workers=0` has none of them.
 
     Raises:
-        ValueError: a number out of range; `ConfigError` (a ValueError) when the scorer can't be
-            found, or can't be called with the four parameters and its keywords.
+        ValueError: a number out of range; `ConfigError` (a ValueError) when the reward function
+            can't be found, or can't be called with the four parameters and its keywords.
 
     >>> with RewardPool(FunctionSpec("arithmetic"), workers=0, timeout_s=5, on_error=0.0) as pool:
     ...     pool.score([RewardItem("arithmetic", "2+2=4", "4", None)])
@@ -228,22 +233,24 @@ class RewardPool(RewardRunner):
         check_limits(limits)
         if workers < 0 or not 0 < timeout_s < math.inf:
             raise ValueError(
-                f"reward: got workers={workers}, timeout_s={timeout_s}; wanted workers >= 0 and a"
-                " positive time limit"
+                "reward: expected workers >= 0 and a positive time limit, got"
+                f" workers={workers}, timeout_s={timeout_s}"
             )
         super().__init__(spec, on_error=on_error)
-        launch = Launch(limits=limits)
-        self._crew = Crew(spec, workers, float(timeout_s), closed=self._closed, launch=launch)
+        launch = LaunchOptions(limits=limits)
+        self._worker_pool = WorkerPool(
+            spec, workers, float(timeout_s), closed=self._closed, launch=launch
+        )
         self._in_process = workers == 0
 
     def close(self) -> None:
         """End the workers; `score` can't be called any more, and ends if another thread runs it."""
         self._closed.set()
-        self._crew.kill()
+        self._worker_pool.kill()
         with self._lock:
-            self._crew.stop()
+            self._worker_pool.stop()
 
     def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
         if not self._in_process:
-            return self._crew.outcomes(items)
-        return ((number, evaluate(self._scorer, item)) for number, item in enumerate(items))
+            return self._worker_pool.outcomes(items)
+        return ((number, call_function(self._function, item)) for number, item in enumerate(items))

@@ -1,4 +1,4 @@
-"""One scoring process as the pool sees it: a keeper, its worker, and what goes back and forth.
+"""One scoring process as the pool sees it: a supervisor, its worker, and what goes back and forth.
 
 Nothing here blocks on what the worker does or leaves undone, and nothing that it writes is more
 than text until it has been checked.
@@ -21,22 +21,23 @@ from typing import NamedTuple
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import cgroup
-from jaxrl_llm.rewards.keeper import Settings
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, passed_environment
-from jaxrl_llm.rewards.worker import LONGEST_LINE, RewardItem
+from jaxrl_llm.rewards.supervisor import SupervisorOptions
+from jaxrl_llm.rewards.worker import MAX_LINE_BYTES, RewardItem
 
-START_SECONDS = 120.0  # for a worker to come up: importing the user's module may be slow
-STOP_SECONDS = 10.0  # for a keeper to kill what is below it
-NOTE_SECONDS = 1.0  # for a keeper to say how its worker ended
+START_TIMEOUT_S = 120.0  # for a worker to come up: importing the user's module may be slow
+STOP_TIMEOUT_S = 10.0  # for a supervisor to kill what is below it
+END_REPORT_TIMEOUT_S = 1.0  # for a supervisor to say how its worker ended
 READ_BYTES = 2**18
-ROOT = str(Path(__file__).parents[2])  # where this package was imported from
-BOOT = (
-    "import json, sys; search, settings = json.loads(sys.argv[1]); sys.path[:] = search;"
-    " from jaxrl_llm.rewards.keeper import Settings, keep; keep(Settings(*settings))"
+PACKAGE_ROOT = str(Path(__file__).parents[2])  # where this package was imported from
+SUPERVISOR_PROGRAM = (
+    "import json, sys; search, options = json.loads(sys.argv[1]); sys.path[:] = search;"
+    " from jaxrl_llm.rewards.supervisor import SupervisorOptions as Options, supervise;"
+    " supervise(Options(*options))"
 )
 
 
-class Launch(NamedTuple):
+class LaunchOptions(NamedTuple):
     """How workers start: in which folder, with what on `sys.path`, within which limits."""
 
     folder: str | None = None
@@ -44,7 +45,7 @@ class Launch(NamedTuple):
     limits: Limits = DEFAULT_LIMITS
 
 
-HERE = Launch()
+LAUNCH_HERE = LaunchOptions()
 
 
 class Channel:
@@ -89,14 +90,14 @@ class Channel:
         return lines
 
     @property
-    def midway(self) -> bool:
+    def has_partial_line(self) -> bool:
         """Whether a part of a line has come."""
         return bool(self._incoming)
 
     @property
-    def overfull(self) -> bool:
+    def is_overfull(self) -> bool:
         """Whether the line that comes in is longer than any answer."""
-        return len(self._incoming) > LONGEST_LINE
+        return len(self._incoming) > MAX_LINE_BYTES
 
     @property
     def events(self) -> int:
@@ -104,21 +105,21 @@ class Channel:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
 
 
-class ScorerProcess:
-    """A worker with its keeper, the items it was given, and when the first of them is overdue.
+class WorkerProcess:
+    """A worker with its supervisor, the items it was given, and when the first of them is overdue.
 
     Args:
-        spec: the scorer.
+        spec: the reward function.
         timeout_s: seconds that one item may take.
         launch: how it starts.
     """
 
-    def __init__(self, spec: FunctionSpec, timeout_s: float, launch: Launch) -> None:
+    def __init__(self, spec: FunctionSpec, timeout_s: float, launch: LaunchOptions) -> None:
         ours, answers = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
-        self._group = cgroup.new_folder()
+        self._group = cgroup.new_group_path()
         limits = launch.limits
-        settings = Settings(
+        options = SupervisorOptions(
             answers=answers.fileno(),
             lifeline=lifeline.fileno(),
             parent=os.getpid(),
@@ -126,16 +127,16 @@ class ScorerProcess:
             max_processes=limits.max_processes,
             group=self._group,
         )
-        search = [*launch.search, *sys.path, ROOT]
+        search = [*launch.search, *sys.path, PACKAGE_ROOT]
         with ExitStack() as undo, answers, lifeline:
             undo.enter_context(ours)
             undo.enter_context(self._lifeline)
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-c", BOOT, json.dumps([search, settings])],
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-c", SUPERVISOR_PROGRAM, json.dumps([search, options])],
                 cwd=launch.folder,
                 env=passed_environment(os.environ, limits.pass_env),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[settings.answers, settings.lifeline],
+                pass_fds=[options.answers, options.lifeline],
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
             undo.pop_all()
@@ -143,16 +144,16 @@ class ScorerProcess:
         self.timeout_s = timeout_s
         self.ready = False
         self.pending: deque[int] = deque()
-        self.deadline = time.monotonic() + START_SECONDS
+        self.deadline = time.monotonic() + START_TIMEOUT_S
         self.channel.send(pickle.dumps(spec))
 
-    def give(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
+    def submit(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
         """Send it some items; the first one's time begins."""
         self.pending.extend(numbers)
-        self.touch()
+        self.restart_deadline()
         self.channel.send(pickle.dumps([(number, items[number]) for number in numbers]))
 
-    def touch(self) -> None:
+    def restart_deadline(self) -> None:
         """Let the next item's time begin."""
         self.deadline = time.monotonic() + self.timeout_s
 
@@ -161,11 +162,11 @@ class ScorerProcess:
         selector.register(self.channel.connection, self.channel.events, self)
         selector.register(self._lifeline, selectors.EVENT_READ, self)
 
-    def stirs(self) -> bool:
+    def has_activity(self) -> bool:
         """Tell whether something came, or it ended, though it has nothing to do."""
         with selectors.DefaultSelector() as selector:
             self.watch(selector)
-            return self.channel.midway or bool(selector.select(0))
+            return self.channel.has_partial_line or bool(selector.select(0))
 
     def has_ended(self) -> bool:
         """Tell whether nothing more will come from it."""
@@ -176,28 +177,30 @@ class ScorerProcess:
             readable = {key.fileobj for key, _ in selector.select(0)}
         return self._lifeline in readable and self.channel.connection not in readable
 
-    def ending(self) -> str:
-        """Return what its keeper says of its end."""
-        note = {"exit_code": "none yet", "reason": None}
-        self._lifeline.settimeout(NOTE_SECONDS)
+    def end_reason(self) -> str:
+        """Return what its supervisor says of its end."""
+        report = {"exit_code": "none yet", "reason": None}
+        self._lifeline.settimeout(END_REPORT_TIMEOUT_S)
         with suppress(OSError, ValueError):  # it has closed our pipe, and is still there
             text = self._lifeline.recv(4096)
-            note |= json.loads(text) if text else {"reason": "ended, for its keeper was killed"}
-        return note["reason"] or f"ended with exit code {note['exit_code']}"
+            report |= (
+                json.loads(text) if text else {"reason": "ended, for its supervisor was killed"}
+            )
+        return report["reason"] or f"ended with exit code {report['exit_code']}"
 
     def kill(self) -> None:
-        """Have its keeper end it, from any thread; `stop` waits until that is done."""
-        with suppress(OSError):  # the keeper, or another thread, was sooner
+        """Have its supervisor end it, from any thread; `stop` waits until that is done."""
+        with suppress(OSError):  # the supervisor, or another thread, was sooner
             self._lifeline.shutdown(socket.SHUT_WR)
 
     def stop(self) -> None:
         """End it with all that it has started."""
         self.kill()
         try:
-            self._keeper.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:  # stopped by the scorer, or something can't be killed
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-            self._keeper.wait()
+            self._supervisor.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it is stopped, or something can't be killed
+            os.killpg(self._supervisor.pid, signal.SIGKILL)
+            self._supervisor.wait()
         if self._group is not None:
             cgroup.discard(self._group)
         self.channel.connection.close()

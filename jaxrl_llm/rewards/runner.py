@@ -1,4 +1,4 @@
-"""What all ways to run a scorer share: its checks, its scores in order, and what a failure does."""
+"""What all ways to run a reward function share: checks, scores in order, and failures."""
 
 import inspect
 import logging
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_scorer, shorten
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_reward_function, shorten
 
 log = logging.getLogger(__name__)
 
-LARGEST_CHUNK = 16
-SCORER = "function"  # a scorer's own score among what it reports, where a reward model scores
+MAX_CHUNK_ITEMS = 16
+FUNCTION_COMPONENT = "function"
+"""Name of a reward function's own score among what it reports, where a reward model scores."""
+
 Outcomes = Generator[tuple[int, Outcome], None, None]
 
 
@@ -25,7 +27,7 @@ class RewardError(RunError):
 
 
 class Score(NamedTuple):
-    """The reward of one reply, what else its scorer reported, and what went wrong, if anything."""
+    """The reward of one reply, what else was reported of it, and what went wrong, if anything."""
 
     score: float
     extra: dict[str, Any]
@@ -33,23 +35,25 @@ class Score(NamedTuple):
 
 
 class RewardRunner(ABC):
-    """Score replies; a subclass says where the scorer's calls run, by `_outcomes`.
+    """Score replies; a subclass says where the reward function's calls run, by `_outcomes`.
 
     Args:
-        spec: the scorer: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
-        on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
+        spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
+        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`.
 
     Raises:
-        ValueError: `on_error` is no finite number; `ConfigError` (a ValueError) when the scorer
-            can't be found, or can't be called with the four parameters and its keywords.
+        ValueError: `on_error` is no finite number; `ConfigError` (a ValueError) when the reward
+            function can't be found, or can't be called with the four parameters and its keywords.
     """
 
     def __init__(self, spec: FunctionSpec, *, on_error: int | float | None) -> None:
         if on_error is not None and not math.isfinite(on_error):
-            raise ValueError(f"reward: got on_error={on_error}, wanted a finite number or nothing")
-        self._scorer = load_scorer(spec)
+            raise ValueError(
+                f"reward: expected on_error to be a finite number or nothing, got {on_error}"
+            )
+        self._function = load_reward_function(spec)
         try:
-            inspect.signature(self._scorer).bind(**dict.fromkeys(RewardItem._fields))
+            inspect.signature(self._function).bind(**dict.fromkeys(RewardItem._fields))
         except TypeError as error:
             raise ConfigError(
                 f"reward: {spec.fn!r} can't be called with {', '.join(RewardItem._fields)}: {error}"
@@ -88,10 +92,10 @@ class RewardRunner(ABC):
         with self._lock, closing(self._outcomes(items)) as outcomes:
             self._first = first
             check_open(self._closed)
-            found = {number: self._settle(number, items[number], o) for number, o in outcomes}
-        return [found[number] for number in range(len(items))]
+            scores = {number: self._to_score(number, items[number], o) for number, o in outcomes}
+        return [scores[number] for number in range(len(items))]
 
-    def _settle(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
+    def _to_score(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
         if outcome.failure is None:
             return Score(outcome.score, outcome.extra, None)
         self.counts[outcome.failure] += 1
@@ -121,4 +125,4 @@ def chunk_size(waiting: int, workers: int) -> int:
     >>> [chunk_size(waiting, workers=4) for waiting in (1000, 100, 10)]
     [16, 7, 1]
     """
-    return min(LARGEST_CHUNK, 1 + waiting // (4 * workers))
+    return min(MAX_CHUNK_ITEMS, 1 + waiting // (4 * workers))

@@ -15,7 +15,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.functions import SOURCES
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import SCORER, RewardError, RewardRunner, Score
+from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, RewardError, RewardRunner, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem, shorten
 from jaxrl_llm.rollout.sampling import Rollouts
@@ -33,14 +33,15 @@ def make_scoring(
 ) -> tuple[Scoring, Scoring]:
     """Return the functions from answers to their scores, in training and in validation.
 
-    A reward model gives the score in training. Validation keeps to the scorer, where there is one.
+    A reward model gives the score in training. Validation keeps to the reward function, where there
+    is one.
 
     Args:
         reward: the config's section.
         score_by_model: from B answers to a reward model's scores [B]; None without such a model.
         stack: ends the scoring processes.
     """
-    by_function = reward.function and make_scorer(reward, reward.function, stack)
+    by_function = reward.function and make_function_scoring(reward, reward.function, stack)
     if score_by_model is None:
         assert by_function is not None, "keys.check_reward refuses a run without either"
         return by_function, by_function
@@ -60,14 +61,14 @@ def combine_scores(
     *,
     on_error: float | None,
 ) -> list[Score]:
-    """Return a reward model's scores, with what a scorer reports of the same answers.
+    """Return a reward model's scores, with what a reward function reports of the same answers.
 
-    The scorer's own score is kept under the name `scorer`.
+    The reward function's own score is kept under the name `function`.
 
     Args:
         rollouts: B answers.
         values: the reward model's scores [B].
-        scored: the scorer's results, if there is one.
+        scored: the reward function's results, if there is one.
         on_error: score where the model's is not finite; None raises.
 
     Raises:
@@ -80,7 +81,7 @@ def combine_scores(
         elif scored is None:
             scores.append(Score(value, {}, None))
         else:
-            extra = scored[i].extra | {SCORER: scored[i].score}
+            extra = scored[i].extra | {FUNCTION_COMPONENT: scored[i].score}
             scores.append(Score(value, extra, scored[i].error))
     return scores
 
@@ -94,14 +95,14 @@ def _failed(rollouts: Rollouts, row: int, value: float, on_error: float | None) 
     return Score(on_error, {}, error)
 
 
-def make_scorer(
-    reward: ScoringConfig, scorer: FunctionSpec, stack: contextlib.ExitStack
+def make_function_scoring(
+    reward: ScoringConfig, function: FunctionSpec, stack: contextlib.ExitStack
 ) -> Scoring:
-    """Start the scoring processes; return the function from answers to what they say of them.
+    """Start the scoring processes; return the function from answers to their scores.
 
     Each process of a run scores its share of the answers, and gets the scores of all.
     """
-    pool = stack.enter_context(open_pool(reward, scorer))
+    pool = stack.enter_context(open_pool(reward, function))
 
     def score(rollouts: Rollouts) -> list[Score]:
         pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
@@ -109,18 +110,18 @@ def make_scorer(
         mine, before = distributed.share(len(items)), pool.counts.get("retried", 0)
         parts = distributed.gather(pool.score(items[mine], first=mine.start))
         context.increment("reward_retries", pool.counts.get("retried", 0) - before)
-        return [found for part in parts for found in part]
+        return [result for part in parts for result in part]
 
     return score
 
 
-def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
-    """Start what calls the scorer: processes here, or tasks on a cluster that is to score."""
+def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
+    """Start what calls the reward function: processes here, or tasks on a cluster that scores."""
     job = context.current()
     limits = Limits(reward.memory_gb, reward.max_processes, tuple(reward.pass_env))
     if job is not None and job.reward_tasks:
         return RewardTasks(
-            scorer,
+            function,
             tasks=job.reward_tasks,
             timeout_s=reward.timeout_s,
             retries=job.max_retries,
@@ -128,7 +129,7 @@ def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
             limits=limits,
         )
     return RewardPool(
-        scorer,
+        function,
         workers=reward.workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,
@@ -136,12 +137,12 @@ def open_pool(reward: ScoringConfig, scorer: FunctionSpec) -> RewardRunner:
     )
 
 
-def check_sources(scorer: FunctionSpec | None, prompts: Sequence[Prompt]) -> None:
-    """Refuse data sources for which `by_source` knows no scorer, before anything is sampled."""
-    if scorer and scorer.fn == "by_source":
+def check_sources(function: FunctionSpec | None, prompts: Sequence[Prompt]) -> None:
+    """Refuse data sources for which `by_source` knows no function, before anything is sampled."""
+    if function and function.fn == "by_source":
         unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
         if unknown:
             raise ConfigError(
-                f"reward.function: by_source knows no scorer for data_source {unknown[0]!r}, only "
-                f"for {', '.join(SOURCES)}; name a scorer, or a function of your own"
+                f"reward.function: by_source knows no function for data_source {unknown[0]!r}, "
+                f"only for {', '.join(SOURCES)}; name one of these, or one of your own"
             )

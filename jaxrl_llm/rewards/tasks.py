@@ -1,10 +1,10 @@
 """Run a reward function in tasks of a Ray cluster, where the CPUs of one machine are too few.
 
-Ray finds a free CPU for each task and tells when a worker or a node is lost. The scorer itself runs
-in a process below the Ray worker, the same as `RewardPool`'s. So the time limit starts with the
-call and not with the wait for a CPU, it ends a call that holds the interpreter lock or ignores
-signals, a crash is blamed on the one item that caused it, and the Ray worker, which only waits,
-always answers when its task is cancelled.
+Ray finds a free CPU for each task and tells when a worker or a node is lost. The reward function
+itself runs in a process below the Ray worker, the same as `RewardPool`'s. So the time limit starts
+with the call and not with the wait for a CPU, it ends a call that holds the interpreter lock or
+ignores signals, a crash is blamed on the one item that caused it, and the Ray worker, which only
+waits, always answers when its task is cancelled.
 """
 
 import functools
@@ -21,37 +21,37 @@ from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
-from jaxrl_llm.rewards.pool import Crew
-from jaxrl_llm.rewards.process import Launch
+from jaxrl_llm.rewards.pool import WorkerPool
+from jaxrl_llm.rewards.process import LaunchOptions
 from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, failed
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, failed_outcome
 
 log = logging.getLogger(__name__)
 
-WAKE_SECONDS = 0.2  # how soon `score` notices that another thread has closed it
-CANCELS = (False, False, False, True, True, True)  # each waits a second; True is by force
+POLL_INTERVAL_S = 0.2  # how soon `score` notices that another thread has closed it
+CANCEL_ATTEMPTS = (False, False, False, True, True, True)  # each waits a second; True is by force
 
 
 class RewardTasks(RewardRunner):
     """Score replies in Ray tasks of one CPU each, in the cluster that this process has joined.
 
-    The scorer, its results and its failures are those of `RewardPool`, but for `died`: an item
-    whose process died is tried again alone, and so are the items of a task whose Ray worker or node
-    was lost; `counts["retried"]` counts them. Each Ray worker keeps the scorer's process, with what
-    it has imported, until it is given another scorer or ends. On every node, this library must be
-    installed, and the user's files must lie at the same paths as here.
+    The reward function, its results and its failures are those of `RewardPool`, but for `died`: an
+    item whose process died is tried again alone, and so are the items of a task whose Ray worker or
+    node was lost; `counts["retried"]` counts them. Each Ray worker keeps the reward function's
+    process, with what it has imported, until it is given another reward function or ends. On every
+    node, this library must be installed, and the user's files must lie at the same paths as here.
 
     Args:
-        spec: the scorer: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
+        spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
         tasks: the most tasks at once; there are fewer while the cluster has fewer CPUs free.
         timeout_s: seconds that one call may take.
         retries: how often an item whose process died is tried again before it counts as `died`.
-        on_error: the reward of a reply whose scorer failed; None stops with `RewardError`.
+        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`.
         limits: of each process below a Ray worker, and its environment.
 
     Raises:
-        ValueError: a number out of range; `ConfigError` (a ValueError) when the scorer can't be
-            found, or can't be called with the four parameters and its keywords.
+        ValueError: a number out of range; `ConfigError` (a ValueError) when the reward function
+            can't be found, or can't be called with the four parameters and its keywords.
         RewardError: this process has joined no cluster, or Ray is not installed.
     """
 
@@ -68,13 +68,13 @@ class RewardTasks(RewardRunner):
         check_limits(limits)
         if tasks < 1 or retries < 0 or not 0 < timeout_s < math.inf:
             raise ValueError(
-                f"reward: got tasks={tasks}, retries={retries}, timeout_s={timeout_s}; wanted"
-                " tasks >= 1, retries >= 0 and a positive time limit"
+                "reward: expected tasks >= 1, retries >= 0 and a positive time limit, got"
+                f" tasks={tasks}, retries={retries}, timeout_s={timeout_s}"
             )
         super().__init__(spec, on_error=on_error)
         self.counts["retried"] = 0
         self._tasks, self._retries = tasks, retries
-        launch = Launch(str(Path.cwd()), tuple(sys.path), limits)
+        launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), limits)
         self._job = pickle.dumps((spec, float(timeout_s), launch))
         self._remote = _cluster().remote(num_cpus=1, max_retries=0)(_score_chunk)
 
@@ -94,7 +94,7 @@ class RewardTasks(RewardRunner):
                     numbers = queue.take()
                     chunk = [items[number] for number in numbers]
                     running[self._remote.remote(self._job, chunk)] = numbers
-                done, _ = ray.wait(list(running), timeout=WAKE_SECONDS)
+                done, _ = ray.wait(list(running), timeout=POLL_INTERVAL_S)
                 check_open(self._closed)
                 for ref in done:
                     numbers = running.pop(ref)
@@ -164,7 +164,9 @@ def _cluster() -> Any:
     except ModuleNotFoundError as error:
         raise RewardError("reward: got no Ray; pip install 'jaxrl_llm[ray]'") from error
     if not ray.is_initialized():
-        raise RewardError("reward: got no Ray cluster, wanted ray.init() before scorers are tasks")
+        raise RewardError(
+            "reward: expected ray.init() before rewards are tasks, got no Ray cluster"
+        )
     return ray
 
 
@@ -182,7 +184,7 @@ def _receive(ray: Any, ref: Any, numbers: list[int]) -> list[Outcome]:
         return ray.get(ref)
     except lost as error:
         message = f"its Ray worker was lost ({type(error).__name__})"
-        return [failed("died", message)] if len(numbers) == 1 else []
+        return [failed_outcome("died", message)] if len(numbers) == 1 else []
     except kinds.RayError as error:
         if isinstance(error, kinds.RayTaskError) and isinstance(error.cause, RewardError):
             raise RewardError(str(error.cause)) from error
@@ -192,7 +194,7 @@ def _receive(ray: Any, ref: Any, numbers: list[int]) -> list[Outcome]:
 
 def _cancel(ray: Any, refs: list[Any]) -> None:
     """End tasks, and wait for it, again and again: Ray forgets a request that outruns its task."""
-    for force in CANCELS:
+    for force in CANCEL_ATTEMPTS:
         if not refs:
             return
         for ref in refs:
@@ -204,8 +206,8 @@ def _cancel(ray: Any, refs: list[Any]) -> None:
 def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
     """Return the items' outcomes, in a Ray worker; the last may be one that ended the process."""
     outcomes = []
-    with closing(_crew(job).outcomes(items)) as found:
-        for _, outcome in found:  # in order, since one process takes them
+    with closing(_worker_pool(job).outcomes(items)) as numbered:
+        for _, outcome in numbered:  # in order, since one process takes them
             outcomes.append(outcome)
             if outcome.failure in ("timeout", "died"):
                 break  # others may take the rest meanwhile
@@ -213,6 +215,6 @@ def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
 
 
 @functools.lru_cache(maxsize=1)
-def _crew(job: bytes) -> Crew:
+def _worker_pool(job: bytes) -> WorkerPool:
     spec, timeout_s, launch = pickle.loads(job)
-    return Crew(spec, 1, timeout_s, closed=threading.Event(), launch=launch)
+    return WorkerPool(spec, 1, timeout_s, closed=threading.Event(), launch=launch)

@@ -1,7 +1,8 @@
-"""The worker side of the reward pool: load one scorer, then answer items until told to stop.
+"""The worker side of the reward pool: load a reward function, then score until told to stop.
 
-A worker is the child of a fresh interpreter, its keeper, and runs `serve`. It imports neither jax
-nor the program that started it, so it is up in a fraction of a second and touches no accelerator.
+A worker is the child of a fresh interpreter, its supervisor, and runs `run_worker`. It imports
+neither jax nor the program that started it, so it is up in a fraction of a second and touches no
+accelerator.
 """
 
 import json
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 
-HOME = "jaxrl_llm.rewards.functions"
-LONGEST_REFUSAL = 2000
-LONGEST_LINE = 64_000_000  # bytes of an answer, with all that the scorer reports beside the score
+BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
+MAX_LOAD_ERROR_CHARS = 2000
+MAX_LINE_BYTES = 64_000_000  # of an answer, with all that is reported beside the score
 
 
 class RewardItem(NamedTuple):
@@ -51,61 +52,61 @@ def shorten(text: str, limit: int = 300) -> str:
     return f"{text[:half]}…{text[-half:]}"
 
 
-def failed(failure: str, message: str) -> Outcome:
+def failed_outcome(failure: str, message: str) -> Outcome:
     """Return the outcome of a call that gave no usable score.
 
-    >>> failed("timeout", "no answer within 5 s").failure
+    >>> failed_outcome("timeout", "no answer within 5 s").failure
     'timeout'
     """
     return Outcome(failure, shorten(message), 0.0, {})
 
 
-def load_scorer(spec: FunctionSpec) -> Callable[..., Any]:
-    """Return the scorer that a config names, its keywords bound.
+def load_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
+    """Return the reward function that a config names, its keywords bound.
 
-    >>> load_scorer(FunctionSpec("arithmetic")).__name__
+    >>> load_reward_function(FunctionSpec("arithmetic")).__name__
     'arithmetic'
     """
-    return load_function(spec, home=HOME, passed=RewardItem._fields, key="reward")
+    return load_function(spec, home=BUILTIN_MODULE, passed=RewardItem._fields, key="reward")
 
 
-def evaluate(
-    scorer: Callable[..., Any], item: RewardItem, *, memory_gb: float | None = None
+def call_function(
+    function: Callable[..., Any], item: RewardItem, *, memory_gb: float | None = None
 ) -> Outcome:
-    """Call the scorer on one item and bring what it gives into one form.
+    """Call the reward function on one item and bring what it gives into one form.
 
     Args:
-        scorer: called with the item's fields as keywords. It may return a number, or a dict with
+        function: called with the item's fields as keywords. It may return a number, or a dict with
             a number under `score`; the dict's other keys are kept as extra information.
         item: the reply.
         memory_gb: what this process may take, for messages; None where nothing limits it.
 
     Returns:
-        The score, or the failure: `exception` when the scorer raised, `invalid` when it returned
-        something else, NaN or infinity.
+        The score, or the failure: `exception` when the reward function raised, `invalid` when it
+        returned something else, NaN or infinity.
 
-    >>> evaluate(lambda **item: {"score": True, "pred": "4"}, RewardItem("", "4", "4", None))
+    >>> call_function(lambda **item: {"score": True, "pred": "4"}, RewardItem("", "4", "4", None))
     Outcome(failure=None, message='', score=1.0, extra={'pred': '4'})
     """
     try:
-        value = scorer(**item._asdict())
+        value = function(**item._asdict())
     except (Exception, SystemExit) as error:
         traceback.clear_frames(error.__traceback__)  # they may hold all memory that we may take
-        return failed("exception", f"{_describe(error, memory_gb)} ({_place(error)})")
+        return failed_outcome("exception", f"{_describe(error, memory_gb)} ({_raised_at(error)})")
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in extra:
-        return failed("invalid", f"got a dict with keys {list(extra)}, wanted 'score' among them")
+        return failed_outcome("invalid", f"expected a dict with 'score', got keys {list(extra)}")
     try:
         score = _plain(extra.pop("score"))
         extra = json.loads(json.dumps(extra, default=_plain))
     except (TypeError, ValueError) as error:
-        return failed("invalid", f"got {value!r}, wanted numbers, strings and lists: {error}")
+        return failed_outcome("invalid", f"expected plain data, got {value!r}: {error}")
     if not isinstance(score, numbers.Real) or not math.isfinite(score):
-        return failed("invalid", f"got score {score!r}, wanted a finite number")
+        return failed_outcome("invalid", f"expected a finite number as score, got {score!r}")
     return Outcome(None, "", float(score), extra)
 
 
-def _place(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     trace = error.__traceback__
     assert trace is not None, "it was raised"
     while trace.tb_next is not None:
@@ -123,44 +124,48 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def answer_line(number: int, outcome: Outcome) -> bytes:
+def encode_answer(number: int, outcome: Outcome) -> bytes:
     """Return the line that tells the pool what came of an item.
 
-    >>> answer_line(3, Outcome(None, "", 1.0, {}))
+    >>> encode_answer(3, Outcome(None, "", 1.0, {}))
     b'{"number": 3, "failure": null, "message": "", "score": 1.0, "extra": {}}\\n'
     """
     line = json.dumps({"number": number, **outcome._asdict()}).encode() + b"\n"
-    if len(line) <= LONGEST_LINE:
+    if len(line) <= MAX_LINE_BYTES:
         return line
-    message = f"got {len(line)} bytes beside the score, wanted at most {LONGEST_LINE}"
-    return answer_line(number, failed("invalid", message))
+    message = f"expected at most {MAX_LINE_BYTES} bytes beside the score, got {len(line)}"
+    return encode_answer(number, failed_outcome("invalid", message))
 
 
-def read_refusal(line: bytes) -> str | None:
-    """Return what a worker's first line says is wrong with its scorer; None if nothing is.
+def decode_load_error(line: bytes) -> str | None:
+    """Return what a worker's first line says is wrong with its reward function; None if nothing is.
 
     Raises:
         ValueError: it is another line.
 
-    >>> read_refusal(b'{"refusal": null}')
+    >>> decode_load_error(b'{"load_error": null}')
     """
     try:
         first = json.loads(line)
     except RecursionError as error:
         raise ValueError(str(error)) from None
-    if not isinstance(first, dict) or first.keys() != {"refusal"}:
-        raise ValueError(f"got {shorten(repr(first))}, wanted whether the scorer could be loaded")
-    return None if first["refusal"] is None else shorten(str(first["refusal"]), LONGEST_REFUSAL)
+    if not isinstance(first, dict) or first.keys() != {"load_error"}:
+        raise ValueError(f"expected an object with load_error, got {shorten(repr(first))}")
+    return (
+        None
+        if first["load_error"] is None
+        else shorten(str(first["load_error"]), MAX_LOAD_ERROR_CHARS)
+    )
 
 
-def read_answer(line: bytes, number: int) -> Outcome | None:
+def decode_answer(line: bytes, number: int) -> Outcome | None:
     """Return what a line tells of an item; None where it is no answer to this item.
 
-    Nothing is taken on trust: the scorer may have written the line itself.
+    Nothing is taken on trust: the reward function may have written the line itself.
 
-    >>> read_answer(answer_line(3, Outcome(None, "", 1.0, {})), 3)
+    >>> decode_answer(encode_answer(3, Outcome(None, "", 1.0, {})), 3)
     Outcome(failure=None, message='', score=1.0, extra={})
-    >>> read_answer(b"garbage", 3)
+    >>> decode_answer(b"garbage", 3)
     """
     try:
         answer = json.loads(line)
@@ -173,29 +178,33 @@ def read_answer(line: bytes, number: int) -> Outcome | None:
     if not plain or type(answer["number"]) is not int or answer["number"] != number:
         return None
     if answer["failure"] in ("exception", "invalid"):
-        return failed(answer["failure"], message)
+        return failed_outcome(answer["failure"], message)
     sound = answer["failure"] is None and math.isfinite(score)
     return Outcome(None, "", score, extra) if sound else None
 
 
-def serve(fd: int, *, memory_gb: float | None) -> None:
+def run_worker(fd: int, *, memory_gb: float | None) -> None:
     """Answer chunks of `(number, RewardItem)` until the pool closes the connection.
 
-    The pool sends pickles: first the scorer's spec, then the chunks. It gets lines of JSON, since
-    the scorer, which is not trusted, could write on the connection, too: first what is wrong with
-    the scorer or null, then an answer for each item.
+    The pool sends pickles: first the reward function's spec, then the chunks. It gets lines of
+    JSON, since the reward function, which is not trusted, could write on the connection, too: first
+    what is wrong with the reward function or null, then an answer for each item.
 
     Args:
         fd: the file descriptor of our end of the connection.
         memory_gb: what this process may take, for messages.
     """
-    with suppress(EOFError, OSError), open(fd, "rb") as given, open(fd, "wb", closefd=False) as out:
-        scorer, refusal = _load(pickle.load(given), memory_gb)
-        out.write(json.dumps({"refusal": refusal}).encode() + b"\n")
+    with (
+        suppress(EOFError, OSError),
+        open(fd, "rb") as requests,
+        open(fd, "wb", closefd=False) as out,
+    ):
+        function, load_error = _load(pickle.load(requests), memory_gb)
+        out.write(json.dumps({"load_error": load_error}).encode() + b"\n")
         out.flush()
-        while scorer is not None:
-            for number, item in pickle.load(given):
-                out.write(answer_line(number, evaluate(scorer, item, memory_gb=memory_gb)))
+        while function is not None:
+            for number, item in pickle.load(requests):
+                out.write(encode_answer(number, call_function(function, item, memory_gb=memory_gb)))
                 out.flush()
 
 
@@ -203,9 +212,9 @@ def _load(
     spec: FunctionSpec, memory_gb: float | None
 ) -> tuple[Callable[..., Any] | None, str | None]:
     try:
-        return load_scorer(spec), None
+        return load_reward_function(spec), None
     except Exception as error:
-        return None, shorten(_describe(error, memory_gb), LONGEST_REFUSAL)
+        return None, shorten(_describe(error, memory_gb), MAX_LOAD_ERROR_CHARS)
 
 
 def _describe(error: BaseException, memory_gb: float | None) -> str:

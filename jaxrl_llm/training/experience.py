@@ -11,13 +11,13 @@ import numpy as np
 from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import call, describe
-from jaxrl_llm.rewards.runner import SCORER, Score
+from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
 from jaxrl_llm.types import Batch
 
 
 class ScoreError(RunError):
-    """A scorer that does not report what the config says it does."""
+    """A reward function that does not report what the config says it does."""
 
 
 def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
@@ -51,11 +51,11 @@ def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[s
     Args:
         batch: B answers.
         scores: of each answer.
-        components: names of the scorers' numbers that become `score_components` [B C]; where a
-            scorer failed, reward.on_error stands for each.
+        components: names of the reward functions' numbers that become `score_components` [B C];
+            where a reward function failed, reward.on_error stands for each.
 
     Raises:
-        ScoreError: a scorer did not report one of the components.
+        ScoreError: a reward function did not report one of the components.
     """
     values = np.array([score.score for score in scores], np.float32)
     rewards = _on_last_token(values, batch["mask"])
@@ -66,12 +66,12 @@ def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[s
 def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
     def number(score: Score, name: str) -> float:
         if score.error is not None and name != "score":
-            return score.extra.get(SCORER, score.score)
+            return score.extra.get(FUNCTION_COMPONENT, score.score)
         found = score.extra.get(name, score.score if name == "score" else None)
         if not isinstance(found, int | float) or not math.isfinite(found):
             reported = f"{name}={found!r}" if name in score.extra else sorted(score.extra)
             raise ScoreError(
-                f"reward.components names {name!r}, but the scorer reported "
+                f"reward.components names {name!r}, but the reward function reported "
                 f"{reported or 'a bare number'}: wanted a finite number under that name"
             )
         return float(found)

@@ -433,7 +433,7 @@ def correction_metrics(batch: Batch) -> dict[str, float]:
 
 
 def extra_metrics(scores: list[Score]) -> dict[str, float]:
-    """Return the means of what else the scorer reports as numbers, over answers that have it."""
+    """Return the means of a reward function's other numbers, over the answers that have them."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.extra.items():

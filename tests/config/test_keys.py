@@ -278,12 +278,12 @@ def test_every_function_that_a_ready_config_names_is_found(path):
 
         make_optimizer(load(SftConfig, path).optim)
     else:
-        from jaxrl_llm.rewards.worker import load_scorer
+        from jaxrl_llm.rewards.worker import load_reward_function
         from jaxrl_llm.training.build import Functions
 
         config = load(TrainConfig, path)
         Functions(config)
-        load_scorer(config.reward.function)
+        load_reward_function(config.reward.function)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -113,7 +113,7 @@ def test_greedy_scores_are_those_of_greedy_answers(run, workshop):
 
 
 @pytest.mark.parametrize(("column", "metric"), [(0, "reward/acc/mean"), (1, "critic/score/mean")])
-def test_score_components_are_what_the_scorer_reported(run, workshop, column, metric):
+def test_score_components_are_what_the_reward_function_reported(run, workshop, column, metric):
     result = run(
         f"algorithm.advantage={{fn: '{workshop.mine('component_mean')}', column: {column}}}",
         f"reward.function={workshop.mine('reward_with_more')}",
@@ -372,7 +372,7 @@ def test_what_a_function_returns_is_checked(run, workshop):
         (
             "algorithm.advantage=gdpo",
             "reward.components=[style]",
-        ): "reward.components names 'style', but the scorer reported a bare number",
+        ): "reward.components names 'style', but the reward function reported a bare number",
         (
             "algorithm.advantage=prime",
             f"reward.function={{fn: '{mine('reward_with_more')}', bonus: 2.0}}",

@@ -102,15 +102,15 @@ def test_a_runs_newest_checkpoint_has_the_runs_last_validation(call, workshop, f
     assert call(tmp_path / "model", scorer, out=tmp_path / "hf")[3] == rows
 
 
-def test_scorers_that_fail_are_counted(call, workshop, tmp_path):
+def test_reward_functions_that_fail_are_counted(call, workshop, tmp_path):
     scorer = f"reward.function={workshop.mine('reward_often_fails')}"
     words = ["reward.timeout_s=1", "reward.on_error=-1", "rows=4"]
     status, printed, report, rows = call(workshop.base, scorer, *words, out=tmp_path / "a")
     assert status == 0
-    assert report["all"]["scorer_errors"] == {"exception": 1, "timeout": 1, "invalid": 1}
+    assert report["all"]["reward_errors"] == {"exception": 1, "timeout": 1, "invalid": 1}
     assert [row["score"] for row in rows[:3]] == [-1.0] * 3
     assert [row["error"] is None for row in rows] == [False, False, False, True]
-    assert "the scorer failed: 1 exception, 1 timeout, 1 invalid" in printed
+    assert "the reward function failed: 1 exception, 1 timeout, 1 invalid" in printed
 
 
 def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):

@@ -110,7 +110,7 @@ def test_policy_and_critic_learn_from_them(ppo, reward_model, tmp_path):
     assert 0 < moved < 0.01  # two updates of 1e-3 away from the reward model
 
 
-def test_the_scorer_reports_and_validates_beside_it(ppo):
+def test_the_reward_function_reports_and_validates_beside_it(ppo):
     for step, line in enumerate(ppo.metrics):
         (name,) = [name for name in line if name.startswith("val-core/")]
         assert "/acc/" in name and 0 <= line[name] <= 1
@@ -145,7 +145,7 @@ def alone(run, link):
     ).ok()
 
 
-def test_without_a_scorer_the_reward_model_validates_too(alone, workshop, reward_model):
+def test_without_a_reward_function_the_reward_model_validates_too(alone, workshop, reward_model):
     before, step = alone.metrics
     assert [name.split("/")[2] for name in before if name.startswith("val-core/")] == ["reward"]
     assert not [name for name in step if name.startswith("reward/") and name != "reward/errors"]
@@ -255,7 +255,7 @@ def test_contradictions_are_refused(run, reward_model):
             "reward.function=null",
             f"reward.classifier={reward_model}",
             "reward.components=[acc]",
-        ): "reward.components are what a scorer reports",
+        ): "reward.components are what a reward function reports",
     }.items():
         result = run(*words)
         assert result.status == 2

@@ -112,7 +112,7 @@ def test_without_a_spread_the_interval_counts_prompts_and_stays_within_bounds():
     assert interval(np.array([0.5])) is None
 
 
-def test_a_scorer_that_failed_is_a_wrong_answer_without_a_vote():
+def test_a_reward_function_that_failed_is_a_wrong_answer_without_a_vote():
     found = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]])
     assert found.quantity == "acc"
     assert found.values.tolist() == [[1.0, 0.0]]

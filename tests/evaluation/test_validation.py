@@ -58,7 +58,7 @@ def validations(draw):
     extras = st.fixed_dictionaries(
         {}, optional={"acc": st.sampled_from([0.0, 1.0, True, 1]), "pred": st.sampled_from("abc")}
     )
-    if draw(st.booleans()):  # every answer has both, as from the library's own scorers
+    if draw(st.booleans()):  # every answer has both, as from the library's own functions
         extras = st.fixed_dictionaries(
             {"acc": st.sampled_from([0.0, 1.0]), "pred": st.sampled_from(["a", "b", "c", None])}
         )
@@ -139,7 +139,7 @@ def test_the_reward_counts_where_an_answer_of_the_source_has_no_acc():
     }
 
 
-def test_a_scorer_that_failed_once_counts_as_wrong_and_changes_no_name():
+def test_a_reward_function_that_failed_once_counts_as_wrong_and_changes_no_name():
     scores = [*scores_of(("4", 1.0), ("4", 1.0)), Score(-1.0, {}, "TimeoutError")]
     found = validation_metrics([prompt("s")] * 3, scores, samples=3)
     assert found == pytest.approx(
@@ -147,7 +147,7 @@ def test_a_scorer_that_failed_once_counts_as_wrong_and_changes_no_name():
     )
 
 
-def test_a_scorer_that_always_failed_leaves_the_reward():
+def test_a_reward_function_that_always_failed_leaves_the_reward():
     scores = [Score(-1.0, {}, "TimeoutError")] * 2
     found = validation_metrics([prompt("s")] * 2, scores, samples=2)
     assert found == {"val-core/s/reward/mean@2": -1.0, "val-core/s/reward/best@2": -1.0}

@@ -1,11 +1,11 @@
-"""What tests of scorers share."""
+"""What tests of reward functions share."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def scorers(request, tmp_path_factory):
-    """A file with the test module's own scorers, its `SCORERS`."""
-    path = tmp_path_factory.mktemp("scorers") / "mine.py"
-    path.write_text(request.module.SCORERS)
+def functions_file(request, tmp_path_factory):
+    """A file with the test module's own functions_file, its `FUNCTIONS`."""
+    path = tmp_path_factory.mktemp("functions") / "mine.py"
+    path.write_text(request.module.FUNCTIONS)
     return path

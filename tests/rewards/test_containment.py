@@ -1,4 +1,4 @@
-"""What a scorer's processes can't do: outlive the pool, take all memory, read secrets, fool it."""
+"""What a reward function can't do: outlive the pool, take all memory, read secrets, fool it."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import open_pool
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, answer_line, read_answer
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_answer, encode_answer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
 
-SCORERS = """
+FUNCTIONS = """
 import ctypes, json, os, pickle, resource, signal, stat, subprocess, sys, threading, time
 
 def connection():
@@ -75,11 +75,11 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
     if word == "start": starting()
     if word == "start, hang": starting(); time.sleep(600)
     if word == "start, die": starting(); os._exit(3)
-    if word == "start, kill the keeper":
+    if word == "start, kill the supervisor":
         starting(); os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
-    if word == "kill the keeper": os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
+    if word == "kill the supervisor": os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
     if word == "start, kill the group": starting(); os.killpg(0, signal.SIGKILL)
-    if word == "stop the keeper": os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)
+    if word == "stop the supervisor": os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)
     if word == "fork, terminate":
         child = os.fork()
         while child == 0: time.sleep(1)
@@ -127,12 +127,12 @@ ATTACKS = {
 """
 
 
-EACH = 3  # processes of a worker: itself, its keeper, and what waits between that and the pool
+EACH = 3  # processes of a worker: itself, its supervisor, and what waits between that and the pool
 
 
 def can_group():
-    folder = cgroup.new_folder()
-    group = cgroup.make(folder, None, None)
+    folder = cgroup.new_group_path()
+    group = cgroup.create_group(folder, None, None)
     if group is not None:
         cgroup.discard(str(group))
     return group is not None
@@ -174,13 +174,13 @@ def marked(mark):
 def groups(monkeypatch):
     """The control groups of the test's workers: none may be left."""
     folders = []
-    new_folder = cgroup.new_folder
+    new_group_path = cgroup.new_group_path
 
     def noted():
-        folders.append(new_folder())
+        folders.append(new_group_path())
         return folders[-1]
 
-    monkeypatch.setattr(cgroup, "new_folder", noted)
+    monkeypatch.setattr(cgroup, "new_group_path", noted)
     yield
     assert [folder for folder in folders if folder and Path(folder).exists()] == []
 
@@ -189,19 +189,19 @@ def groups(monkeypatch):
 def grouped(request, monkeypatch):
     """Whether each worker has a control group."""
     if request.param == "no group":
-        monkeypatch.setattr(cgroup, "new_folder", lambda: None)
+        monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
     elif not can_group():
         pytest.skip("there can be no control groups here")
     return request.param == "group"
 
 
 @pytest.fixture
-def make(scorers, mark, groups):
+def make(functions_file, mark, groups):
     pools = []
 
     def build(timeout_s=20.0, workers=1, **limits):
         limits["pass_env"] = ("CONTAINMENT_MARK", "BOMB", *limits.get("pass_env", ()))
-        spec = FunctionSpec(f"{scorers}:act")
+        spec = FunctionSpec(f"{functions_file}:act")
         settings = {"workers": workers, "timeout_s": timeout_s, "on_error": -1.0}
         pools.append(RewardPool(spec, **settings, limits=Limits(**limits)))
         return pools[-1]
@@ -219,7 +219,7 @@ def test_the_mark_is_found(make, mark):
 
 def test_a_group_is_taken_where_there_can_be_one(make, grouped):
     score = make().score(items("pid"))[0]
-    assert ("jaxrl_llm-scorer-" in score.extra["group"]) == grouped
+    assert ("jaxrl_llm-reward-" in score.extra["group"]) == grouped
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -234,7 +234,7 @@ def test_a_group_is_taken_where_there_can_be_one(make, grouped):
         ("null", "died", "its process ended with exit code -11"),
     ],
 )
-def test_a_scorer_that_eats_memory_costs_its_own_answer(make, reply, kind, message):
+def test_a_reward_function_that_eats_memory_costs_its_own_answer(make, reply, kind, message):
     pool = make(memory_gb=0.5)
     scores = pool.score(items("1", reply, "2"))
     assert [score.score for score in scores] == [1.0, -1.0, 1.0]
@@ -255,7 +255,7 @@ def test_without_a_limit_of_memory(make):
     assert [score.error for score in pool.score(items("array", "child eats"))] == [None, None]
 
 
-def test_a_scorer_that_does_not_fit_is_refused(tmp_path):
+def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "large.py"
     path.write_text(
         f"import os\nif os.getpid() != {os.getpid()}: held = bytearray(10**9)\n"
@@ -298,7 +298,7 @@ def test_too_many_processes_cost_one_answer(make, mark, grouped, reply):
     scores = pool.score(items("1", reply, "2"))
     assert [score.score for score in scores] == [1.0, -1.0, 1.0]
     assert "died: its process had started " in (scores[1].error or "")
-    assert ", wanted at most 12 (reward.max_processes)" in (scores[1].error or "")
+    assert ", expected at most 12 (reward.max_processes)" in (scores[1].error or "")
     assert pool.counts["died"] == 1 and len(marked(mark)) == EACH
 
 
@@ -333,37 +333,39 @@ def test_children_of_good_answers_end_with_the_pool(make, mark, grouped):
     assert marked(mark) == []
 
 
-def test_a_scorer_can_end_its_keeper_and_dies_with_it(make, mark, grouped):
+def test_a_reward_function_can_end_its_supervisor_and_dies_with_it(make, mark, grouped):
     pool = make()
-    reply = "start, kill the keeper" if grouped else "kill the keeper"
+    reply = "start, kill the supervisor" if grouped else "kill the supervisor"
     scores = pool.score(items("1", reply, "2"))
-    assert scores[1].error == "died: its process ended, for its keeper was killed"
+    assert scores[1].error == "died: its process ended, for its supervisor was killed"
     assert [scores[0].error, scores[2].error] == [None, None]
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
-def test_a_scorer_that_stops_its_keeper_is_ended(make, mark, grouped, monkeypatch):
-    monkeypatch.setattr(process, "STOP_SECONDS", 0.5)
-    scores = make(timeout_s=0.5).score(items("1", "stop the keeper", "2"))
+def test_a_reward_function_that_stops_its_supervisor_is_ended(make, mark, grouped, monkeypatch):
+    monkeypatch.setattr(process, "STOP_TIMEOUT_S", 0.5)
+    scores = make(timeout_s=0.5).score(items("1", "stop the supervisor", "2"))
     assert scores[1].error == "timeout: no answer within 0.5 s"
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
-def test_a_scorer_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
-    monkeypatch.setattr(cgroup, "new_folder", lambda: None)
+def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
+    monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
     pool = make()
     scores = pool.score(items("1", "start, kill the group", "2"))
     message = "died: its process ended with exit code -9"
     assert [score.error for score in scores] == [None, message, None]
-    assert len(marked(mark)) == EACH  # its keeper has ended what it had started
+    assert len(marked(mark)) == EACH  # its supervisor has ended what it had started
 
 
 def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
-    monkeypatch.setattr(cgroup, "new_folder", lambda: None)
-    patch = "import jaxrl_llm.rewards.keeper as keeper; keeper._adopt_orphans = lambda: False;"
-    words = "from jaxrl_llm.rewards.keeper import"
-    assert words in process.BOOT
-    monkeypatch.setattr(process, "BOOT", process.BOOT.replace(words, f"{patch} {words}"))
+    monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
+    patch = "import jaxrl_llm.rewards.supervisor as m; m._adopt_orphans = lambda: False;"
+    words = "from jaxrl_llm.rewards.supervisor import"
+    assert words in process.SUPERVISOR_PROGRAM
+    monkeypatch.setattr(
+        process, "SUPERVISOR_PROGRAM", process.SUPERVISOR_PROGRAM.replace(words, f"{patch} {words}")
+    )
     pool = make(timeout_s=1.0)
     scores = pool.score(items("1", "bomb", "2"))  # 128 processes of one group
     assert [score.error for score in scores] == [None, "timeout: no answer within 1 s", None]
@@ -377,19 +379,19 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import cgroup
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool
-if not {grouped}: cgroup.new_folder = lambda: None
+if not {grouped}: cgroup.new_group_path = lambda: None
 limits = Limits(pass_env=("CONTAINMENT_MARK",))
-pool = RewardPool(FunctionSpec({scorer!r}), workers=1, timeout_s=60.0, limits=limits)
+pool = RewardPool(FunctionSpec({function!r}), workers=1, timeout_s=60.0, limits=limits)
 pool.score([RewardItem("", "start", "", {{}})])
-print(pool._crew.workers[0]._group, flush=True)
+print(pool._worker_pool.workers[0]._group, flush=True)
 pool.score([RewardItem("", "start, hang", "", {{}})])
 """
 
 
 @pytest.mark.parametrize("children", ["alone", "with its children"])
-def test_everything_ends_when_the_trainer_is_killed(scorers, mark, grouped, children):
-    search = [*sys.path, process.ROOT]
-    text = PROGRAM.format(search=search, scorer=f"{scorers}:act", grouped=grouped)
+def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, grouped, children):
+    search = [*sys.path, process.PACKAGE_ROOT]
+    text = PROGRAM.format(search=search, function=f"{functions_file}:act", grouped=grouped)
     trainer = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
     with trainer:
         assert trainer.stdout is not None
@@ -418,7 +420,7 @@ def test_the_environment_holds_what_is_usual_and_what_is_named(make, monkeypatch
     assert not {*secrets} & set(score.extra)
 
 
-def test_a_scorer_reads_nothing_from_our_terminal(make):
+def test_a_reward_function_reads_nothing_from_our_terminal(make):
     ours, (reading, writing) = os.dup(0), os.pipe()
     os.write(writing, b"typed")
     os.close(writing)
@@ -434,7 +436,7 @@ def test_a_scorer_reads_nothing_from_our_terminal(make):
 # -------------------------------------------------------------------------------------- connection
 
 
-FOREIGN = "invalid: its process wrote something else than its answer on the pool's connection"
+BAD_OUTPUT = "invalid: its process wrote something else than its answer on the pool's connection"
 SLOW = ("length", "drip", "half")
 WRONG = ("bytes", "pickle", "framed pickle", "flood", "json list", "deep", "another's")
 
@@ -445,7 +447,7 @@ def test_what_is_no_answer_costs_one(make, tmp_path, monkeypatch, attack):
     slow = attack in SLOW
     pool = make(timeout_s=1.0 if slow else 30.0)
     scores = pool.score(items("0", attack, "2", "3"))
-    message = "timeout: no answer within 1 s" if slow else FOREIGN
+    message = "timeout: no answer within 1 s" if slow else BAD_OUTPUT
     assert [score.error for score in scores] == [None, message, None, None]
     assert [score.score for score in scores] == [1.0, -1.0, 1.0, 1.0]
     assert sum(pool.counts.values()) == pool.counts["timeout" if slow else "invalid"] == 1
@@ -464,10 +466,10 @@ def test_a_second_answer_ends_the_worker(make):
 def test_a_worker_that_errs_while_idle_is_replaced(make, caplog, reply):
     pool = make()
     pool.score(items(reply))
-    (worker,) = pool._crew.workers
-    wait_until(worker.stirs)
+    (worker,) = pool._worker_pool.workers
+    wait_until(worker.has_activity)
     assert pool.score(items("1")) == [Score(1.0, {}, None)]
-    assert sum(pool.counts.values()) == 0 and worker not in pool._crew.workers
+    assert sum(pool.counts.values()) == 0 and worker not in pool._worker_pool.workers
     assert "a process that had nothing to do" in caplog.text
 
 
@@ -486,21 +488,21 @@ def test_reports_of_any_kind_pass_up_to_a_limit(make):
     scores = pool.score(items("report", "report", size=2 * 10**7))
     assert [len(score.extra["text"]) for score in scores] == [2 * 10**7] * 2
     (score,) = pool.score(items("report", size=7 * 10**7))
-    assert "bytes beside the score, wanted at most 64000000" in (score.error or "")
+    assert "expected at most 64000000 bytes beside the score" in (score.error or "")
     assert pool.counts["invalid"] == 1
 
 
 # -------------------------------------------------------------------------------------- the config
 
 
-def test_the_configs_limits_are_the_pools_and_hold(scorers, mark, monkeypatch):
+def test_the_configs_limits_are_the_pools_and_hold(functions_file, mark, monkeypatch):
     config = ScoringConfig()
     assert Limits(config.memory_gb, config.max_processes, config.pass_env) == Limits()
     monkeypatch.setenv("MY_URL", "1")
     config = ScoringConfig(
         workers=1, memory_gb=1.5, max_processes=3, pass_env=("MY_URL", "CONTAINMENT_*")
     )
-    with open_pool(config, FunctionSpec(f"{scorers}:act")) as pool:
+    with open_pool(config, FunctionSpec(f"{functions_file}:act")) as pool:
         scores = pool.score(items("limit", "environment", "start"))
         assert scores[0].score == 1.5e9 and scores[1].extra["MY_URL"] == "1"
         wait_until(lambda: len(marked(mark)) == 0)  # four children are more than three
@@ -509,9 +511,9 @@ def test_the_configs_limits_are_the_pools_and_hold(scorers, mark, monkeypatch):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"memory_gb": 0}, "got memory_gb=0, wanted a number above 0"),
-        ({"memory_gb": float("nan")}, "got memory_gb=nan, wanted a number above 0"),
-        ({"max_processes": 0}, "got max_processes=0, wanted 1 or more"),
+        ({"memory_gb": 0}, "expected memory_gb above 0, or nothing, got 0"),
+        ({"memory_gb": float("nan")}, "expected memory_gb above 0, or nothing, got nan"),
+        ({"max_processes": 0}, "expected max_processes of 1 or more, or nothing, got 0"),
     ],
 )
 def test_limits_are_checked(make, limits, message):
@@ -522,9 +524,9 @@ def test_limits_are_checked(make, limits, message):
 def test_answers_are_read_exactly():
     extra = {"tiny": 5e-324, "third": 1 / 3, "text": "\ud800é\n", "none": None, "list": [1, 2.0]}
     outcome = Outcome(None, "", 0.1 + 0.2, extra)
-    line = answer_line(7, outcome)
-    assert line.count(b"\n") == 1 and read_answer(line, 7) == outcome
-    assert read_answer(line, 8) is None
+    line = encode_answer(7, outcome)
+    assert line.count(b"\n") == 1 and decode_answer(line, 7) == outcome
+    assert decode_answer(line, 8) is None
 
 
 @pytest.mark.parametrize(
@@ -536,11 +538,11 @@ def test_answers_are_read_exactly():
     ],
 )
 def test_what_has_not_the_form_of_an_answer_is_none(changes):
-    answer = json.loads(answer_line(1, Outcome(None, "", 1.0, {})))
-    assert read_answer(json.dumps(answer).encode(), 1) == Outcome(None, "", 1.0, {})
-    assert read_answer(json.dumps(answer | changes).encode(), 1) is None
+    answer = json.loads(encode_answer(1, Outcome(None, "", 1.0, {})))
+    assert decode_answer(json.dumps(answer).encode(), 1) == Outcome(None, "", 1.0, {})
+    assert decode_answer(json.dumps(answer | changes).encode(), 1) is None
     del answer["extra"]
-    assert read_answer(json.dumps(answer).encode(), 1) is None
+    assert decode_answer(json.dumps(answer).encode(), 1) is None
 
 
 def test_a_signal_to_all_processes_of_a_job_loses_no_answer(make):
@@ -554,6 +556,6 @@ def test_a_signal_to_all_processes_of_a_job_loses_no_answer(make):
     assert (second.extra["pid"], second.error) == (first.extra["pid"], None)
 
 
-def test_a_scorer_can_end_the_processes_that_it_forks(make):
+def test_a_reward_function_can_end_the_processes_that_it_forks(make):
     """As `multiprocessing` does: its `terminate` sends SIGTERM, to which workers are deaf."""
     assert make().score(items("fork, terminate")) == [Score(-float(signal.SIGTERM), {}, None)]

@@ -1,4 +1,4 @@
-"""Scorers against hand-made cases."""
+"""Reward functions against hand-made cases."""
 
 import pytest
 
@@ -148,6 +148,7 @@ def test_by_source_dispatches():
 
 
 def test_by_source_lists_the_known_sources():
-    with pytest.raises(ValueError, match=r"no scorer for data_source 'gsm9k'; known: ") as caught:
+    message = r"no reward function for data_source 'gsm9k'; known: "
+    with pytest.raises(ValueError, match=message) as caught:
         by_source("gsm9k", "", "", None)
     assert all(name in str(caught.value) for name in SOURCES)

@@ -1,4 +1,4 @@
-"""The reward pool: order, speed of recovery, and every way in which a scorer can fail."""
+"""The reward pool: order, speed of recovery, and every way in which a reward function can fail."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.worker import RewardItem
 
-SCORERS = """
+FUNCTIONS = """
 import ctypes, os, re, subprocess, sys, time
 import numpy as np
 
@@ -61,11 +61,11 @@ def three(data_source, solution_str, ground_truth):
 
 
 @pytest.fixture
-def make(scorers):
+def make(functions_file):
     pools = []
 
     def build(workers=2, timeout_s=20.0, on_error=-1.0, name="act", **keywords):
-        spec = FunctionSpec(f"{scorers}:{name}", keywords)
+        spec = FunctionSpec(f"{functions_file}:{name}", keywords)
         pools.append(RewardPool(spec, workers=workers, timeout_s=timeout_s, on_error=on_error))
         return pools[-1]
 
@@ -112,7 +112,7 @@ def test_numbers_and_dicts_are_taken(make, workers):
     assert scores[-1].extra == {"acc": 1, "pred": None, "n": 3}
 
 
-def test_built_in_scorer_by_name():
+def test_built_in_reward_function_by_name():
     spec = FunctionSpec("gsm8k", {"flexible": True})
     with RewardPool(spec, workers=1, timeout_s=20.0) as pool:
         score = pool.score([RewardItem("openai/gsm8k", "it is 1,200", "1200", None)])[0]
@@ -154,17 +154,17 @@ FAILURES = [
     ("raise", "exception", "exception: KeyError: 'no such key' (mine.py:6)"),
     ("exit", "exception", "exception: SystemExit: 3 (mine.py:7)"),
     ("x", "exception", "exception: ValueError: could not convert string to float: 'x' (mine.py:"),
-    ("nan", "invalid", "invalid: got score nan, wanted a finite number"),
-    ("inf", "invalid", "invalid: got score -inf, wanted a finite number"),
-    ("none", "invalid", "invalid: got score None, wanted a finite number"),
-    ("text", "invalid", "invalid: got score '1.0', wanted a finite number"),
-    ("list", "invalid", "invalid: got score [1.0], wanted a finite number"),
-    ("no score", "invalid", "invalid: got a dict with keys ['acc'], wanted 'score' among them"),
+    ("nan", "invalid", "invalid: expected a finite number as score, got nan"),
+    ("inf", "invalid", "invalid: expected a finite number as score, got -inf"),
+    ("none", "invalid", "invalid: expected a finite number as score, got None"),
+    ("text", "invalid", "invalid: expected a finite number as score, got '1.0'"),
+    ("list", "invalid", "invalid: expected a finite number as score, got [1.0]"),
+    ("no score", "invalid", "invalid: expected a dict with 'score', got keys ['acc']"),
     ("bad extra", "invalid", "a function is not plain data"),
     (
         "array",
         "invalid",
-        "invalid: got array([1., 1., 1.]), wanted numbers, strings and lists: can only",
+        "invalid: expected plain data, got array([1., 1., 1.]): can only",
     ),
 ]
 FATAL = [
@@ -235,28 +235,32 @@ def test_long_rows_are_shortened_in_the_log(make, caplog):
     assert len(row) < 250
 
 
-def test_a_hung_scorers_own_children_are_killed(make, tmp_path):
+def test_a_hung_reward_functions_own_children_are_killed(make, tmp_path):
     file = tmp_path / "pid"
     scores = make(1, timeout_s=1.0).score(items("child, hang", file=str(file)))
     assert "timeout" in (scores[0].error or "")
     wait_until(lambda: ended(int(file.read_text())))
 
 
-# -------------------------------------------------------------------------- starting and ending
+# -------------------------------------------------------------------------- starting and end_reason
 
 
-def test_settings_are_checked(scorers):
-    spec = FunctionSpec(f"{scorers}:act")
-    with pytest.raises(ValueError, match=r"got workers=-1, timeout_s=1.0; wanted workers >= 0"):
+def test_settings_are_checked(functions_file):
+    spec = FunctionSpec(f"{functions_file}:act")
+    with pytest.raises(
+        ValueError, match=r"expected workers >= 0 and a positive time limit, got workers=-1"
+    ):
         RewardPool(spec, workers=-1, timeout_s=1.0)
     for limit in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"and a positive time limit"):
+        with pytest.raises(ValueError, match=r"and a positive time limit, got"):
             RewardPool(spec, workers=1, timeout_s=limit)
-    with pytest.raises(ValueError, match=r"got on_error=nan, wanted a finite number or nothing"):
+    with pytest.raises(
+        ValueError, match=r"expected on_error to be a finite number or nothing, got nan"
+    ):
         RewardPool(spec, workers=1, on_error=math.nan)
 
 
-def test_scorer_is_checked_before_anything_runs(make):
+def test_reward_function_is_checked_before_anything_runs(make):
     with pytest.raises(ConfigError, match=r"no function 'akt' .*did you mean 'act'"):
         make(name="akt")
     with pytest.raises(ConfigError, match="takes no 'bonsu'; did you mean 'bonus'"):
@@ -265,7 +269,7 @@ def test_scorer_is_checked_before_anything_runs(make):
         make(name="three")
 
 
-def test_scorer_that_only_loads_here(tmp_path):
+def test_reward_function_that_only_loads_here(tmp_path):
     path = tmp_path / "once.py"
     path.write_text(
         f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
@@ -288,7 +292,7 @@ def test_worker_that_dies_while_starting(tmp_path):
 
 
 def test_worker_that_never_comes_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "START_SECONDS", 0.5)
+    monkeypatch.setattr(process, "START_TIMEOUT_S", 0.5)
     path = tmp_path / "slow.py"
     path.write_text(
         f"import os, time\nif os.getpid() != {os.getpid()}: time.sleep(600)\n"
@@ -303,14 +307,14 @@ def test_worker_killed_while_idle_is_replaced(make):
     pool = make(1, on_error=None)
     first = pool.score(items("pid"))[0].extra["pid"]
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(first))  # its keeper has seen it
+    wait_until(lambda: not psutil.pid_exists(first))  # its supervisor has seen it
     assert pool.score(items("pid"))[0].extra["pid"] != first
     assert sum(pool.counts.values()) == 0
 
 
 @pytest.mark.parametrize("how", ["close", "with", "collect"])
-def test_no_process_is_left_behind(scorers, how):
-    pool = RewardPool(FunctionSpec(f"{scorers}:act"), workers=2, on_error=0.0)
+def test_no_process_is_left_behind(functions_file, how):
+    pool = RewardPool(FunctionSpec(f"{functions_file}:act"), workers=2, on_error=0.0)
     replies = items(*["pid"] * 100, "child")
     pids = {score.extra["pid"] for score in pool.score(replies)}
     assert not any(ended(pid) for pid in pids)
@@ -339,14 +343,16 @@ def test_closed_pool_refuses(make):
 
 
 @pytest.mark.parametrize("when", ["asked", "starting", "scoring"])
-def test_closing_ends_a_call_in_another_thread(scorers, tmp_path, when):
+def test_closing_ends_a_call_in_another_thread(functions_file, tmp_path, when):
     file = tmp_path / "child"
     before = psutil.Process().children()
-    pool = RewardPool(FunctionSpec(f"{scorers}:act"), workers=2, timeout_s=60.0, on_error=0.0)
+    pool = RewardPool(
+        FunctionSpec(f"{functions_file}:act"), workers=2, timeout_s=60.0, on_error=0.0
+    )
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, items("hang", "child, hang", file=str(file)))
         if when == "starting":
-            wait_until(lambda: pool._crew.workers)
+            wait_until(lambda: pool._worker_pool.workers)
         if when == "scoring":
             wait_until(lambda: file.exists() and file.read_text())
         start = time.monotonic()
@@ -364,16 +370,16 @@ import sys, threading
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import pool as m
-pool = m.RewardPool(FunctionSpec({scorer!r}), workers=1, timeout_s=60.0, on_error=0.0)
+pool = m.RewardPool(FunctionSpec({function!r}), workers=1, timeout_s=60.0, on_error=0.0)
 print(pool.score([m.RewardItem("", "pid", "", {{}})])[0].extra["pid"], flush=True)
 pool.score([m.RewardItem("", {reply!r}, "", {{}})]) if {reply!r} else sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("reply", ["", "hang", "spin"])
-def test_workers_end_when_their_owner_is_killed(scorers, reply):
+def test_workers_end_when_their_owner_is_killed(functions_file, reply):
     search = [*sys.path, str(Path(pool_module.__file__).parents[2])]
-    program = PROGRAM.format(search=search, scorer=f"{scorers}:act", reply=reply)
+    program = PROGRAM.format(search=search, function=f"{functions_file}:act", reply=reply)
     owner = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
         stdin=subprocess.PIPE,

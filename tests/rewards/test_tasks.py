@@ -1,4 +1,4 @@
-"""Scorers as Ray tasks: order, time limits, retries, and what is left running afterwards."""
+"""Reward functions as Ray tasks: order, time limits, retries, and what runs on afterwards."""
 
 import logging
 import math
@@ -20,13 +20,13 @@ from jaxrl_llm.rewards.worker import RewardItem
 
 ray = pytest.importorskip("ray")
 
-SCORERS = """
+FUNCTIONS = """
 import os, re, resource, signal, subprocess, sys, time
 
 def above(pid):
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
 
-def rays(): return above(above(os.getppid()))  # between us are our keeper and what waits for it
+def rays(): return above(above(os.getppid()))  # between us are our supervisor and what waits for it
 
 def mark(file, *words):
     with open(file, "a") as marks:
@@ -84,11 +84,11 @@ def cluster(ray_nodes):
 
 
 @pytest.fixture
-def make(scorers):
+def make(functions_file):
     made = []
 
     def build(tasks=2, timeout_s=20.0, retries=1, on_error=-1.0, name="act", **keywords):
-        spec = FunctionSpec(f"{scorers}:{name}", keywords)
+        spec = FunctionSpec(f"{functions_file}:{name}", keywords)
         limits = {"tasks": tasks, "timeout_s": timeout_s, "retries": retries}
         made.append(RewardTasks(spec, **limits, on_error=on_error))
         return made[-1]
@@ -147,12 +147,12 @@ def test_processes_are_kept_and_have_no_jax(make):
     assert not any(extra["jax"] for extra in seen)
 
 
-def test_limits_hold_below_rays_workers(scorers):
+def test_limits_hold_below_rays_workers(functions_file):
     limits = Limits(memory_gb=1.5, pass_env=("RAY_JOB_*",))
-    with RewardTasks(FunctionSpec(f"{scorers}:act"), tasks=1, limits=limits) as tasks:
+    with RewardTasks(FunctionSpec(f"{functions_file}:act"), tasks=1, limits=limits) as tasks:
         (score,) = tasks.score(items("limits"))
     assert score == Score(1.5e9, {"names": ["RAY_JOB_ID", "PATH"]}, None)
-    with pytest.raises(ValueError, match="got max_processes=0, wanted 1 or more"):
+    with pytest.raises(ValueError, match="expected max_processes of 1 or more, or nothing, got 0"):
         RewardTasks(FunctionSpec("gsm8k"), tasks=1, limits=Limits(max_processes=0))
 
 
@@ -193,7 +193,7 @@ def test_failure_is_its_items_alone(make, caplog):
         scores = tasks.score(items("1", "raise", "2", "nan", "3"), first=40)
     assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
     assert scores[1].error == "exception: KeyError: 'no such key' (mine.py:16)"
-    assert scores[3].error == "invalid: got score nan, wanted a finite number"
+    assert scores[3].error == "invalid: expected a finite number as score, got nan"
     assert tasks.counts == none_failed(exception=1, invalid=1)
     assert "row 41 (data_source 'test', reply 'raise', ground truth 'truth'): exc" in caplog.text
 
@@ -241,7 +241,7 @@ def test_item_that_kills_its_process_is_tried_again(make, tmp_path, retries, rep
     assert lines(tmp_path / "tries") == ["died"] * tries
 
 
-@pytest.mark.parametrize(("killed", "retried"), [("scorer's", 1), ("Ray's", 11)])
+@pytest.mark.parametrize(("killed", "retried"), [("the worker's", 1), ("Ray's", 11)])
 def test_process_killed_from_outside_costs_no_score(make, tmp_path, killed, retried):
     file = tmp_path / "pids"
     replies = [str(number) for number in range(40)]
@@ -250,12 +250,12 @@ def test_process_killed_from_outside_costs_no_score(make, tmp_path, killed, retr
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(tasks.score, items(*replies, file=file))
         wait_until(lambda: lines(file))
-        scorers, rays = map(int, lines(file)[0].split())
-        os.kill(scorers if killed == "scorer's" else rays, signal.SIGKILL)
+        worker, rays = map(int, lines(file)[0].split())
+        os.kill(worker if killed == "the worker's" else rays, signal.SIGKILL)
         scores = scoring.result(timeout=30.0)
     assert values(scores) == [*range(3), 7.0, *range(4, 40)]
     assert tasks.counts == none_failed(retried=retried)
-    wait_until(lambda: ended(scorers), seconds=5.0)
+    wait_until(lambda: ended(worker), seconds=5.0)
 
 
 def test_failure_stops_when_asked_to(make, tmp_path):
@@ -288,7 +288,7 @@ def test_closing_ends_a_call_in_another_thread(make, tmp_path):
 # ----------------------------------------------------------------------------------------- starting
 
 
-def test_scorer_that_only_loads_here(tmp_path):
+def test_reward_function_that_only_loads_here(tmp_path):
     path = tmp_path / "once.py"
     path.write_text(
         f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
@@ -309,14 +309,19 @@ def test_folder_that_ray_has_not(tmp_path, monkeypatch, make):
 
 
 def test_settings_are_checked(make):
-    with pytest.raises(ValueError, match=r"got tasks=0, retries=1, timeout_s=20.0; wanted tasks"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected tasks >= 1, retries >= 0 .* got tasks=0, retries=1, timeout_s=20.0",
+    ):
         make(tasks=0)
     with pytest.raises(ValueError, match=r"got tasks=2, retries=-1,"):
         make(retries=-1)
     for limit in (0.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="and a positive time limit"):
             make(timeout_s=limit)
-    with pytest.raises(ValueError, match=r"got on_error=nan, wanted a finite number or nothing"):
+    with pytest.raises(
+        ValueError, match=r"expected on_error to be a finite number or nothing, got nan"
+    ):
         make(on_error=math.nan)
     with pytest.raises(ConfigError, match=r"no function 'akt' .*did you mean 'act'"):
         make(name="akt")
@@ -327,7 +332,7 @@ def test_settings_are_checked(make):
 def test_without_a_cluster(make, monkeypatch):
     tasks = make()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(RewardError, match=r"got no Ray cluster, wanted ray.init\(\)"):
+    with pytest.raises(RewardError, match=r"expected ray.init\(\) .* got no Ray cluster"):
         make()
     with pytest.raises(RewardError, match="got no Ray cluster"):
         tasks.score(items("1"))

@@ -72,10 +72,10 @@ def test_the_engine_holds_its_cache_only_while_it_samples():
     assert engine.calls == ["wake", "sample", "sleep"]
 
 
-def test_a_data_source_without_a_scorer_is_refused_before_sampling():
+def test_a_data_source_without_a_reward_function_is_refused_before_sampling():
     check_sources(config_of().reward.function, [PROMPT])
     stranger = dataclasses.replace(PROMPT, data_source="mystery")
-    with pytest.raises(ConfigError, match="knows no scorer for data_source 'mystery', only for"):
+    with pytest.raises(ConfigError, match="knows no function for data_source 'mystery', only for"):
         check_sources(config_of().reward.function, [PROMPT, stranger])
     check_sources(config_of(reward={"function": "arithmetic"}).reward.function, [stranger])
 
@@ -111,7 +111,7 @@ def test_contradictions(tree, message):
         config_of(**tree)
 
 
-def test_numbers_that_a_scorer_reports_are_averaged_over_the_answers_that_have_them():
+def test_numbers_that_a_reward_function_reports_are_averaged_over_the_answers_that_have_them():
     scores = [
         Score(1.0, {"acc": 1.0, "pred": "4", "format": True}, None),
         Score(0.0, {"acc": 0.0, "pred": None}, None),

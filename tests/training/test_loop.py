@@ -23,7 +23,7 @@ LIMIT = 10.0  # seconds
 
 
 def test_answers_are_scored_while_the_devices_compute():
-    """Scorer and reference each wait until the other has begun."""
+    """Reward function and reference each wait until the other has begun."""
     scoring, computing = threading.Event(), threading.Event()
 
     def score(rollouts):

@@ -10,25 +10,25 @@ from jaxrl_llm.config.load import key
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringConfig:
-    """The processes in which a scorer runs."""
+    """The processes in which a reward function runs."""
 
     workers: int = key(2, "scoring processes; 0 scores in this process, without a time limit")
     timeout_s: float = key(10.0, "seconds for one answer")
     on_error: float | None = key(
         0.0,
-        "score of an answer whose scorer raises or hangs, or whose score is not finite; null "
-        "stops the run",
+        "score of an answer whose reward function raises or hangs, or whose score is not finite; "
+        "null stops the run",
     )
     memory_gb: float | None = key(
-        4.0, "GB of memory of each process of a scorer; null sets no limit"
+        4.0, "GB of memory of each process of a reward function; null sets no limit"
     )
     max_processes: int | None = key(
-        64, "processes that a scorer may have started at once; null sets no limit"
+        64, "processes that a reward function may have started at once; null sets no limit"
     )
     pass_env: tuple[str, ...] = key(
         (),
-        "environment variables that a scorer gets beside the usual ones, such as OPENAI_API_KEY; "
-        "* stands for any letters",
+        "environment variables that a reward function gets beside the usual ones, such as "
+        "OPENAI_API_KEY; * stands for any letters",
     )
 
 
@@ -44,10 +44,11 @@ class RewardConfig(ScoringConfig):
     classifier: str | None = key(
         None,
         "Hugging Face directory of a sequence classifier with one label and the policy's "
-        "tokenizer: its score of prompt and answer is the score; null takes the scorer's",
+        "tokenizer: its score of prompt and answer is the score; null takes the reward function's",
     )
     components: tuple[str, ...] = key(
-        (), "numbers in the scorer's dict that are the field score_components, in this order"
+        (),
+        "numbers in the reward function's dict that are the field score_components, in this order",
     )
 
 
@@ -79,5 +80,5 @@ def check_reward(reward: RewardConfig) -> None:
     )
     require(
         reward.function is not None or not reward.components,
-        "reward.components are what a scorer reports, but reward.function is null",
+        "reward.components are what a reward function reports, but reward.function is null",
     )

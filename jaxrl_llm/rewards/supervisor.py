@@ -1,9 +1,9 @@
-"""The keeper of one scoring process: starts it, watches it, and leaves nothing behind.
+"""The supervisor of one scoring process: starts it, watches it, and leaves nothing behind.
 
-A keeper is a fresh interpreter that loads nothing of the user's. It adopts what the worker's
+A supervisor is a fresh interpreter that loads nothing of the user's. It adopts what the worker's
 children leave behind when they end, so that whatever the worker starts stays below it, in which
 session ever. When the worker ends, when it has too many processes, or when the pool has gone, the
-keeper kills everything that is below it, and ends. Linux only: elsewhere it kills the worker's
+supervisor kills everything that is below it, and ends. Linux only: elsewhere it kills the worker's
 process group.
 """
 
@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.rewards import cgroup
 
-LOOK_SECONDS = 0.1  # between two counts of processes
-PARENT_SECONDS = 1.0  # between two looks whether the pool's process is still there
+POLL_INTERVAL_S = 0.1  # between two counts of processes
+PARENT_POLL_S = 1.0  # between two looks whether the pool's process is still there
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Settings(NamedTuple):
-    """What a keeper is told: file descriptors, the pool's process, and the limits.
+class SupervisorOptions(NamedTuple):
+    """What a supervisor needs: file descriptors, the pool's process, and the limits.
 
     Args:
         answers: our end of the connection on which the worker gets items and gives answers.
-        lifeline: our end of the connection that the pool closes to end the worker; the keeper
+        lifeline: our end of the connection that the pool closes to end the worker; the supervisor
             writes on it how the worker ended.
         parent: the pool's process id.
         memory_gb: of `Limits`.
@@ -48,51 +48,51 @@ class Settings(NamedTuple):
     group: str | None
 
 
-def keep(settings: Settings) -> None:
-    """Start a keeper and its worker; this returns in the worker's process, once it has served.
+def supervise(options: SupervisorOptions) -> None:
+    """Start a supervisor and its worker; this returns in the worker's process, once it has served.
 
-    Between the pool and the keeper stays this process. It only waits: Ray kills the children of a
-    worker that it ends, and a keeper that is killed so could end nothing itself.
+    Between the pool and the supervisor stays this process. It only waits: Ray kills the children of
+    a worker that it ends, and a supervisor that is killed so could end nothing itself.
     """
-    for fd in (settings.answers, settings.lifeline):
-        os.set_inheritable(fd, False)  # what a scorer starts must not hold them
+    for fd in (options.answers, options.lifeline):
+        os.set_inheritable(fd, False)  # what a reward function starts must not hold them
     child_ended, held_by_child = os.pipe()
-    between = os.getpid()
+    waiter = os.getpid()
     if os.fork() == 0:
         os.close(child_ended)
-        _keep_worker(settings._replace(parent=between), held_by_child)
+        _supervise_worker(options._replace(parent=waiter), held_by_child)
         return
-    for fd in (settings.answers, settings.lifeline, held_by_child):
+    for fd in (options.answers, options.lifeline, held_by_child):
         os.close(fd)
     _ignore_signals()
     poller = select.poll()
     poller.register(child_ended)
-    while os.getppid() == settings.parent and not poller.poll(PARENT_SECONDS * 1000):
+    while os.getppid() == options.parent and not poller.poll(PARENT_POLL_S * 1000):
         pass
     os._exit(0)
 
 
-def _keep_worker(settings: Settings, held: int) -> None:
-    """Start the worker and keep it; return in the worker's process, once it has served."""
-    memory_bytes = None if settings.memory_gb is None else int(settings.memory_gb * 1e9)
+def _supervise_worker(options: SupervisorOptions, held: int) -> None:
+    """Start the worker and watch it; return in the worker's process, once it has served."""
+    memory_bytes = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     adopts = _adopt_orphans()
-    group = cgroup.make(settings.group, memory_bytes, settings.max_processes)
-    keeper = os.getpid()
+    group = cgroup.create_group(options.group, memory_bytes, options.max_processes)
+    supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
-        os.close(settings.lifeline)
+        os.close(options.lifeline)
         os.close(held)
-        _become_worker(keeper, group, memory_bytes)
-        from jaxrl_llm.rewards.worker import serve  # the keeper itself stays small
+        _become_worker(supervisor, group, memory_bytes)
+        from jaxrl_llm.rewards.worker import run_worker  # the supervisor itself stays small
 
-        serve(settings.answers, memory_gb=settings.memory_gb)
+        run_worker(options.answers, memory_gb=options.memory_gb)
         return
-    os.close(settings.answers)
+    os.close(options.answers)
     _ignore_signals()
-    note = _watch(settings, worker, group, adopts)
-    if note is not None:
+    report = _watch(options, worker, group, adopts)
+    if report is not None:
         with suppress(OSError):
-            os.write(settings.lifeline, json.dumps(note).encode())
+            os.write(options.lifeline, json.dumps(report).encode())
     _end_all(worker, group, adopts)
     if group is not None:
         cgroup.discard(str(group))
@@ -111,15 +111,15 @@ def _adopt_orphans() -> bool:
     return ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
-def _become_worker(keeper: int, group: Path | None, memory_bytes: int | None) -> None:
-    os.setsid()  # a scorer that kills its process group kills no keeper
+def _become_worker(supervisor: int, group: Path | None, memory_bytes: int | None) -> None:
+    os.setsid()  # a reward function that kills its process group kills no supervisor
     # schedulers send it to all processes of a job, which has a step to end
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper:
+    if os.getppid() != supervisor:
         os._exit(1)
     if group is not None:
         cgroup.enter(group)
@@ -132,7 +132,7 @@ def _become_worker(keeper: int, group: Path | None, memory_bytes: int | None) ->
 
 
 def _watch(
-    settings: Settings, worker: int, group: Path | None, adopts: bool
+    options: SupervisorOptions, worker: int, group: Path | None, adopts: bool
 ) -> dict[str, Any] | None:
     """Wait until everything must end; return how the worker ended, or None if the pool ends it."""
     awake, wake = os.pipe()
@@ -141,28 +141,28 @@ def _watch(
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     poller = select.poll()
-    poller.register(settings.lifeline, select.POLLIN)
+    poller.register(options.lifeline, select.POLLIN)
     poller.register(awake, select.POLLIN)
-    while os.getppid() == settings.parent:  # a copy of the lifeline may be held by others
+    while os.getppid() == options.parent:  # a copy of the lifeline may be held by others
         status = _reap(worker, adopts)
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
-            return {"exit_code": code, "reason": _reason(settings, group)}
-        count = len(_descendants()) - 1 if settings.max_processes is not None and adopts else 0
-        if count > (settings.max_processes or 0):
-            limit = f"at most {settings.max_processes} (reward.max_processes)"
-            return {"exit_code": None, "reason": f"had started {count} processes, wanted {limit}"}
-        if any(fd == settings.lifeline for fd, _ in poller.poll(LOOK_SECONDS * 1000)):
+            return {"exit_code": code, "reason": _reason(options, group)}
+        count = len(_descendants()) - 1 if options.max_processes is not None and adopts else 0
+        if count > (options.max_processes or 0):
+            limit = f"at most {options.max_processes} (reward.max_processes)"
+            return {"exit_code": None, "reason": f"had started {count} processes, expected {limit}"}
+        if any(fd == options.lifeline for fd, _ in poller.poll(POLL_INTERVAL_S * 1000)):
             return None
         with suppress(BlockingIOError):
             os.read(awake, 4096)
     return None
 
 
-def _reason(settings: Settings, group: Path | None) -> str | None:
+def _reason(options: SupervisorOptions, group: Path | None) -> str | None:
     if group is None or not cgroup.ran_out_of_memory(group):
         return None
-    return f"took more than {settings.memory_gb:g} GB with all it started (reward.memory_gb)"
+    return f"took more than {options.memory_gb:g} GB with all it started (reward.memory_gb)"
 
 
 def _reap(worker: int, adopts: bool) -> int | None:
@@ -200,7 +200,7 @@ def _end_all(worker: int, group: Path | None, adopts: bool) -> None:
                 continue
             stopped.clear()
             time.sleep(pause)
-            pause = min(2 * pause, LOOK_SECONDS)
+            pause = min(2 * pause, POLL_INTERVAL_S)
 
 
 def _descendants() -> list[int]:
