@@ -127,7 +127,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_the_text_exist(page):
-    folders = "tests|configs|docs|algorithms|models|sharding|benchmarks|notebooks"
+    folders = "tests|configs|docs|algorithms|models|sharding|benchmarks|notebooks|jaxrl_llm"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
@@ -522,7 +522,7 @@ def test_every_metric_is_documented(written):
 def test_every_documented_metric_exists(written):
     everything = written | diagnostics()
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
-    files = ("monitoring/clock", "training/supervised", "cluster/context")
+    files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)
     assert [name for name in nowhere if f'"{name}"' not in source] == []
     elsewhere = ("train/", "cluster/")
