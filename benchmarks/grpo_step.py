@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     layers: int
     heads: int
     kv_heads: int
-    head_width: int
+    head_dim: int
     ff_width: int
 
 
@@ -86,8 +86,8 @@ class Workload(NamedTuple):
 
 
 MODELS = {
-    "tiny": Shape(width=128, layers=4, heads=4, kv_heads=2, head_width=32, ff_width=384),
-    "small": Shape(width=512, layers=8, heads=8, kv_heads=4, head_width=64, ff_width=1536),
+    "tiny": Shape(width=128, layers=4, heads=4, kv_heads=2, head_dim=32, ff_width=384),
+    "small": Shape(width=512, layers=8, heads=8, kv_heads=4, head_dim=64, ff_width=1536),
 }
 WORKLOADS = {
     "tiny": Workload("tiny", False, PROMPTS, 16384),
@@ -147,7 +147,7 @@ def matrix_parameters(shape: Shape) -> tuple[int, int]:
     >>> layers + head
     851968
     """
-    attention = 2 * shape.width * shape.head_width * (shape.heads + shape.kv_heads)
+    attention = 2 * shape.width * shape.head_dim * (shape.heads + shape.kv_heads)
     feed_forward = 3 * shape.width * shape.ff_width
     return shape.layers * (attention + feed_forward), shape.width * VOCABULARY
 
@@ -168,7 +168,7 @@ def forward_flops(shape: Shape, start: int, end: int, scored: int) -> int:
     """
     layers, head = matrix_parameters(shape)
     attended = (end * (end + 1) - start * (start + 1)) // 2
-    attention = 4 * shape.layers * shape.heads * shape.head_width * attended
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * attended
     return 2 * layers * (end - start) + 2 * head * scored + attention
 
 
@@ -229,7 +229,7 @@ def make_model(folder: Path, shape: Shape, tokenizer: Any) -> None:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_width,
+        head_dim=shape.head_dim,
         intermediate_size=shape.ff_width,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},

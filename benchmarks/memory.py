@@ -41,7 +41,7 @@ MIB, GB = 2**20, 10**9
 SMALL = dict(
     heads=8,
     kv_heads=4,
-    head_width=64,
+    head_dim=64,
     rope_theta=1e6,
     norm_eps=1e-6,
     tied_embeddings=True,
@@ -91,10 +91,10 @@ def print_logprobs(dtype: str) -> None:
 
 def print_remat(dtype: str) -> None:
     """Print the cost of a gradient through the decoder, by policy and rows."""
-    spec = ModelSpec(vocab_size=1000, width=512, layers=8, ff_width=1536, **SMALL)
+    spec = ModelSpec(vocab_size=1000, hidden_size=512, layers=8, ff_width=1536, **SMALL)
     params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
     shapes = [(8, 4096), (32, 1024)] if GPU else [(2, 512), (8, 128)]
-    print(f"\nGradient through {spec.layers} layers, D = {spec.width}, {dtype}\n")
+    print(f"\nGradient through {spec.layers} layers, D = {spec.hidden_size}, {dtype}\n")
     print("| rows × length | remat | scratch, MiB | scratch / (layers · token · D numbers) | s |")
     print("| --- " * 5 + "|")
     for shape in shapes:
@@ -108,7 +108,7 @@ def print_remat(dtype: str) -> None:
 
             rows = (tokens, positions, jnp.ones_like(tokens))
             scratch, seconds = cost(jax.grad(total), params, rows)
-            unit = spec.layers * tokens.size * spec.width * jnp.dtype(dtype).itemsize / MIB
+            unit = spec.layers * tokens.size * spec.hidden_size * jnp.dtype(dtype).itemsize / MIB
             print(
                 f"| {shape[0]} × {shape[1]} | `{policy}` | {scratch:.0f} | {scratch / unit:.1f} "
                 f"| {seconds:.2f} |",
@@ -131,7 +131,7 @@ def make_model(directory: Path, dtype: str) -> None:
     """Save a model of 1.2 GB in 500 MB files."""
     size = {"float32": (1024, 3072, 20), "bfloat16": (1536, 4096, 22)}[dtype]
     width, ff_width, layers = size
-    spec = ModelSpec(vocab_size=32000, width=width, layers=layers, ff_width=ff_width, **SMALL)
+    spec = ModelSpec(vocab_size=32000, hidden_size=width, layers=layers, ff_width=ff_width, **SMALL)
     params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
     kind = jnp.dtype(dtype)
     save_params(directory, params, spec, source=None, dtype=kind, max_shard_bytes=5 * 10**8)

@@ -90,14 +90,14 @@ class Case(NamedTuple):
     @property
     def spec(self) -> ModelSpec:
         """Return the model."""
-        width, layers, heads, kv_heads, head_width, ff_width = self.size.shape
+        width, layers, heads, kv_heads, head_dim, ff_width = self.size.shape
         return ModelSpec(
             vocab_size=self.size.vocabulary,
-            width=width,
+            hidden_size=width,
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
-            head_width=head_width,
+            head_dim=head_dim,
             ff_width=ff_width,
             rope_theta=1e6,
             norm_eps=1e-6,

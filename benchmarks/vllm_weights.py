@@ -59,10 +59,10 @@ def spec_of(gb: float) -> ModelSpec:
     width, layers = (512, 6) if gb < 0.5 else (1024, 16)
     spec: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "width": width,
+        "hidden_size": width,
         "heads": width // 64,
         "kv_heads": width // 128,
-        "head_width": 64,
+        "head_dim": 64,
         "rope_theta": 1e6,
         "norm_eps": 1e-6,
         "qk_norm": True,

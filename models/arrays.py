@@ -34,9 +34,9 @@ class ArrayDecl:
     Raises:
         ValueError: The axes do not match the shape, or `hf_name` and `hf_axes` do not cover them.
 
-    >>> decl = ArrayDecl(shape=(3, 8, 2, 4), axes=("layers", "embed", "heads", "head_width"),
+    >>> decl = ArrayDecl(shape=(3, 8, 2, 4), axes=("layers", "embed", "heads", "head_dim"),
     ...                  initializer=NORMAL, hf_name="l.{layers}.q.weight",
-    ...                  hf_axes=(("heads", "head_width"), ("embed",)))
+    ...                  hf_axes=(("heads", "head_dim"), ("embed",)))
     >>> decl.stacked, decl.hf_shape
     (('layers',), (8, 8))
     """

@@ -55,8 +55,8 @@ def init_cache(
         whole = (batch, spec.kv_heads, *shape)
         return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers))
 
-    values = 0 if _keys_are_values(spec) else spec.head_width
-    return Cache(zeros(spec.head_width, length), zeros(length, values))
+    values = 0 if _keys_are_values(spec) else spec.head_dim
+    return Cache(zeros(spec.head_dim, length), zeros(length, values))
 
 
 def _keys_are_values(spec: ModelSpec) -> bool:

@@ -87,9 +87,9 @@ def forward_flops(
 def _widths(spec: ModelSpec) -> int:
     """Return the width of a head's keys and values together."""
     if spec.latent is None:
-        return 2 * spec.head_width
+        return 2 * spec.head_dim
     if spec.latent.absorbed:
-        return 2 * spec.head_width - spec.latent.rope_width
+        return 2 * spec.head_dim - spec.latent.rope_width
     return spec.latent.key_width + spec.latent.value_width
 
 

@@ -151,5 +151,5 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
         raise ValueError("the model has a value head already; wanted a language model")
     dtype = params["final_norm"].dtype
     body = {name: arrays for name, arrays in params.items() if name != "head"}
-    head = {"score": jnp.zeros((spec.width, 1), dtype), "score_bias": jnp.zeros(1, dtype)}
+    head = {"score": jnp.zeros((spec.hidden_size, 1), dtype), "score_bias": jnp.zeros(1, dtype)}
     return head | body, dataclasses.replace(spec, value_head=True, reward_head=False)

@@ -194,7 +194,7 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     """Return what a device of a layout is asked to do, or why a kernel can't stand there.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = tiny_spec(head_width=4)
+    >>> spec = tiny_spec(head_dim=4)
     >>> heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
     (2, 1, 4)
     """
@@ -209,7 +209,7 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     if spec.heads % parts or keys % parts:
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
     how = Attending(spec.score_scale, spec.window, spec.score_softcap)
-    return Heads(spec.heads // parts, keys // parts, spec.head_width, how)
+    return Heads(spec.heads // parts, keys // parts, spec.head_dim, how)
 
 
 def objection(heads: Heads, dtype: DTypeLike, machine: Machine) -> str | None:
@@ -322,7 +322,7 @@ def choose(
         ValueError: cudnn is asked for and not possible.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = tiny_spec(head_width=8)
+    >>> spec = tiny_spec(head_dim=8)
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> choose("auto", spec, layout, "float32", machine=Machine("cpu", (), (0, 11, 2)))
     Choice(name='xla', reason='the devices are cpu, not cuda', kernel=None)

@@ -95,10 +95,10 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     (1, 2, 1)
     """
     width, theta = spec.rotary_width, spec.rope_theta
-    main = rotation(positions, head_width=width, theta=theta, scaling=spec.rope_scaling)
+    main = rotation(positions, head_dim=width, theta=theta, scaling=spec.rope_scaling)
     if spec.local_rope_theta is None:
         return Rotations(main, main)
-    return Rotations(main, rotation(positions, head_width=width, theta=spec.local_rope_theta))
+    return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
 def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
@@ -116,7 +116,7 @@ def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, La
 def attending(spec: ModelSpec, layer: Layer) -> Attending:
     """Return how one layer attends: the scale of its scores, its window and its soft-cap.
 
-    >>> spec = tiny_spec(head_width=4)
+    >>> spec = tiny_spec(head_dim=4)
     >>> attending(spec, Layer(None)).scale
     0.5
     """

@@ -71,7 +71,7 @@ class LatentSpec:
         return self.nope_width + self.rope_width
 
     @property
-    def head_width(self) -> int:
+    def head_dim(self) -> int:
         """Return the width H of what attention is given."""
         return self.kv_rank + self.rope_width if self.absorbed else self.key_width
 

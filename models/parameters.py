@@ -64,15 +64,15 @@ def _declarer(
     sizes = {
         "layers": len(layers),
         "vocab": spec.vocab_size,
-        "embed": spec.width,
-        "norm": spec.width,
+        "embed": spec.hidden_size,
+        "norm": spec.hidden_size,
         "heads": spec.heads,
         "kv_heads": spec.kv_heads,
-        "head_width": spec.head_width,
+        "head_dim": spec.head_dim,
         "ff": spec.ff_width,
         "experts": spec.moe.experts if spec.moe else 0,
         "routes": spec.moe.experts if spec.moe else 0,
-        "expert_embed": spec.width,
+        "expert_embed": spec.hidden_size,
         "expert_ff": spec.moe.ff_width if spec.moe else 0,
         "label": 1,
     } | own_sizes
@@ -127,16 +127,16 @@ def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
         ("key", "k", "kv_heads"),
         ("value", "v", "kv_heads"),
     ):
-        own, merged = f"{heads} head_width", f"{heads}*head_width"
+        own, merged = f"{heads} head_dim", f"{heads}*head_dim"
         arrays[ours] = array(f"{at}{theirs}_proj.weight", f"layers embed {own}", f"{merged} embed")
         if spec.qkv_bias:
             bias = array(f"{at}{theirs}_proj.bias", f"layers {own}", merged, ZEROS)
             arrays[f"{ours}_bias"] = bias
         if spec.qk_norm and ours != "value":
             name = f"{at}{theirs}_norm.weight"
-            arrays[f"{ours}_norm"] = array(name, "layers head_width", "head_width", norm)
-    axes = "layers heads head_width embed"
-    arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_width")
+            arrays[f"{ours}_norm"] = array(name, "layers head_dim", "head_dim", norm)
+    axes = "layers heads head_dim embed"
+    arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_dim")
     if spec.output_bias:
         arrays["output_bias"] = array(f"{at}o_proj.bias", "layers norm", "norm", ZEROS)
     return arrays
@@ -146,15 +146,15 @@ def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
     assert spec.latent is not None
     latent, at = spec.latent, "model.layers.{layers}.self_attn."
     arrays = {}
-    to_heads = ("layers embed heads head_width", "heads*head_width embed")
+    to_heads = ("layers embed heads head_dim", "heads*head_dim embed")
     if latent.query_rank is None:
-        array = _declarer(spec, layers, head_width=latent.key_width)
+        array = _declarer(spec, layers, head_dim=latent.key_width)
         arrays["query"] = array(f"{at}q_proj.weight", *to_heads)
     else:
         rank = latent.query_rank
         array = _declarer(spec, layers, latent=rank)
         arrays["query_a"] = array(f"{at}q_a_proj.weight", "layers embed latent", "latent embed")
-        array = _declarer(spec, layers, embed=rank, norm=rank, head_width=latent.key_width)
+        array = _declarer(spec, layers, embed=rank, norm=rank, head_dim=latent.key_width)
         arrays["query_a_norm"] = array(f"{at}q_a_layernorm.weight", "layers norm", "norm", ONES)
         arrays["query_b"] = array(f"{at}q_b_proj.weight", *to_heads)
     rank = latent.kv_rank
@@ -162,12 +162,12 @@ def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
     name = f"{at}kv_a_proj_with_mqa.weight"
     arrays["kv_a"] = array(name, "layers embed latent", "latent embed")
     width = latent.nope_width + latent.value_width
-    array = _declarer(spec, layers, embed=rank, norm=rank, head_width=width)
+    array = _declarer(spec, layers, embed=rank, norm=rank, head_dim=width)
     arrays["kv_a_norm"] = array(f"{at}kv_a_layernorm.weight", "layers norm", "norm", ONES)
     arrays["kv_b"] = array(f"{at}kv_b_proj.weight", *to_heads)
-    array = _declarer(spec, layers, head_width=latent.value_width)
-    axes = "layers heads head_width embed"
-    arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_width")
+    array = _declarer(spec, layers, head_dim=latent.value_width)
+    axes = "layers heads head_dim embed"
+    arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_dim")
     return arrays
 
 

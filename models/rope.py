@@ -158,23 +158,23 @@ class Rotation(NamedTuple):
 
 
 def rotation(
-    positions: Int[Array, "R L"], *, head_width: int, theta: float, scaling: Scaling | None = None
+    positions: Int[Array, "R L"], *, head_dim: int, theta: float, scaling: Scaling | None = None
 ) -> Rotation:
     r"""Compute the rotary angles $p\,\theta^{-2i/H}$ for $i < H/2$ (https://arxiv.org/abs/2104.09864).
 
     Args:
         positions: Index of each token within its own sequence.
-        head_width: Dimensions H that are rotated, in pairs.
+        head_dim: Dimensions H that are rotated, in pairs.
         theta: Base of the frequencies.
         scaling: What stretches the frequencies for long contexts.
 
     Returns:
         Cosines and sines, with the scaling's attention factor in both.
 
-    >>> rotation(jnp.array([[0, 5]]), head_width=4, theta=1e4).cos.shape
+    >>> rotation(jnp.array([[0, 5]]), head_dim=4, theta=1e4).cos.shape
     (1, 2, 2)
     """
-    exponents = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1.0) / np.float32(theta) ** exponents
     frequencies, factor = scaling.apply(plain, theta=theta) if scaling else (plain, 1.0)
     angles = positions[..., None].astype(jnp.float32) * frequencies

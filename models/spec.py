@@ -44,11 +44,11 @@ class ModelSpec:
 
     Args:
         vocab_size: Rows V of the embedding.
-        width: Model width D.
+        hidden_size: Width D of the residual stream.
         layers: Number of decoder layers.
         heads: Query heads N.
         kv_heads: Key/value heads K; divides `heads`.
-        head_width: Width H of one head; N·H need not equal D.
+        head_dim: Width H of one head; N·H need not equal D.
         ff_width: Feed-forward width F of the plain layers.
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in every RMS norm.
@@ -70,7 +70,7 @@ class ModelSpec:
         rotary_fraction: Share of the head's dimensions, its first, that are rotated.
         window: How many tokens, itself included, a token attends to in the layers with a window.
         windowed_layers: For each layer whether it has the window; empty means all.
-        query_scalar: Scores are multiplied by its inverse root; None means `head_width`.
+        query_scalar: Scores are multiplied by its inverse root; None means `head_dim`.
         score_softcap: Attention scores s become c·tanh(s/c).
         logit_softcap: Logits z become c·tanh(z/c).
         unit_offset_norms: Whether norms multiply by 1 + w and not by w.
@@ -78,24 +78,25 @@ class ModelSpec:
         scaled_embeddings: Whether embeddings are multiplied by √D.
         moe: The experts of a mixture; None: every layer has a plain feed-forward.
         latent: Multi-head latent attention; `kv_heads` is then `heads`, or 1 in the absorbed form,
-            `head_width` is its own, and there is no `qk_norm`. None: plain attention.
+            `head_dim` is its own, and there is no `qk_norm`. None: plain attention.
         lora: Low-rank adapters beside the frozen arrays.
 
     Raises:
         ValueError: A size is not positive, `kv_heads` does not divide `heads`, the rotated width is
             odd, the activation is unknown, or windows are described in part.
 
-    >>> ModelSpec(vocab_size=8, width=4, layers=1, heads=2, kv_heads=1, head_width=2, ff_width=6,
-    ...           rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True, max_positions=32).qk_norm
+    >>> ModelSpec(vocab_size=8, hidden_size=4, layers=1, heads=2, kv_heads=1, head_dim=2,
+    ...           ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
+    ...           max_positions=32).qk_norm
     True
     """
 
     vocab_size: int
-    width: int
+    hidden_size: int
     layers: int
     heads: int
     kv_heads: int
-    head_width: int
+    head_dim: int
     ff_width: int
     rope_theta: float
     norm_eps: float
@@ -133,10 +134,10 @@ class ModelSpec:
             raise ValueError(
                 f"kv_heads must divide heads, got heads={self.heads}, kv_heads={self.kv_heads}"
             )
-        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_width:
+        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_dim:
             raise ValueError(
-                f"head_width must be even for rotary positions, and so must be the part of it that "
-                f"is rotated: got {self.head_width}, of which {self.rotary_width} are rotated"
+                f"head_dim must be even for rotary positions, and so must be the part of it that "
+                f"is rotated: got {self.head_dim}, of which {self.rotary_width} are rotated"
             )
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r}; wanted one of {ACTIVATIONS}")
@@ -165,10 +166,10 @@ class ModelSpec:
                 f"{self.layers}"
             )
         if self.latent is not None:
-            wanted = (1 if self.latent.absorbed else self.heads, self.latent.head_width)
-            if (self.kv_heads, self.head_width) != wanted or self.qk_norm or self.qkv_bias:
+            wanted = (1 if self.latent.absorbed else self.heads, self.latent.head_dim)
+            if (self.kv_heads, self.head_dim) != wanted or self.qk_norm or self.qkv_bias:
                 raise ValueError(
-                    f"this latent attention has kv_heads, head_width = {wanted} and neither "
+                    f"this latent attention has kv_heads, head_dim = {wanted} and neither "
                     f"qk_norm nor qkv_bias; got {self}"
                 )
 
@@ -186,7 +187,7 @@ class ModelSpec:
             self,
             latent=latent,
             kv_heads=1,
-            head_width=latent.head_width,
+            head_dim=latent.head_dim,
             query_scalar=self.score_scale**-2,
         )
 
@@ -195,12 +196,12 @@ class ModelSpec:
         """Return how many of a head's dimensions are rotated."""
         if self.latent is not None:
             return self.latent.rope_width
-        return int(self.head_width * self.rotary_fraction)
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def score_scale(self) -> float:
         """Return what products of queries and keys are multiplied by."""
-        return (self.head_width if self.query_scalar is None else self.query_scalar) ** -0.5
+        return (self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5
 
     @property
     def stacks(self) -> dict[str, range]:

@@ -39,7 +39,7 @@ def embed(
     [[2.0, 2.0, 2.0, 2.0]]
     """
     x = params["embed"][tokens].astype(dtype)
-    return x * jnp.asarray(spec.width**0.5, dtype) if spec.scaled_embeddings else x
+    return x * jnp.asarray(spec.hidden_size**0.5, dtype) if spec.scaled_embeddings else x
 
 
 def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

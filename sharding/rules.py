@@ -21,7 +21,7 @@ DEFAULT_RULES: Rules = {
     "norm": None,
     "heads": "tensor",
     "kv_heads": "tensor",
-    "head_width": None,
+    "head_dim": None,
     "ff": "tensor",
     "experts": "expert",
     "expert_embed": ("fsdp", "context"),

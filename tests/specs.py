@@ -7,11 +7,11 @@ from jaxrl_llm.models.spec import ModelSpec
 
 TINY = ModelSpec(
     vocab_size=8,
-    width=4,
+    hidden_size=4,
     layers=1,
     heads=2,
     kv_heads=1,
-    head_width=2,
+    head_dim=2,
     ff_width=6,
     rope_theta=1e4,
     norm_eps=1e-6,

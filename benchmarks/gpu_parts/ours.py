@@ -56,11 +56,11 @@ def spec_of(name: str) -> ModelSpec:
     shape = SHAPES[name]
     return ModelSpec(
         vocab_size=shape.vocabulary,
-        width=shape.width,
+        hidden_size=shape.width,
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        head_width=shape.head_width,
+        head_dim=shape.head_dim,
         ff_width=shape.ff_width,
         rope_theta=1e6,
         norm_eps=1e-6,

@@ -13,7 +13,7 @@ class Shape(NamedTuple):
     layers: int
     heads: int
     kv_heads: int
-    head_width: int
+    head_dim: int
     ff_width: int
 
 
@@ -57,12 +57,12 @@ def parameters(shape: Shape) -> int:
     >>> round(parameters(SHAPES["qwen3-1.7b"]) / 1e9, 2)
     1.72
     """
-    attention = 2 * shape.heads * shape.head_width + 2 * shape.kv_heads * shape.head_width
+    attention = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
     layer = shape.width * (attention + 3 * shape.ff_width)
     return shape.layers * layer + shape.vocabulary * shape.width
 
 
-def attention_flops(heads: int, head_width: int, lengths: Sequence[int]) -> int:
+def attention_flops(heads: int, head_dim: int, lengths: Sequence[int]) -> int:
     """Count the operations of one causal attention over segments, forward.
 
     A pair costs a product and a sum in scores and in mixing, 4 times the head's width. The backward
@@ -71,7 +71,7 @@ def attention_flops(heads: int, head_width: int, lengths: Sequence[int]) -> int:
     >>> attention_flops(1, 1, [3]), attention_flops(2, 8, [1, 1])
     (24, 128)
     """
-    return 4 * heads * head_width * sum(n * (n + 1) // 2 for n in lengths)
+    return 4 * heads * head_dim * sum(n * (n + 1) // 2 for n in lengths)
 
 
 def update_flops(shape: Shape, lengths: Sequence[int]) -> int:
@@ -83,7 +83,7 @@ def update_flops(shape: Shape, lengths: Sequence[int]) -> int:
     >>> update_flops(Shape(5, 2, 1, 1, 1, 2, 3), [2]) == 6 * 44 * 2 + 3 * 24
     True
     """
-    attention = shape.layers * attention_flops(shape.heads, shape.head_width, lengths)
+    attention = shape.layers * attention_flops(shape.heads, shape.head_dim, lengths)
     return 6 * parameters(shape) * sum(lengths) + 3 * attention
 
 
@@ -96,7 +96,7 @@ def decoding_bytes(shape: Shape, requests: int, prompt: int, new: int) -> int:
     True
     """
     steps = range(new // 2, new)
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_width
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
     cached = requests * per_token * sum(prompt + i for i in steps)
     return 2 * (len(steps) * parameters(shape) + cached)
 

@@ -55,7 +55,7 @@ def model_of(name: str, attention: str, dtype: torch.dtype) -> Any:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_width,
+        head_dim=shape.head_dim,
         intermediate_size=shape.ff_width,
         rope_theta=1e6,
         rms_norm_eps=1e-6,

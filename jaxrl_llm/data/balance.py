@@ -54,7 +54,7 @@ def model_cost(spec: ModelSpec) -> Cost:
     """
     windowed = sum(spec.windowed_layers) if spec.windowed_layers else spec.layers
     full = spec.layers - (windowed if spec.window else 0)
-    pairs = full * spec.heads * spec.head_width
+    pairs = full * spec.heads * spec.head_dim
     parameters = sum(active_parameters(spec))
     return Cost(parameters / pairs if pairs else math.inf, 6.0 * parameters)
 

@@ -144,13 +144,13 @@ def stored_per_token(shapes: RunShapes) -> int | float:
     spec, length = shapes.spec, longest(shapes.config)
     everything, products = _numbers(spec, length)
     policy = shapes.config.model.remat
-    kept = {"none": everything, "dots": products, "full": spec.width}[policy]
+    kept = {"none": everything, "dots": products, "full": spec.hidden_size}[policy]
     return spec.layers * kept + (0 if policy == "none" else everything)
 
 
 def _numbers(spec: ModelSpec, length: int) -> tuple[int, int]:
-    heads, own = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+    heads, own = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     moe = spec.moe
     width = moe.ff_width * moe.experts_per_token + moe.shared_ff_width if moe else spec.ff_width
-    everything = 11 * spec.width + 5 * heads + 5 * own + 6 * width + 2 * spec.heads * length
-    return everything, 2 * spec.width + heads + 2 * own + (0 if moe else 2 * width)
+    everything = 11 * spec.hidden_size + 5 * heads + 5 * own + 6 * width + 2 * spec.heads * length
+    return everything, 2 * spec.hidden_size + heads + 2 * own + (0 if moe else 2 * width)

@@ -82,7 +82,7 @@ def engine_speed(spec: ModelSpec, gpu: Gpu, tensor: int, prompt: int) -> EngineS
     rate, read = gpu.flops * COMPUTE * tensor, gpu.bandwidth * BANDWIDTH * tensor
     token = forward_flops(decoding, 1, 0)
     reduces = 2 * spec.layers * (tensor > 1)
-    sent = reduces * 2 * spec.width * PASSES["all-reduce"] * (tensor - 1) / tensor
+    sent = reduces * 2 * spec.hidden_size * PASSES["all-reduce"] * (tensor - 1) / tensor
     return EngineSpeed(
         step=STEP_S + reduces * REDUCE_S,
         weights=2 * parameter_count(spec) / read,

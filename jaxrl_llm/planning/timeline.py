@@ -50,9 +50,9 @@ def bytes_sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Col
         over = Collective(kind, tuple(axes.split()), inner * devices > PER_NODE)
         sizes[over] += round(PASSES[kind] * size * (devices - 1) / devices)
 
-    ends = spec.vocab_size * spec.width * (2 - spec.tied_embeddings)
+    ends = spec.vocab_size * spec.hidden_size * (2 - spec.tied_embeddings)
     layers, shards = parameter_count(spec) - ends, mesh.fsdp * mesh.tensor
-    sums = (2 * spec.layers + 1) * mesh.tokens * spec.width * 2 * (4 if update else 1)
+    sums = (2 * spec.layers + 1) * mesh.tokens * spec.hidden_size * 2 * (4 if update else 1)
     add("all-reduce", "tensor", 1, mesh.tensor, sums)
     gathered = 4 * (ends + 2 * layers) if update else 2 * (ends + layers)
     add("all-gather", "fsdp", mesh.tensor, mesh.fsdp, gathered / mesh.tensor)

@@ -13,11 +13,11 @@ Config = Mapping[str, Any]
 
 SIZES = {
     "vocab_size": "vocab_size",
-    "hidden_size": "width",
+    "hidden_size": "hidden_size",
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
-    "head_dim": "head_width",
+    "head_dim": "head_dim",
     "intermediate_size": "ff_width",
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_positions",
@@ -179,7 +179,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
         values[name] = None if values[name] is None else float(values[name])
     if "qkv_bias" in values:
         values["output_bias"] = values["qkv_bias"]
-    if values.get("query_scalar") == values["head_width"]:
+    if values.get("query_scalar") == values["head_dim"]:
         values["query_scalar"] = None
     activation = filled[family.activation_key]
     if activation not in ACTIVATIONS:
@@ -272,7 +272,7 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
     """
     values = {theirs: getattr(spec, ours) for theirs, ours in (SIZES | family.keys).items()}
     if "query_pre_attn_scalar" in values:
-        scalar = spec.head_width if spec.query_scalar is None else spec.query_scalar
+        scalar = spec.head_dim if spec.query_scalar is None else spec.query_scalar
         values["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
     theirs = {ours: key for key, ours in ACTIVATIONS.items()}
     return {

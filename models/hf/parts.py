@@ -151,7 +151,7 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
     >>> sizes |= dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
     >>> read_deepseek_v3(sizes | {"n_shared_experts": 1, "first_k_dense_replace": 3,
     ...     "max_position_embeddings": 64, "n_group": 2, "topk_group": 1,
-    ...     "routed_scaling_factor": 2.5})["head_width"]
+    ...     "routed_scaling_factor": 2.5})["head_dim"]
     6
     """
     _only(config, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, ep_size=1)
@@ -168,7 +168,7 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
     scaling = read_ropes(config, theta=1e4, local_theta=None).rope_scaling
     return {
         "latent": latent,
-        "head_width": latent.key_width,
+        "head_dim": latent.key_width,
         "query_scalar": _query_scalar(latent.key_width, scaling),
         "moe": MoeSpec(
             experts=_given(config, "n_routed_experts"),

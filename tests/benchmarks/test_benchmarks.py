@@ -39,11 +39,11 @@ def test_examples(script):
 def spec_of(shape):
     return ModelSpec(
         vocab_size=grpo_step.VOCABULARY,
-        width=shape.width,
+        hidden_size=shape.width,
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        head_width=shape.head_width,
+        head_dim=shape.head_dim,
         ff_width=shape.ff_width,
         rope_theta=1e6,
         norm_eps=1e-6,
@@ -64,14 +64,14 @@ def test_flops_of_a_forward_pass_are_those_that_xla_counts():
     counted = jax.jit(run).lower(params, rows).compile().cost_analysis()["flops"]
     causal = grpo_step.forward_flops(shape, 0, length, length)
     # XLA's attention computes all pairs, where a causal one needs (T + 1) / 2T of them
-    full = causal + 4 * shape.heads * shape.head_width * length * (length - 1) // 2
+    full = causal + 4 * shape.heads * shape.head_dim * length * (length - 1) // 2
     np.testing.assert_allclose(counted, full, rtol=0.05)  # the rest are norms, softmax, and so on
 
 
 def test_a_steps_flops_are_the_sum_over_its_passes():
     shape, prompts, lengths = grpo_step.MODELS["tiny"], [3, 5], [2, 4, 1, 6]
     layers, head = grpo_step.matrix_parameters(shape)
-    per_pair = 4 * shape.layers * shape.heads * shape.head_width
+    per_pair = 4 * shape.layers * shape.heads * shape.head_dim
     total = 0
     for prompt in prompts:
         total += sum(2 * layers + per_pair * (at + 1) for at in range(prompt)) + 2 * head

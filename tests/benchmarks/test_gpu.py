@@ -27,15 +27,15 @@ def test_examples(benchmark):
 
 def test_an_updates_flops_equal_a_sum_over_tokens_and_pairs(benchmark):
     shape, lengths = benchmark.shapes.SHAPES["tiny"], [3, 7, 1]
-    width, inner = shape.width, shape.heads * shape.head_width
+    width, inner = shape.width, shape.heads * shape.head_dim
     matrices = [(width, inner), (inner, width), *[(width, shape.ff_width)] * 3]
-    matrices += [(width, shape.kv_heads * shape.head_width)] * 2
+    matrices += [(width, shape.kv_heads * shape.head_dim)] * 2
     total = 0
     for length in lengths:
         for seen in range(1, length + 1):
             total += 2 * width * shape.vocabulary
             total += shape.layers * sum(2 * a * b for a, b in matrices)
-            total += shape.layers * shape.heads * seen * 2 * (2 * shape.head_width)
+            total += shape.layers * shape.heads * seen * 2 * (2 * shape.head_dim)
     assert benchmark.shapes.update_flops(shape, lengths) == 3 * total
 
 

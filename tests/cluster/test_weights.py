@@ -18,11 +18,11 @@ from jaxrl_llm.sharding.mesh import make_mesh
 
 SPEC = ModelSpec(
     vocab_size=96,
-    width=64,
+    hidden_size=64,
     layers=2,
     heads=4,
     kv_heads=2,
-    head_width=32,
+    head_dim=32,
     ff_width=96,
     rope_theta=1e4,
     norm_eps=1e-6,

@@ -104,7 +104,7 @@ def test_impossible_parts(parts, equal):
 
 # ------------------------------------------------------------------------------------------- costs
 
-SIZES = dict(vocab_size=512, width=128, heads=4, kv_heads=4, head_width=32, ff_width=384)
+SIZES = dict(vocab_size=512, hidden_size=128, heads=4, kv_heads=4, head_dim=32, ff_width=384)
 REST = dict(layers=2, rope_theta=1e4, norm_eps=1e-6, max_positions=4096)
 
 
@@ -133,7 +133,7 @@ def test_the_breakeven_is_what_xla_counts(tied):
 
 def test_a_model_of_7b_by_hand():
     """Verl's 12·D² parameters a layer; it counts all n² pairs, so its breakeven is half."""
-    shape = dict(width=4096, heads=32, kv_heads=32, head_width=128, ff_width=8 * 4096 // 3)
+    shape = dict(hidden_size=4096, heads=32, kv_heads=32, head_dim=128, ff_width=8 * 4096 // 3)
     spec = ModelSpec(**REST | {"layers": 32}, **shape, vocab_size=1, tied_embeddings=True)
     np.testing.assert_allclose(model_cost(spec).breakeven / 2, VERL_COST.breakeven, rtol=1e-3)
 

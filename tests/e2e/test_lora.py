@@ -89,9 +89,13 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(workshop, adapted)
     found = arrays(adapted.run_dir)
     spec = read_spec(workshop.base)
     rank, layers = 4, spec.layers
-    n, k = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
-    sides = [(spec.width, n), (n, spec.width), *[(spec.width, k)] * 2]  # attention
-    sides += [(spec.width, spec.ff_width)] * 2 + [(spec.ff_width, spec.width)]
+    n, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    sides = [
+        (spec.hidden_size, n),
+        (n, spec.hidden_size),
+        *[(spec.hidden_size, k)] * 2,
+    ]  # attention
+    sides += [(spec.hidden_size, spec.ff_width)] * 2 + [(spec.ff_width, spec.hidden_size)]
     adapter = 4 * layers * rank * sum(map(sum, sides))
     moments = sum(x.nbytes for name, x in found.items() if "opt_state" in name and x.ndim)
     assert moments == 2 * adapter

@@ -28,7 +28,7 @@ def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypat
     wanted = run(*CRITIC, "steps=3").ok()
     before = {id(array) for array in jax.live_arrays()}
     spec = read_spec(workshop.base)
-    table = (spec.vocab_size, spec.width)
+    table = (spec.vocab_size, spec.hidden_size)
     monkeypatch.setattr(loop, "gather", watched)
     found = run(*CRITIC, *ALL, "steps=2").ok()
     found = run(*CRITIC, *ALL, "steps=3", run_dir=found.run_dir).ok()

@@ -40,11 +40,11 @@ pytestmark = pytest.mark.gpu
 
 SPEC = ModelSpec(
     vocab_size=512,
-    width=256,
+    hidden_size=256,
     layers=4,
     heads=8,
     kv_heads=4,
-    head_width=64,
+    head_dim=64,
     ff_width=768,
     rope_theta=1e6,
     norm_eps=1e-6,

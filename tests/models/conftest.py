@@ -11,11 +11,11 @@ from jaxrl_llm.models.spec import ModelSpec
 def spec():
     return ModelSpec(
         vocab_size=37,
-        width=16,
+        hidden_size=16,
         layers=3,
         heads=4,
         kv_heads=2,
-        head_width=6,
+        head_dim=6,
         ff_width=20,
         rope_theta=1e4,
         norm_eps=1e-6,

@@ -88,7 +88,7 @@ def test_prompts_may_be_read_in_pieces(spec, run, tokens):
     """One piece, pieces whose lengths differ among rows, and single tokens give the same."""
 
     def read(pieces):
-        cache, states = init_cache(spec, 3, SLOTS), np.zeros((3, 12, spec.width))
+        cache, states = init_cache(spec, 3, SLOTS), np.zeros((3, 12, spec.hidden_size))
         start, width = np.zeros(3, int), max(map(max, pieces))
         for lengths in pieces:
             at = places(start, lengths, width)

@@ -15,11 +15,11 @@ from jaxrl_llm.models.transformer import forward
 
 SPEC = ModelSpec(
     vocab_size=512,
-    width=512,
+    hidden_size=512,
     layers=1,  # XLA counts a loop's body once
     heads=8,
     kv_heads=4,
-    head_width=64,
+    head_dim=64,
     ff_width=1536,
     rope_theta=1e6,
     norm_eps=1e-6,

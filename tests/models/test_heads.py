@@ -42,11 +42,11 @@ def shapes(tree):
 def test_values_by_loops(critic, dtype):
     """A bfloat16 head or sum would be off by 1e-3 and more."""
     params, spec = critic
-    hidden = jax.random.normal(jax.random.key(0), (2, 3, spec.width)).astype(dtype)
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, spec.hidden_size)).astype(dtype)
     wanted = np.zeros((2, 3))
     for r, t in np.ndindex(2, 3):
         wanted[r, t] = float(params["score_bias"][0])
-        for d in range(spec.width):
+        for d in range(spec.hidden_size):
             wanted[r, t] += float(hidden[r, t, d]) * float(params["score"][d, 0])
     values = jax.jit(token_values)(params, hidden)
     assert values.dtype == jnp.float32

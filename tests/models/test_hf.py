@@ -47,11 +47,11 @@ def assert_same(got, wanted):
 
 def test_conversion_by_loops(spec, params):
     """q_proj.weight[n*H + h, d] is query[layer, d, n, h]; o_proj.weight[d, n*H + h] is output."""
-    declared, width = declare(spec)["layers"], spec.head_width
+    declared, width = declare(spec)["layers"], spec.head_dim
     query, output = (np.asarray(params["layers"][name]) for name in ("query", "output"))
     theirs = dict(hf_arrays(declared["query"], query)) | dict(hf_arrays(declared["output"], output))
     o_proj = theirs["model.layers.2.self_attn.o_proj.weight"]
-    for d, n, h in np.ndindex(spec.width, spec.heads, width):
+    for d, n, h in np.ndindex(spec.hidden_size, spec.heads, width):
         assert theirs[QUERY][n * width + h, d] == query[1, d, n, h]
         assert o_proj[d, n * width + h] == output[2, n, h, d]
     np.testing.assert_array_equal(from_hf(declared["query"], theirs[QUERY]), query[1])

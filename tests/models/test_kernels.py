@@ -31,11 +31,11 @@ from jaxrl_llm.training import load_model
 HOPPER = Machine("cuda", (9, 0), (0, 11, 2))
 SPEC = ModelSpec(
     vocab_size=8,
-    width=4,
+    hidden_size=4,
     layers=2,
     heads=4,
     kv_heads=2,
-    head_width=8,
+    head_dim=8,
     ff_width=6,
     rope_theta=1e4,
     norm_eps=1e-6,

@@ -19,11 +19,11 @@ LENGTH, WIDTH, HEADS = 6, 7, 3
 LATENT = LatentSpec(query_rank=5, kv_rank=8, nope_width=4, rope_width=2, value_width=3)
 SPEC = ModelSpec(
     vocab_size=31,
-    width=12,
+    hidden_size=12,
     layers=2,
     heads=HEADS,
     kv_heads=HEADS,
-    head_width=6,
+    head_dim=6,
     ff_width=10,
     rope_theta=1e4,
     norm_eps=1e-6,
@@ -96,11 +96,11 @@ def test_latent_attention_equals_loop(query_rank, absorbed):
         def linear(name, x):
             return jnp.einsum("rld,d...->rl...", x, weights[name])
 
-        by = rotation(jnp.arange(LENGTH)[None], head_width=latent.rope_width, theta=1e4)
+        by = rotation(jnp.arange(LENGTH)[None], head_dim=latent.rope_width, theta=1e4)
         form = absorb if absorbed else expand
         extra = (weights["kv_b"],) if absorbed else ()
         q, k, v = form(latent, h, by, linear, lambda name, x: x, *extra)
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == latent.head_width
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == latent.head_dim
         how = Attending(scale=latent.key_width**-0.5)
         mixed = attend(q, k, v, jnp.ones((1, LENGTH), jnp.int32), how)
         return mixed_values(latent, mixed, weights["kv_b"] if absorbed else None)
@@ -185,7 +185,7 @@ def test_impossible_latent_attention_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"kv_heads": 1}, {"head_width": 8}, {"qk_norm": True}, {"qkv_bias": True}], ids=str
+    "changes", [{"kv_heads": 1}, {"head_dim": 8}, {"qk_norm": True}, {"qkv_bias": True}], ids=str
 )
 def test_models_that_do_not_fit_their_latent_attention_are_refused(changes):
     with pytest.raises(ValueError, match="this latent attention has"):

@@ -48,8 +48,8 @@ def test_what_is_stored(spec, draw, rows):
         params = draw(deep)
         return sum(x.size for x in jax.tree.leaves(params))
 
-    tokens, d, f = rows[0].size, spec.width, spec.ff_width
-    heads, kv = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+    tokens, d, f = rows[0].size, spec.hidden_size, spec.ff_width
+    heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     per_token = {
         policy: (stored(policy, 4) - stored(policy, 3) - (weights(4) - weights(3))) / tokens
         for policy in POLICIES

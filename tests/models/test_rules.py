@@ -20,7 +20,7 @@ def abstract_mesh(**axes):
     [
         (("vocab", "embed"), (40, 16), ("tensor", "fsdp")),
         (
-            ("layers", "embed", "kv_heads", "head_width"),
+            ("layers", "embed", "kv_heads", "head_dim"),
             (3, 16, 2, 6),
             (None, "fsdp", "tensor", None),
         ),

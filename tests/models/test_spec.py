@@ -22,11 +22,11 @@ def test_spec_is_a_static_argument(spec):
 
     def scale(spec, x):
         traces.append(spec)
-        return spec.width * x
+        return spec.hidden_size * x
 
     jitted = jax.jit(scale, static_argnums=0)
     assert jitted(spec, 1.0) == jitted(dataclasses.replace(spec), 1.0) == 16
-    assert jitted(dataclasses.replace(spec, width=8), 1.0) == 8
+    assert jitted(dataclasses.replace(spec, hidden_size=8), 1.0) == 8
     assert len(traces) == 2
 
 
@@ -34,9 +34,9 @@ def test_spec_is_a_static_argument(spec):
     ("changes", "message"),
     [
         ({"heads": 3}, "kv_heads must divide heads, got heads=3, kv_heads=2"),
-        ({"head_width": 5}, "head_width must be even .* got 5"),
-        ({"head_width": 8, "rotary_fraction": 0.4}, "got 8, of which 3 are rotated"),
-        ({"head_width": 8, "rotary_fraction": 1.5}, "got 8, of which 12 are rotated"),
+        ({"head_dim": 5}, "head_dim must be even .* got 5"),
+        ({"head_dim": 8, "rotary_fraction": 0.4}, "got 8, of which 3 are rotated"),
+        ({"head_dim": 8, "rotary_fraction": 1.5}, "got 8, of which 12 are rotated"),
         ({"activation": "relu"}, "activation 'relu'; wanted one of"),
         ({"window": 2, "windowed_layers": (True,)}, "1 entries for 3 layers"),
         ({"windowed_layers": (True, False, True)}, "needs a window and both kinds"),

@@ -86,13 +86,13 @@ def test_rotation_by_loops():
             turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
             turned = (x[0, t, :, i] + 1j * x[0, t, :, i + 3]) * turn
             wanted[0, t, :, i], wanted[0, t, :, i + 3] = turned.real, turned.imag
-    by = rotation(jnp.array([positions]), head_width=6, theta=100.0)
+    by = rotation(jnp.array([positions]), head_dim=6, theta=100.0)
     np.testing.assert_allclose(rotate(jnp.array(x), by), wanted, atol=2e-4)
 
 
 def test_what_is_not_rotated_passes():
     x = jax.random.normal(jax.random.key(0), (1, 2, 3, 10))
-    by = rotation(jnp.array([[3, 4]]), head_width=6, theta=100.0)
+    by = rotation(jnp.array([[3, 4]]), head_dim=6, theta=100.0)
     got = rotate(x, by)
     np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
     np.testing.assert_array_equal(got[..., :6], rotate(x[..., :6], by))
@@ -102,7 +102,7 @@ def test_rotated_products_depend_on_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
 
     def product(i, j):
-        turn = [rotation(jnp.array([[p]]), head_width=8, theta=1e4) for p in (i, j)]
+        turn = [rotation(jnp.array([[p]]), head_dim=8, theta=1e4) for p in (i, j)]
         return float((rotate(q, turn[0]) * rotate(k, turn[1])).sum())
 
     assert product(9, 4) == pytest.approx(product(25, 20), abs=1e-5)

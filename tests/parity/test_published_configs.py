@@ -297,9 +297,9 @@ PUBLISHED = {
         | sized(896, 4864, 24, 14, 2, tie_word_embeddings=True, vocab_size=151936)
         | {"max_window_layers": 24, "sliding_window": 32768},
         494_032_768,
-        {"head_width": 64, "qkv_bias": True, "output_bias": False, "window": None},
+        {"head_dim": 64, "qkv_bias": True, "output_bias": False, "window": None},
     ),
-    "Qwen2.5-7B": (QWEN_2_5, 7_615_616_512, {"head_width": 128, "rope_scaling": None}),
+    "Qwen2.5-7B": (QWEN_2_5, 7_615_616_512, {"head_dim": 128, "rope_scaling": None}),
     "Qwen2.5-7B-Instruct, YaRN as documented": (
         QWEN_2_5
         | {
@@ -320,7 +320,7 @@ PUBLISHED = {
     "Qwen3-0.6B": (
         QWEN_3 | sized(1024, 3072, 28, 16, 8, max_window_layers=28, tie_word_embeddings=True),
         596_049_920,
-        {"head_width": 128, "qk_norm": True, "qkv_bias": False, "tied_embeddings": True},
+        {"head_dim": 128, "qk_norm": True, "qkv_bias": False, "tied_embeddings": True},
     ),
     "Qwen3-8B": (QWEN_3, 8_190_735_360, {"windowed_layers": (), "window": None}),
     "Qwen3-8B, YaRN as documented": (
@@ -338,12 +338,12 @@ PUBLISHED = {
     "Qwen3-32B": (
         QWEN_3 | sized(5120, 25600, 64, 64, 8, max_window_layers=64),
         32_762_123_264,
-        {"heads": 64, "head_width": 128},
+        {"heads": 64, "head_dim": 128},
     ),
     "Llama-3.1-8B": (
         LLAMA_3_1,
         8_030_261_248,
-        {"rope_scaling": LLAMA_3, "head_width": 128, "qk_norm": False},
+        {"rope_scaling": LLAMA_3, "head_dim": 128, "qk_norm": False},
     ),
     "Llama-3.2-1B": (
         LLAMA_3_1
@@ -362,13 +362,13 @@ PUBLISHED = {
         7_241_732_096,
         {"window": 4096, "windowed_layers": (), "rope_theta": 1e4},
     ),
-    "Mistral-7B-v0.3": (MISTRAL, 7_248_023_552, {"window": None, "head_width": 128}),
+    "Mistral-7B-v0.3": (MISTRAL, 7_248_023_552, {"window": None, "head_dim": 128}),
     "Mistral-Small-24B-2501": (
         MISTRAL
         | sized(5120, 32768, 40, 32, 8, head_dim=128)
         | {"attention_dropout": 0.0, "rope_theta": 100000000.0, "vocab_size": 131072},
         23_572_403_200,
-        {"head_width": 128, "rope_theta": 1e8},
+        {"head_dim": 128, "rope_theta": 1e8},
     ),
     "Gemma-2-2B": (
         GEMMA_2 | sized(2304, 9216, 26, 8, 4),
@@ -383,7 +383,7 @@ PUBLISHED = {
     "Gemma-2-27B": (
         GEMMA_2 | sized(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
         27_227_128_320,
-        {"query_scalar": 144.0, "head_width": 128, "activation": "gelu_tanh"},
+        {"query_scalar": 144.0, "head_dim": 128, "activation": "gelu_tanh"},
     ),
     "Gemma-3-1B-it": (
         GEMMA_3,
@@ -406,7 +406,7 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (
         QWEN_3_MOE,
         30_532_122_624,
-        {"head_width": 128, "qk_norm": True},
+        {"head_dim": 128, "qk_norm": True},
     ),
     "Qwen3-235B-A22B": (
         QWEN_3_MOE
@@ -426,7 +426,7 @@ PUBLISHED = {
         DEEPSEEK_V3,
         671_026_419_200,
         {
-            "head_width": 192,
+            "head_dim": 192,
             "qk_norm": False,
             "max_positions": 163840,
             "query_scalar": pytest.approx(192 / 1.3688879454**4),  # 0.1 ln 40 + 1

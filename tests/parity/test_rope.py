@@ -83,7 +83,7 @@ def test_frequencies_and_attention_factors_equal(width, rope):
     assert our_factor == pytest.approx(factor, rel=1e-12)
 
     angles = 100 * theirs.double().numpy()
-    by = rotation(jnp.array([[100]]), head_width=width, theta=theta, scaling=scaling)
+    by = rotation(jnp.array([[100]]), head_dim=width, theta=theta, scaling=scaling)
     np.testing.assert_allclose(by.cos[0, 0], np.cos(angles) * factor, atol=3e-5)
     np.testing.assert_allclose(by.sin[0, 0], np.sin(angles) * factor, atol=3e-5)
 
@@ -91,7 +91,7 @@ def test_frequencies_and_attention_factors_equal(width, rope):
 def test_partial_rotation_equals():
     q = torch.randn(2, 3, 5, 16, generator=torch.manual_seed(0))  # [rows, heads, tokens, width]
     positions = np.tile(np.arange(5), (2, 1))
-    by = rotation(jnp.array(positions), head_width=12, theta=1e4)
+    by = rotation(jnp.array(positions), head_dim=12, theta=1e4)
     cos, sin = (torch.from_numpy(np.tile(x, 2)) for x in by)
     theirs, _ = apply_rotary_pos_emb(q, q, cos, sin)
     ours = rotate(jnp.array(q.transpose(1, 2).numpy()), by)

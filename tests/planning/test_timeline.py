@@ -44,11 +44,11 @@ from jaxrl_llm.planning.timeline import (
 SECOND = EngineSpeed(step=1.0)
 SPEC = ModelSpec(
     vocab_size=512,
-    width=128,
+    hidden_size=128,
     layers=4,
     heads=4,
     kv_heads=2,
-    head_width=32,
+    head_dim=32,
     ff_width=512,
     rope_theta=1e4,
     norm_eps=1e-6,
@@ -182,7 +182,7 @@ def test_a_sequence_holds_its_prompt_and_half_of_its_answer():
 
 def test_an_engines_pace_is_that_of_its_weights_cache_and_operations():
     gpu, alone = GPUS["H200"], engine_speed(SPEC, GPUS["H200"], 1, 8)
-    assert cache_bytes(SPEC) == 2 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_width
+    assert cache_bytes(SPEC) == 2 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim
     assert alone.weights * 0.7 * gpu.bandwidth == pytest.approx(2 * parameter_count(SPEC))
     assert alone.pair * COMPUTE * gpu.flops == pytest.approx(4 * SPEC.layers * 4 * 32)
     assert alone.sent == 0

@@ -38,11 +38,11 @@ pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 SPEC = ModelSpec(
     vocab_size=32,
-    width=16,
+    hidden_size=16,
     layers=2,
     heads=4,
     kv_heads=2,
-    head_width=4,
+    head_dim=4,
     ff_width=24,
     rope_theta=1e4,
     norm_eps=1e-6,
@@ -62,7 +62,7 @@ def params():
     rng = np.random.default_rng(0)
 
     def draw(decl):
-        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_width"))
+        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
         return jnp.asarray(values, jnp.float32)
 
     return jax.tree.map(draw, declare(SPEC))

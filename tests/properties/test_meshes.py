@@ -38,11 +38,11 @@ pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 DENSE = ModelSpec(
     vocab_size=32,
-    width=16,
+    hidden_size=16,
     layers=4,
     heads=8,
     kv_heads=2,
-    head_width=4,
+    head_dim=4,
     ff_width=24,
     rope_theta=1e4,
     norm_eps=1e-6,
@@ -63,7 +63,7 @@ def draw(spec):
     rng = np.random.default_rng(0)
 
     def one(decl):
-        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_width"))
+        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
         return jnp.asarray(values, jnp.float32)
 
     return jax.tree.map(one, declare(spec))
@@ -325,7 +325,7 @@ def test_fsdp_divides_the_optimizer_s_state():
 @pytest.mark.parametrize("name", SPECS)
 def test_no_device_ever_holds_all_layers(name, remat):
     """The backward pass gathers weights again, whatever else of a layer is stored."""
-    spec = dataclasses.replace(SPECS[name], width=256, ff_width=512, layers=8)
+    spec = dataclasses.replace(SPECS[name], hidden_size=256, ff_width=512, layers=8)
     if spec.moe:
         spec = dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, ff_width=64))
     mesh = make_mesh({"fsdp": 8})

@@ -17,11 +17,11 @@ from jaxrl_llm.sharding.mesh import make_mesh
 
 SPEC = ModelSpec(
     vocab_size=32,
-    width=16,
+    hidden_size=16,
     layers=2,
     heads=4,
     kv_heads=2,
-    head_width=4,
+    head_dim=4,
     ff_width=24,
     rope_theta=1e4,
     norm_eps=1e-6,
@@ -37,7 +37,7 @@ def draw(seed, model="dense"):
     rng = np.random.default_rng(seed)
 
     def one(decl):
-        values = 0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_width"))
+        values = 0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
         return jnp.asarray(values, jnp.float32)
 
     return jax.tree.map(one, declare(SPECS[model]))

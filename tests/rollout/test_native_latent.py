@@ -20,11 +20,11 @@ from jaxrl_llm.sharding.mesh import make_mesh
 LATENT = LatentSpec(query_rank=None, kv_rank=6, nope_width=4, rope_width=2, value_width=4)
 SPEC = ModelSpec(
     vocab_size=32,
-    width=16,
+    hidden_size=16,
     layers=2,
     heads=4,
     kv_heads=4,
-    head_width=LATENT.head_width,
+    head_dim=LATENT.head_dim,
     ff_width=24,
     rope_theta=1e4,
     norm_eps=1e-6,

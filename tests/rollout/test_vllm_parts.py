@@ -44,11 +44,11 @@ from jaxrl_llm.training.resolve import corrections
 
 SPEC = ModelSpec(
     vocab_size=32,
-    width=16,
+    hidden_size=16,
     layers=3,
     heads=4,
     kv_heads=2,
-    head_width=4,
+    head_dim=4,
     ff_width=24,
     rope_theta=1e4,
     norm_eps=1e-6,
@@ -61,7 +61,7 @@ SPEC = ModelSpec(
 LATENT = dataclasses.replace(
     SPEC,
     kv_heads=4,
-    head_width=6,
+    head_dim=6,
     qk_norm=False,
     latent=LatentSpec(query_rank=None, kv_rank=8, nope_width=4, rope_width=2, value_width=4),
 )
@@ -519,7 +519,7 @@ def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     options = {"model": "x", "cpu": True}
     settings = EngineSettings(8, 60)
     found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
-    token = 4 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_width
+    token = 4 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim
     assert found["kv_cache_memory_bytes"] >= 8 * 60 * token
     settings = EngineSettings(8, 60, cache_gb=0.5)
     found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 SPEC = ModelSpec(
     vocab_size=32,
-    width=16,
+    hidden_size=16,
     layers=2,
     heads=2,
     kv_heads=1,
-    head_width=8,
+    head_dim=8,
     ff_width=16,
     rope_theta=1e4,
     norm_eps=1e-6,

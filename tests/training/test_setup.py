@@ -263,11 +263,11 @@ def test_schedules_that_do_not_work(spec, said):
 
 SPEC = ModelSpec(
     vocab_size=8,
-    width=4,
+    hidden_size=4,
     layers=1,
     heads=2,
     kv_heads=1,
-    head_width=2,
+    head_dim=2,
     ff_width=6,
     rope_theta=1e4,
     norm_eps=1e-6,
