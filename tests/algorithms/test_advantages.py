@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -502,7 +503,7 @@ def test_the_order_of_answers_and_the_names_of_groups_change_nothing(function, f
     moved["group_ids"] = 1000 - 7 * moved["group_ids"]
     want = jax.tree.map(lambda x: x[order], function(*arguments(function, fields)))
     got = function(*arguments(function, moved))
-    jax.tree.map(partial(assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 PARTS = {
@@ -533,9 +534,9 @@ def test_jit_and_vmap_agree_with_eager(function, fields, other_fields, arguments
     jitted = jax.jit(function)(*first)
     stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
     mapped = jax.jit(jax.vmap(function))(*stacked)
-    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-5), jitted, eager[0])
+    chex.assert_trees_all_close(jitted, eager[0], rtol=1e-5, atol=1e-5)
     both = jax.tree.map(lambda *x: jnp.stack(x), *eager)
-    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-5), mapped, both)
+    chex.assert_trees_all_close(mapped, both, rtol=1e-5, atol=1e-5)
 
 
 @names
@@ -543,7 +544,7 @@ def test_bfloat16_is_computed_in_float32(function, fields, arguments):
     low = {k: v.astype(jnp.bfloat16) if v.dtype == jnp.float32 else v for k, v in fields.items()}
     high = {k: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v for k, v in low.items()}
     got, want = function(*arguments(function, low)), function(*arguments(function, high))
-    jax.tree.map(assert_array_equal, got, want)
+    chex.assert_trees_all_equal(got, want)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
 
 
@@ -560,7 +561,7 @@ def test_padding_adds_nothing_and_is_not_read(function, fields, arguments):
     want = function(*arguments(function, fields))
     got = jax.jit(function)(*arguments(function, padded))
     inner = jax.tree.map(lambda x: x[:, 2:-1], got)
-    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-6), inner, want)
+    chex.assert_trees_all_close(inner, want, rtol=1e-5, atol=1e-6)
     for x in jax.tree.leaves(got):
         off = ~np.asarray(padded["mask"])
         assert_array_equal(np.asarray(x)[off], np.zeros(off.sum()))

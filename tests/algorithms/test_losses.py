@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -367,7 +368,7 @@ def test_bfloat16_is_computed_in_float32(name, fields, loss_of):
     low = {k: v.astype(jnp.bfloat16) if v.dtype == jnp.float32 else v for k, v in fields.items()}
     high = {k: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v for k, v in low.items()}
     got, want = loss_of(name)(low), loss_of(name)(high)
-    jax.tree.map(assert_array_equal, got, want)
+    chex.assert_trees_all_equal(got, want)
     assert all(x.dtype == jnp.float32 and x.shape == (6, 5) for x in jax.tree.leaves(got))
 
 

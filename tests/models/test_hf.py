@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +42,7 @@ def edit_arrays(directory, change):
 
 
 def assert_same(got, wanted):
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, wanted)
+    chex.assert_trees_all_equal(got, wanted, strict=True)  # dtypes, too
 
 
 def test_conversion_by_loops(spec, params):
@@ -62,7 +62,7 @@ def test_conversion_is_traceable(spec, params):
     traced = jax.jit(lambda x: dict(hf_arrays(decl, x)))(params["layers"]["down"])
     plain = dict(hf_arrays(decl, np.asarray(params["layers"]["down"])))
     assert traced.keys() == plain.keys()
-    jax.tree.map(np.testing.assert_array_equal, traced, plain)
+    chex.assert_trees_all_equal(traced, plain)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 4000, 1])

@@ -2,6 +2,7 @@ import dataclasses
 import math
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,4 +172,4 @@ def test_initial_values_do_not_depend_on_the_mesh(spec):
 
     sharded = jax.jit(draw, out_shardings=some(layout))(jax.random.key(0))
     assert sharded["query"].sharding.spec == jax.P(None, "fsdp", "tensor", None)
-    jax.tree.map(np.testing.assert_array_equal, sharded, jax.jit(draw)(jax.random.key(0)))
+    chex.assert_trees_all_equal(sharded, jax.jit(draw)(jax.random.key(0)))

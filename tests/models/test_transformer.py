@@ -1,6 +1,7 @@
 import dataclasses
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,7 +209,7 @@ def test_the_mesh_does_not_matter(spec, params, packed, plain):
     batch = jax.device_put(packed, jax.NamedSharding(mesh, jax.P("fsdp")))
     sharded = nll_gradient(placed, spec, batch, layout=Layout(mesh))
     assert sharded[1]["layers"]["gate"].sharding.num_devices == 8
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), sharded, plain)
+    chex.assert_trees_all_close(sharded, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_activations_stay_with_their_rows(spec, params, packed):

@@ -18,6 +18,7 @@ from jaxrl_llm.monitoring import display as module
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.streams import StderrHandler, Stream, log_to_stderr
 from jaxrl_llm.monitoring.trackers import BackgroundWriter
+from tests.waiting import wait_until
 
 SOON_S = 20.0  # what takes longer hangs
 LINES = 2000
@@ -137,19 +138,12 @@ def terminal(monkeypatch):
     os.close(master)
 
 
-def until(condition):
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, "it has not happened"
-        time.sleep(0.005)
-
-
 def test_a_terminal_that_is_stopped_and_goes_on(terminal, monkeypatch):
     file, reader = terminal
     monkeypatch.setattr(sys, "stdout", file)
     display = Display("training", 100)
     display.advance("step 0")
-    until(lambda: b"step 0" in reader.text and b"1/100" in reader.text)
+    wait_until(lambda: b"step 0" in reader.text and b"1/100" in reader.text)
     termios.tcflow(file, termios.TCOOFF)  # Ctrl-S
     time.sleep(0.3)  # the bar is drawn ten times a second
     before = reader.text
@@ -160,7 +154,7 @@ def test_a_terminal_that_is_stopped_and_goes_on(terminal, monkeypatch):
     assert display._writer.waiting <= 1 + 99, "pictures of the bar don't fill the queue"
     termios.tcflow(file, termios.TCOON)
     display.close()
-    until(lambda: reader.text.rstrip().endswith(b"\x1b[?25h"))
+    wait_until(lambda: reader.text.rstrip().endswith(b"\x1b[?25h"))
     shown = [line for line in reader.text.split() if line.isdigit()]
     assert [int(step) for step in shown if int(step) < 100][:100] == list(range(100))
     assert b"100/100" in reader.text

@@ -23,6 +23,7 @@ from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.report import RolloutDumps
 from jaxrl_llm.monitoring.trackers import BackgroundWriter, TensorBoard
 from jaxrl_llm.rollout.sampling import Rollouts
+from tests.waiting import wait_until
 
 STEPS = 1000
 SOON_S = 20.0  # what takes longer hangs
@@ -64,13 +65,6 @@ def warnings(caplog):
     """What was logged as a warning, so far."""
     caplog.set_level(logging.WARNING)
     return lambda: [record.getMessage() for record in caplog.records]
-
-
-def until(condition):
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, "it has not happened"
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager
@@ -122,7 +116,7 @@ def test_of_a_sink_that_hangs_the_newest_records_wait(released, warnings):
     sink = Memory(lambda call: released.wait() if call == "write" else None)
     writer = BackgroundWriter(sink, limit=10)
     writer.write(0)
-    until(lambda: "write" in sink.calls)
+    wait_until(lambda: "write" in sink.calls)
     with soon():
         for step in range(1, STEPS):
             writer.write(step)
@@ -131,7 +125,7 @@ def test_of_a_sink_that_hangs_the_newest_records_wait(released, warnings):
         "memory does not keep up: 10 records wait, the oldest are dropped until it does"
     ]
     released.set()
-    until(lambda: len(sink.records) == 11)
+    wait_until(lambda: len(sink.records) == 11)
     writer.close(SOON_S)
     assert sink.records == [0, *range(STEPS - 10, STEPS)]
     assert warnings()[1:] == [f"memory works again; records dropped: {STEPS - 11}"]
@@ -162,10 +156,10 @@ def test_a_sink_that_fails_for_a_while(warnings, at):
 
     sink = Memory(fail)
     writer = BackgroundWriter(sink)
-    until(lambda: "open" in sink.calls)
+    wait_until(lambda: "open" in sink.calls)
     for step in range(6):
         writer.write(step)
-        until(lambda: not writer.waiting)
+        wait_until(lambda: not writer.waiting)
     writer.close(SOON_S)
     dropped = 2 if at == "open" else 3  # it is opened before there is a record
     assert sink.records == list(range(dropped, 6))
@@ -257,7 +251,7 @@ def test_a_disk_that_is_full_and_is_freed(disk, warnings):
             (disk / "filling").unlink()
         with soon():
             log.write(step, row)
-        until(lambda: not writer.waiting)
+        wait_until(lambda: not writer.waiting)
     assert record.position() == (run_dir / "metrics.jsonl").stat().st_size
     log.close()
     found = lines(run_dir / "metrics.jsonl")
@@ -282,7 +276,7 @@ def test_a_limit_on_file_sizes(tmp_path, warnings):
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
             log.write(step, {"a long name of a metric": 0.5})
-            until(lambda: not writer.waiting)
+            wait_until(lambda: not writer.waiting)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     log.close()
@@ -318,7 +312,7 @@ def test_weights_and_biases_without_a_network(tmp_path, monkeypatch, released, w
     monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 2.0 if hangs == "finish" else 0.1)
     with soon():
         log = open_log(tmp_path, wandb="project", tensorboard=True)
-        until(lambda: "init" in client.calls)
+        wait_until(lambda: "init" in client.calls)
         for step in range(STEPS + 50):
             log.write(step, {"loss": 0.5})
         log.close()

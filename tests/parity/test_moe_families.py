@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -353,7 +354,7 @@ def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
     before = load_params(tmp_path / "v3", spec)
     add_layer(tmp_path / "v3", spec.layers)
     after = load_params(tmp_path / "v3", spec)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    chex.assert_trees_all_equal(after, before)
     save_params(tmp_path / "x", after, spec, source=tmp_path / "v3", dtype=np.float32)
     counts = [
         json.loads((tmp_path / name / "config.json").read_text())["num_nextn_predict_layers"]

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -372,7 +373,7 @@ def test_saved_model_loads_in_transformers(case, tmp_path):
 
     again, read = load(saved)
     assert read == spec
-    jax.tree.map(np.testing.assert_array_equal, again, params)
+    chex.assert_trees_all_equal(again, params)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         saved, output_loading_info=True, attn_implementation="eager"
     )

@@ -8,6 +8,7 @@ import inspect
 from functools import partial
 from itertools import pairwise
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,11 +189,9 @@ def assert_same(params, got, wanted):
     for name, value in wanted_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
 
-    def close(found, expected):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=3e-6 * scale)
-
-    jax.tree.map(close, gradient, wanted_gradient)
-    jax.tree.map(close, updated, jax.tree.map(lambda p, g: p - 0.5 * g, params, wanted_gradient))
+    moved = jax.tree.map(lambda p, g: p - 0.5 * g, params, wanted_gradient)
+    chex.assert_trees_all_close(gradient, wanted_gradient, rtol=1e-4, atol=3e-6 * scale)
+    chex.assert_trees_all_close(updated, moved, rtol=1e-4, atol=3e-6 * scale)
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     assert metrics["skipped"] == 0
@@ -442,7 +441,6 @@ def test_micro_batches_change_no_corrected_update(params, one_device, function):
     (gradient, metrics, _), (wanted, wanted_metrics, _) = (run(batch) for run in runs)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
     assert scale > 1e-3
-    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6 * scale)
-    jax.tree.map(close, gradient, wanted)
+    chex.assert_trees_all_close(gradient, wanted, rtol=1e-4, atol=3e-6 * scale)
     for name, value in wanted_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)

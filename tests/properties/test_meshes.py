@@ -9,6 +9,7 @@ import functools
 import itertools
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,10 +188,10 @@ def test_the_mesh_changes_nothing(name, sizes):
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
         # rounding alone is 1e-4 of the scale, by processor and compiler; a lost token is 1e-2
-        close = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4 * scale)
-        jax.tree.map(close, jax.device_get(state.opt_state[0].trace), gradient)
+        close = partial(chex.assert_trees_all_close, rtol=1e-3, atol=2e-4 * scale)
+        close(jax.device_get(state.opt_state[0].trace), gradient)
         moved = jax.tree.map(lambda p, g, by=step: p - by * g, params, gradient)
-        jax.tree.map(close, jax.device_get(state.params), jax.device_get(moved))
+        close(jax.device_get(state.params), jax.device_get(moved))
         found = infer(placed, batch)["logprobs"]
         np.testing.assert_allclose(found[:, 1:], logprobs[:, 1:], atol=1e-4)
 

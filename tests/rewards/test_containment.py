@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_answer, encode_answer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
 
@@ -140,13 +140,6 @@ def can_group():
 
 def items(*replies, **extra_info):
     return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem
+from tests.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 
@@ -113,13 +114,6 @@ def lines(file):
 
 def ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def none_failed(**others):

@@ -1,6 +1,7 @@
 """The engine's life: weights, queue, pauses, failures, limits."""
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum
+from tests.waiting import wait_until
 
 
 def request(length=3, new=2, *, seed=0, token=1, **options):
@@ -43,14 +45,6 @@ def slow_turn(engine, started, go_on):
 def pool():
     with ThreadPoolExecutor(4) as pool:
         yield pool
-
-
-def soon(condition, seconds=10.0):
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
 
 
 # --------------------------------------------------------------------------------------- weights
@@ -105,8 +99,7 @@ def test_weights_wait_for_the_chunk_in_flight(hollow, params, other_params, pool
 
 def test_nothing_compiles_after_the_first_load(engine, params, other_params):
     engine.sample([request()])
-    counter = CompileCounter()
-    try:
+    with contextlib.closing(CompileCounter()) as counter:
         for length in range(1, 33):
             engine.sample([request(length, new=1 + length % 7, token=length % 32)])
         engine.load(other_params, version=9)
@@ -116,8 +109,6 @@ def test_nothing_compiles_after_the_first_load(engine, params, other_params):
         engine.sample([request()])
         engine.load(params, version=10)
         assert counter.count == 0
-    finally:
-        counter.close()
 
 
 # ----------------------------------------------------------------------------------------- pause
@@ -126,7 +117,7 @@ def test_nothing_compiles_after_the_first_load(engine, params, other_params):
 def test_pause_and_resume(engine, pool):
     engine.pause()
     waiting = pool.submit(engine.sample, [request()])
-    soon(lambda: engine._incoming)
+    wait_until(lambda: engine._incoming)
     time.sleep(0.1)
     assert not waiting.done()
     engine.resume()
@@ -157,10 +148,10 @@ def test_a_pause_holds_requests_that_were_about_to_start(engine, pool):
     """The worker has seen them, but waits for the weights."""
     with engine._device:
         waiting = pool.submit(engine.sample, [request()])
-        soon(lambda: engine._incoming)
+        wait_until(lambda: engine._incoming)
         time.sleep(0.1)
         pausing = pool.submit(engine.pause)
-        soon(lambda: engine._paused)
+        wait_until(lambda: engine._paused)
     pausing.result(10)
     time.sleep(0.1)
     assert not waiting.done()
@@ -177,7 +168,7 @@ def test_waiting_requests_fail_when_the_engine_closes(hollow, params, pool):
     engine.load(params, version=1)
     engine.pause()
     waiting = [pool.submit(engine.sample, [request(), request()]) for _ in range(2)]
-    soon(lambda: len(engine._incoming) == 4)
+    wait_until(lambda: len(engine._incoming) == 4)
     engine.close()
     for future in waiting:
         with pytest.raises(EngineError, match=r"^the engine was closed$"):

@@ -39,6 +39,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.loop import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -120,7 +121,7 @@ def shared_engine(tmp_path_factory):
         env = {"TMPDIR": base}
         with opened(tmp_path_factory.mktemp("vllm"), restarts=20, env=env) as engine:
             yield engine
-        until(lambda: not temporary_files(engine))
+        wait_until(lambda: not temporary_files(engine))
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def engine(shared_engine):
 
 
 def pid_of(engine, place=0):
-    until(lambda: engine._places[place].sidecar is not None, 120)
+    wait_until(lambda: engine._places[place].sidecar is not None, 120)
     return engine._places[place].sidecar._process.pid
 
 
@@ -147,7 +148,7 @@ def at_work(engine, requests):
     found = []
     thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
     thread.start()
-    until(lambda: 0 < engine.stats().outstanding < len(requests))
+    wait_until(lambda: 0 < engine.stats().outstanding < len(requests))
     return thread, found
 
 
@@ -170,13 +171,6 @@ def shared_memory(group):
     maps = [Path(f"/proc/{pid}/maps").read_text().split() for pid in alive_in(group)]
     names = {Path(word) for words in maps for word in words if word.startswith("/dev/shm/")}
     return {name for name in names if name.exists()}
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_it_is_an_engine_and_echoes_what_it_loaded(engine):
@@ -310,7 +304,7 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     sidecar = engine._places[0].sidecar
     before = sidecar._progress["generated"]
     thread.start()
-    until(lambda: sidecar._progress["generated"] > before + 100)
+    wait_until(lambda: sidecar._progress["generated"] > before + 100)
     engine.sleep()
     assert thread.is_alive()
     assert engine.load(SECOND, version=1).version == 1
@@ -336,7 +330,7 @@ def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
                 killed = pid_of(engine)
                 if version == 2:
                     os.kill(killed, signal.SIGKILL)
-                    until(lambda killed=killed: pid_of(engine) != killed, 120)
+                    wait_until(lambda killed=killed: pid_of(engine) != killed, 120)
                 engine.load(params, version=version)
                 engine.wake()
             for answer in engine.sample([ask(seed=i) for i in range(4)]):
@@ -572,8 +566,8 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
     assert engine.stats().restarts == restarts + 1
     assert engine.stats().outstanding == 0
-    until(lambda: not alive_in(killed))
-    until(lambda: not files & temporary_files(engine))
+    wait_until(lambda: not alive_in(killed))
+    wait_until(lambda: not files & temporary_files(engine))
     assert len(files) == len(temporary_files(engine)) == 1  # a folder for each sidecar
 
 
@@ -598,13 +592,13 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
         worker.join(240)
         assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
         assert engine.stats().restarts == 1
-        until(lambda: not alive_in(killed))
-        until(lambda: not files & temporary_files(engine))
-        until(lambda: not any(part.exists() for part in memory))
+        wait_until(lambda: not alive_in(killed))
+        wait_until(lambda: not files & temporary_files(engine))
+        wait_until(lambda: not any(part.exists() for part in memory))
         memory = shared_memory(pid_of(engine))
         assert memory
-    until(lambda: not temporary_files(engine))
-    until(lambda: not any(part.exists() for part in memory))
+    wait_until(lambda: not temporary_files(engine))
+    wait_until(lambda: not any(part.exists() for part in memory))
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, monkeypatch):
@@ -635,7 +629,7 @@ def test_a_sidecar_that_hangs_is_replaced(engine, whom):
     worker.join(240)
     assert [len(answer.tokens) for answer in found] == [200] * 40
     assert pid_of(engine) != hung
-    until(lambda: not alive_in(hung))
+    wait_until(lambda: not alive_in(hung))
 
 
 def test_one_that_dies_too_often_ends_the_engine_and_says_why(tmp_path):
@@ -667,9 +661,9 @@ def test_no_process_file_or_shared_memory_is_left_of_a_trainer_that_was_killed(t
         assert shared_memory(group)
         assert list(Path(base).iterdir())
         trainer.kill()
-    until(lambda: not alive_in(group), seconds=10)
-    until(lambda: set(Path("/dev/shm").iterdir()) <= before)
-    until(lambda: not list(Path(base).iterdir()))
+    wait_until(lambda: not alive_in(group), seconds=10)
+    wait_until(lambda: set(Path("/dev/shm").iterdir()) <= before)
+    wait_until(lambda: not list(Path(base).iterdir()))
 
 
 def test_a_model_of_another_family_is_refused(tmp_path):
@@ -710,7 +704,7 @@ def test_two_sidecars_share_the_work_and_one_takes_over(tmp_path):
         engine.load(FIRST, version=0)
         requests = [ask(tokens=60, seed=i, prompt=(i % 90, 5, 6)) for i in range(32)]
         wanted = engine.sample(requests)
-        until(lambda: all(place.sidecar._progress["generated"] for place in engine._places), 5)
+        wait_until(lambda: all(place.sidecar._progress["generated"] for place in engine._places), 5)
         os.kill(pid_of(engine, 1), signal.SIGKILL)
         found = engine.sample(requests)
         assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
@@ -738,7 +732,7 @@ def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path, 
             assert set(found.versions) == {version}
         group = pid_of(engine)
         assert temporary_files(engine)
-    until(lambda: not alive_in(group))
+    wait_until(lambda: not alive_in(group))
     assert not temporary_files(engine)
 
 
@@ -758,11 +752,11 @@ def test_an_engine_can_be_closed_as_soon_as_it_is_made(tmp_path):
 
 def test_an_engine_can_be_closed_while_it_starts(tmp_path):
     engine = make(tmp_path)
-    until(lambda: engine._places[0].process is not None)
+    wait_until(lambda: engine._places[0].process is not None)
     group = engine._places[0].process._process.pid
     start = time.monotonic()
     engine.close()
     assert time.monotonic() - start < 10
-    until(lambda: not alive_in(group))
+    wait_until(lambda: not alive_in(group))
     with pytest.raises(EngineError, match="closed"):
         engine.load(FIRST, version=0)

@@ -41,6 +41,7 @@ from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.weights import Parcel
 from jaxrl_llm.training.resolve import corrections
+from tests.waiting import wait_until
 
 SPEC = ModelSpec(
     vocab_size=32,
@@ -194,7 +195,7 @@ def strangers():
 @pytest.mark.parametrize("number", [1, 8, 100])
 def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, strangers, number):
     """They are dropped when it has called; no thread and no file descriptor is left of them."""
-    until(lambda: "vllm-sidecar" not in [thread.name for thread in threading.enumerate()])
+    wait_until(lambda: "vllm-sidecar" not in [thread.name for thread in threading.enumerate()])
     before = open_sockets()
     sidecar = start(sys.executable, "-c", "import time; time.sleep(1)\n" + CALLS)
     silent = strangers(sidecar._address, number)
@@ -211,7 +212,7 @@ def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, strangers
                 pass
     assert not callers_left()
     sidecar.close()
-    until(lambda: open_sockets() == before + number)
+    wait_until(lambda: open_sockets() == before + number)
 
 
 def test_a_caller_without_the_key_is_dropped_in_time_and_a_slow_one_too(start, monkeypatch):
@@ -228,7 +229,7 @@ def test_a_caller_without_the_key_is_dropped_in_time_and_a_slow_one_too(start, m
         assert time.monotonic() - begun > 0.9
     with pytest.raises(AuthenticationError):
         Client(sidecar._address, authkey=b"guess")
-    until(lambda: not callers_left())
+    wait_until(lambda: not callers_left())
 
 
 def test_a_sidecar_that_was_dropped_in_a_crowd_calls_again(monkeypatch):
@@ -254,7 +255,7 @@ def test_a_program_on_another_host_ends_with_its_connection(start, monkeypatch, 
     launcher = "import subprocess, sys; subprocess.run(sys.argv[1:-1], start_new_session=True)"
     sidecar = start(sys.executable, "-c", launcher, sys.executable, "-c", CALLS)
     sidecar.wait_ready(20.0)
-    until(lambda: sidecar._failure)
+    wait_until(lambda: sidecar._failure)
     elsewhere = int(sidecar._failure)
     os.kill(elsewhere, 0)
     if not allowed:
@@ -267,7 +268,7 @@ def test_a_program_on_another_host_ends_with_its_connection(start, monkeypatch, 
     threading.Timer(0.3, sidecar.close).start()
     with pytest.raises(SidecarLost):
         answer()
-    until(lambda: not alive(elsewhere) and sidecar._process.poll() is not None)
+    wait_until(lambda: not alive(elsewhere) and sidecar._process.poll() is not None)
 
 
 LEAVES = """
@@ -314,7 +315,7 @@ def base():
 def test_of_a_group_that_is_killed_no_file_or_shared_memory_is_left(base):
     folder, memory = killed_user_of_a_folder(base)
     assert folder.parent == base
-    until(lambda: not folder.exists() and not any(part.exists() for part in memory))
+    wait_until(lambda: not folder.exists() and not any(part.exists() for part in memory))
 
 
 def test_what_was_left_is_removed_at_the_next_start(base):
@@ -392,7 +393,7 @@ def test_the_trainer_removes_what_a_sidecar_could_not_and_nothing_else(start, ba
     told = f'{{"folder": {str(base)!r} + "/" + settings["token"][{0 if known else 1}:]}}'
     calls = CALLS.replace('{"ready": True, "shared": False}', told)
     sidecar = start(sys.executable, "-c", calls)
-    until(lambda: sidecar._failure)
+    wait_until(lambda: sidecar._failure)
     sidecar._folder.mkdir()
     rank = Path(f"/dev/shm/vllm_dist_{sidecar._token}-cpushm_0")
     for path in (rank, sidecar._folder / f"vllm_dist_{sidecar._token}"):
@@ -407,13 +408,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_program_that_ends_is_told_with_the_end_of_its_log(start):

@@ -1,3 +1,4 @@
+import contextlib
 from types import SimpleNamespace
 
 import jax
@@ -54,13 +55,10 @@ def test_a_way_back_compiles_nothing_new(tree):
     step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t))
     step(tree)
     tree = to_device(to_host(tree))
-    counter = CompileCounter()
-    try:
+    with contextlib.closing(CompileCounter()) as counter:
         step(tree)
         step(to_device(to_host(tree)))
         assert counter.count == 0
-    finally:
-        counter.close()
 
 
 def test_devices_without_host_memory_are_named(tree, monkeypatch):

@@ -1,4 +1,5 @@
 import collections
+import contextlib
 import functools
 import itertools
 import operator
@@ -6,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +97,7 @@ def test_the_source_may_be_donated(tree, mesh, move):
     donate = jax.jit(lambda t: jax.tree.map(lambda x: -x - 1, t), donate_argnums=0)
     jax.block_until_ready(donate(tree))
     assert tree["matrix"].is_deleted()
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    chex.assert_trees_all_equal(found, wanted)
 
 
 def test_casts_floats_only(tree, mesh):
@@ -107,16 +109,13 @@ def test_casts_floats_only(tree, mesh):
 
 def test_the_same_move_compiles_once(tree, mesh):
     reshard(tree, target(mesh), dtype=jnp.bfloat16)
-    counter = CompileCounter()
-    try:
+    with contextlib.closing(CompileCounter()) as counter:
         reshard(jax.tree.map(jnp.negative, tree), target(mesh), dtype=jnp.bfloat16)
         before = counter.count
         reshard(tree, target(mesh), dtype=jnp.bfloat16)
         assert counter.count == before
         reshard(tree, target(mesh), dtype=jnp.float16)
         assert counter.count == before + 1, "the counter counts"
-    finally:
-        counter.close()
 
 
 # ---------------------------------------------------------------------------------- any two layouts
@@ -410,14 +409,11 @@ def test_sixty_layers_compile_few_programs():
             for i in range(60)
         ]
 
-    counter = CompileCounter()
-    try:
+    with contextlib.closing(CompileCounter()) as counter:
         found = reshard(layers(0), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
         assert 1 <= counter.take() <= 2 * len(shapes)
         found = reshard(layers(5), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
         assert counter.take() == 0
-    finally:
-        counter.close()
     for i, layer in enumerate(found):
         for name, shape in shapes.items():
             np.testing.assert_array_equal(layer[name], np.full(shape, 5 + i, jnp.bfloat16))

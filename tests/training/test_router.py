@@ -1,8 +1,8 @@
 """Routers in training: the load-balance loss, the bias of sigmoid routers, and the metrics."""
 
 import dataclasses
-from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,8 +126,7 @@ def case(request):
 def assert_same(state, wanted):
     got = jax.device_get(state.opt_state[0].trace)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
-    compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5 * scale)
-    jax.tree.map(compare, got, wanted)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5 * scale)
 
 
 def test_the_balance_loss_has_a_gradient(case):

@@ -1,8 +1,10 @@
 """What an update does besides being invariant: skipping, counting, checking, metrics, layout."""
 
+import contextlib
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,11 +120,9 @@ def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     (own, metrics), (wanted, others) = updated[True], updated[False]
     said = metrics.pop("policy")
     assert said.keys() == found.keys()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), said, found)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=1e-7), own.params, wanted.params
-    )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), metrics, others)
+    chex.assert_trees_all_close(said, found, rtol=1e-7, atol=1e-6)
+    chex.assert_trees_all_close(own.params, wanted.params, rtol=1e-7, atol=1e-7)
+    chex.assert_trees_all_close(metrics, others, rtol=1e-7, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------- skipped updates
@@ -313,16 +313,13 @@ def test_equal_updates_are_equal_bit_for_bit(learner, params):
 
 def test_nothing_compiles_after_the_first_update(learner, params):
     state, _ = learner.update(learner.init(params), make_batch(), {})
-    counter = CompileCounter()
-    try:
+    with contextlib.closing(CompileCounter()) as counter:
         for seed in (1, 2):
             state, metrics = learner.update(state, make_batch(seed), {})
         jax.block_until_ready(metrics)
         assert counter.count == 0
         jax.jit(lambda x: x * 5 + seed)(1.0)
         assert counter.count == 1, "the counter counts"
-    finally:
-        counter.close()
 
 
 def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
