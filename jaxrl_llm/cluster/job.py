@@ -114,7 +114,7 @@ def running_job(
             reward_tasks=cluster.reward_tasks // total,
             max_retries=cluster.restarts,
         )
-        job.tasks.extend(run_training(config, context, train, job.processes[0]))
+        job.tasks.extend(start_training(config, context, train, job.processes[0]))
         yield job
     except BaseException:
         processes: list[ProcessInfo] = []
@@ -159,7 +159,7 @@ def start_actors(
     return train, engines
 
 
-def run_training(
+def start_training(
     config: TrainConfig, context: JobContext, train: Sequence[Any], first: ProcessInfo
 ) -> list[Any]:
     """Begin the training in all of its processes; return references to its ends.

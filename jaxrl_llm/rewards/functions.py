@@ -1,7 +1,7 @@
 """Rule-based reward functions, with the parameters by which verl calls them.
 
 Each returns `{"score": …, "acc": …, "pred": …}`: the reward, whether the answer is right (1.0 or
-0.0), and the answer that was found, in a canonical spelling so that votes can be counted, or None.
+0.0), and the answer that was read, in a canonical spelling so that votes can be counted, or None.
 """
 
 import re
@@ -43,10 +43,10 @@ def arithmetic(
     {'score': 0.0, 'acc': 0.0, 'pred': None}
     """
     wanted = int(ground_truth)
-    found = _INTEGER.fullmatch(solution_str.rpartition("=")[2].strip())
-    if found is None:
+    match = _INTEGER.fullmatch(solution_str.rpartition("=")[2].strip())
+    if match is None:
         return _result(False, None)
-    value = int(found.group())
+    value = int(match.group())
     return _result(value == wanted, str(value))
 
 
@@ -88,10 +88,10 @@ def gsm8k(
     if not re.fullmatch(_NUMBER, reference):
         raise ValueError(f"gsm8k: got ground truth {ground_truth!r}, wanted a number")
     if flexible:
-        found = _ANY_NUMBER.findall(solution_str)
+        numbers = _ANY_NUMBER.findall(solution_str)
     else:
-        found = _MARKED.findall(solution_str[-tail_chars:] if tail_chars else "")
-    pred = _canonical(found[-1]) if found else None
+        numbers = _MARKED.findall(solution_str[-tail_chars:] if tail_chars else "")
+    pred = _canonical(numbers[-1]) if numbers else None
     return _result(pred == _canonical(reference), pred)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of Ray clusters, and of what is none: each is found out in bounded time."""
+"""Addresses of Ray clusters, and of what is none: each is recognized in bounded time."""
 
 import contextlib
 import socket

@@ -47,9 +47,9 @@ def config(cluster, **rollout):
 )
 def test_requirements(cluster, rollout, gpus, wanted, devices):
     run = config(cluster, **rollout)
-    found = compute_requirements(run, run.cluster, gpus)
-    assert found.nodes == wanted
-    assert found.devices == devices
+    requirements = compute_requirements(run, run.cluster, gpus)
+    assert requirements.nodes == wanted
+    assert requirements.devices == devices
 
 
 def test_nodes_that_join_late_are_waited_for(monkeypatch):
@@ -67,9 +67,9 @@ def test_processes_take_over_what_the_libraries_read(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     run = config({"nodes": 1, "devices": 4, "env": {"A": 1}}, nodes=1, devices=2)
     on_cpus = compute_requirements(run, run.cluster, 0)
-    found = on_cpus.process_env(run.cluster).env_vars
-    assert {"NCCL_DEBUG": "INFO", "A": "1", "JAX_NUM_CPU_DEVICES": "4"}.items() <= found.items()
-    assert "SECRET" not in found
+    variables = on_cpus.process_env(run.cluster).env_vars
+    assert {"NCCL_DEBUG": "INFO", "A": "1", "JAX_NUM_CPU_DEVICES": "4"}.items() <= variables.items()
+    assert "SECRET" not in variables
     engines = on_cpus.process_env(run.cluster, run).env_vars
     assert engines["JAX_NUM_CPU_DEVICES"] == "2"
     assert find_membership({"SLURM_STEP_NUM_TASKS": "4", **engines}).total == 1

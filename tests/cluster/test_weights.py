@@ -44,8 +44,8 @@ def test_pieces_of_any_layout_make_boxes_of_any_other(source, target, turn):
     wanted = NamedSharding(mesh, PartitionSpec(*target)).addressable_devices_indices_map((8, 12))
     for index in wanted.values():
         bounds = weights.bounds_of(index, whole.shape)
-        found = assemble(pieces, bounds, np.dtype(np.float32), "w")
-        np.testing.assert_array_equal(found, whole[index])
+        box = assemble(pieces, bounds, np.dtype(np.float32), "w")
+        np.testing.assert_array_equal(box, whole[index])
 
 
 def test_copies_are_published_by_all_devices_in_turns():
@@ -75,13 +75,13 @@ def test_what_does_not_come_is_an_error(pieces):
 
 def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(monkeypatch):
     monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
-    found = plan_transfer(SPEC, "bfloat16")
-    assert [i for bucket in found.buckets for i in bucket] == list(range(len(found.shapes)))
-    assert found.dtypes == jax.tree.leaves(compute_dtypes(SPEC, "bfloat16"))
-    assert found.shapes == [a.shape for a in jax.tree.leaves(declare(SPEC))]
-    sizes = [np.prod(s) * d.itemsize for s, d in zip(found.shapes, found.dtypes, strict=True)]
-    assert len(found.buckets) > 2
-    assert all(sum(sizes[i] for i in bucket[:-1]) < 10_000 for bucket in found.buckets)
+    plan = plan_transfer(SPEC, "bfloat16")
+    assert [i for bucket in plan.buckets for i in bucket] == list(range(len(plan.shapes)))
+    assert plan.dtypes == jax.tree.leaves(compute_dtypes(SPEC, "bfloat16"))
+    assert plan.shapes == [a.shape for a in jax.tree.leaves(declare(SPEC))]
+    sizes = [np.prod(s) * d.itemsize for s, d in zip(plan.shapes, plan.dtypes, strict=True)]
+    assert len(plan.buckets) > 2
+    assert all(sum(sizes[i] for i in bucket[:-1]) < 10_000 for bucket in plan.buckets)
 
 
 class Reference:
@@ -130,15 +130,15 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
     like = declare(SPEC)
     home = NamedSharding(mesh, PartitionSpec())
     for shardings in (None, jax.tree.map(lambda _: home, like)):
-        found, total = weights.collect(coordinator, plan, shardings, sync=0, like=like)
+        collected, total = weights.collect(coordinator, plan, shardings, sync=0, like=like)
         kinds = compute_dtypes(SPEC, "bfloat16")
         jax.tree.map(
             lambda a, b, kind: np.testing.assert_array_equal(np.asarray(a), b.astype(kind)),
-            found,
+            collected,
             params,
             kinds,
         )
-        assert total == sum(np.asarray(a).nbytes for a in jax.tree.leaves(found))
+        assert total == sum(np.asarray(a).nbytes for a in jax.tree.leaves(collected))
 
 
 def test_a_coordinator_waits_for_all_processes_and_forgets_old_syncs():

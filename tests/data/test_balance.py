@@ -59,13 +59,13 @@ def test_the_example_of_wikipedia():
 @given(NUMBERS, st.integers(1, 4))
 def test_every_number_is_in_one_part_and_the_bound_holds(numbers, parts):
     costs = np.array(numbers, float)
-    found = karmarkar_karp(costs, parts)
-    assert len(found) == parts
-    assert sorted(i for part in found for i in part) == [*range(len(numbers))]
+    divided = karmarkar_karp(costs, parts)
+    assert len(divided) == parts
+    assert sorted(i for part in divided for i in part) == [*range(len(numbers))]
     best = brute_force(numbers, parts)
-    assert best <= max(sums(costs, found)) <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+    assert best <= max(sums(costs, divided)) <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
     if len(numbers) <= max(parts + 2, 4):  # then it is optimal
-        assert max(sums(costs, found)) == best
+        assert max(sums(costs, divided)) == best
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.data())
@@ -73,10 +73,10 @@ def test_parts_of_equal_size(parts, size, data):
     n = parts * size
     numbers = data.draw(st.lists(st.integers(0, 40), min_size=n, max_size=n))
     costs = np.array(numbers, float)
-    found = karmarkar_karp(costs, parts, equal_size=True)
-    assert [len(part) for part in found] == [size] * parts
-    assert sorted(i for part in found for i in part) == [*range(n)]
-    assert max(sums(costs, found)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
+    divided = karmarkar_karp(costs, parts, equal_size=True)
+    assert [len(part) for part in divided] == [size] * parts
+    assert sorted(i for part in divided for i in part) == [*range(n)]
+    assert max(sums(costs, divided)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -169,9 +169,9 @@ def test_the_square_of_a_long_sequence_does_not_overflow():
 
 def test_the_metrics_of_a_plan_by_hand():
     sizes = np.array([6, 2, 2, 4, 1])
-    found = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, 2, Cost(4.0))
+    metrics = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, 2, Cost(4.0))
     slowest = (6 + 9) + (4 + 4 + 1 + 0.25)
-    assert found == {
+    assert metrics == {
         "perf/imbalance": slowest / ((15 + 2 * 3 + 8 + 1.25) / 2),
         "global_seqlen/min": 5.0,  # 4 and 1 against 6, 2 and 2
         "global_seqlen/max": 10.0,
@@ -185,12 +185,12 @@ def test_the_metrics_of_a_plan_by_hand():
 def test_a_plan_balances_what_the_order_did_not():
     sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
     shape = row_shape(1024, 128, sequences=64, multiple_of=8)
-    found = imbalance(sizes, plan_microbatches(sizes, shape), shape.rows, shape.ranks, VERL_COST)
-    left = found["global_seqlen/balanced_max"] - found["global_seqlen/balanced_min"]
-    assert found["global_seqlen/minmax_diff"] > 5 * left
-    assert 1 <= found["perf/imbalance"] < 1.2
+    metrics = imbalance(sizes, plan_microbatches(sizes, shape), shape.rows, shape.ranks, VERL_COST)
+    left = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
+    assert metrics["global_seqlen/minmax_diff"] > 5 * left
+    assert 1 <= metrics["perf/imbalance"] < 1.2
 
 
 def test_one_rank_is_balanced():
-    found = imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, 1, VERL_COST)
-    assert found["perf/imbalance"] == 1
+    metrics = imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, 1, VERL_COST)
+    assert metrics["perf/imbalance"] == 1
