@@ -32,7 +32,7 @@ NOT_YET_FUNCTIONS = {
     *("main", "make_learner", "run_stages", "__post_init__"),
 }
 NOT_YET_FILES = {
-    *("benchmarks/gpu.py", "benchmarks/grpo_step.py"),
+    *("benchmarks/gpu/__main__.py", "benchmarks/training/grpo_step.py"),
     "jaxrl_llm/rollout/vllm/engine.py",
     *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py"),
 }

@@ -1,4 +1,6 @@
-"""Generation by the native engine for `benchmarks/generate.py`: `generate_ours.py JOB RESULT`.
+"""Generation by the native engine for `benchmarks.generation.generate`.
+
+`generate_ours.py JOB RESULT` in its environment.
 
 The library is that of PYTHONPATH, which may be an earlier commit: the engine's constructor tells
 by its parameters which one it is.

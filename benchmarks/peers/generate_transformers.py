@@ -1,4 +1,6 @@
-"""Generation by transformers for `benchmarks/generate.py`: `generate_transformers.py JOB RESULT`.
+"""Generation by transformers for `benchmarks.generation.generate`.
+
+`generate_transformers.py JOB RESULT` in its environment.
 
 Each batch is padded on the left and decoded until its longest answer is done. Nothing ends an
 answer by itself: there is no token for it.

@@ -1,4 +1,6 @@
-"""Generation by Tunix's sampler for `benchmarks/generate.py`: `generate_tunix.py JOB RESULT`.
+"""Generation by Tunix's sampler for `benchmarks.generation.generate`.
+
+`generate_tunix.py JOB RESULT` in its environment.
 
 It is called as Tunix's own ("vanilla") rollout calls it, a batch at a time, until the longest
 answer of the workload is done, as its shapes are compiled for one number of steps. The tokens of

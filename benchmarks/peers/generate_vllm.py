@@ -1,4 +1,4 @@
-"""Generation by a vLLM sidecar for `benchmarks/generate.py`: `generate_vllm.py JOB RESULT`.
+"""Generation by a vLLM sidecar for `benchmarks.generation.generate`: `generate_vllm.py JOB RESULT`.
 
 The peak memory is that of this process, without vLLM's.
 """

@@ -1,4 +1,4 @@
-"""GRPO steps of jaxrl_llm for `benchmarks/grpo_step.py`: `run_ours.py JOB RESULT`.
+"""GRPO steps of jaxrl_llm for `benchmarks.training.grpo_step`: `run_ours.py JOB RESULT`.
 
 A run as `jaxrl_llm.train` builds it, with two parts of its Job replaced: the engine gets requests
 without stop tokens whose limit is the length that the workload gives the answer, and what is

@@ -1,4 +1,6 @@
-"""GRPO steps of TRL for `benchmarks/grpo_step.py`: `run_trl.py JOB RESULT`, in TRL's environment.
+"""GRPO steps of TRL for `benchmarks.training.grpo_step`.
+
+`run_trl.py JOB RESULT` in its environment.
 
 Generation is that of transformers, as `GRPOTrainer` runs it without vLLM. Where all answers are
 equally long, the end of sequence is suppressed by `min_new_tokens`; else a logits processor forbids

@@ -1,4 +1,6 @@
-"""GRPO steps of Tunix for `benchmarks/grpo_step.py`: `run_tunix.py JOB RESULT`, in its environment.
+"""GRPO steps of Tunix for `benchmarks.training.grpo_step`.
+
+`run_tunix.py JOB RESULT` in its environment.
 
 Generation is that of its own ("vanilla") JAX rollout, which decodes a batch until its last answer
 is done and stops only at an end of sequence. That and the padding token, which its masks would

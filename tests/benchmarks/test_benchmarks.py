@@ -1,34 +1,19 @@
 """What the benchmarks compute without running anything."""
 
 import doctest
-import importlib.util
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.generation import generate
+from benchmarks.peers import meter
+from benchmarks.training import grpo_step
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.parameters import initialize
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def module(path):
-    """Import a script as a module."""
-    found = importlib.util.spec_from_file_location(Path(path).stem, BENCHMARKS / path)
-    loaded = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = loaded
-    found.loader.exec_module(loaded)
-    return loaded
-
-
-grpo_step, meter = module("grpo_step.py"), module("peers/meter.py")
-generate = module("generate.py")
 
 
 @pytest.mark.parametrize("script", [grpo_step, meter, generate])

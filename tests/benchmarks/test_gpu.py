@@ -15,13 +15,13 @@ def benchmark():
     """Import the benchmarks as `python -m` does at the repository's root."""
     sys.path.insert(0, str(ROOT))
     try:
-        yield importlib.import_module("benchmarks.gpu")
+        yield importlib.import_module("benchmarks.gpu.__main__")
     finally:
         sys.path.remove(str(ROOT))
 
 
 def test_examples(benchmark):
-    modules = benchmark, benchmark.shapes, importlib.import_module("benchmarks.gpu_parts.cases")
+    modules = benchmark, benchmark.shapes, importlib.import_module("benchmarks.gpu.cases")
     assert all(doctest.testmod(module).failed == 0 for module in modules)
 
 

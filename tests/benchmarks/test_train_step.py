@@ -1,34 +1,25 @@
 """The benchmark of the training step: packed and padded updates are the same one."""
 
 import doctest
-import importlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.training import grpo_step, train_step
 
 
-@pytest.fixture(scope="module")
-def train_step():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("train_step")
-
-
-def test_examples(train_step):
+def test_examples():
     assert doctest.testmod(train_step).failed == 0
 
 
-def test_a_case(train_step, tmp_path, capsys):
+def test_a_case(tmp_path, capsys):
     """Rows of 64 places, two in a micro-batch, for 32 sequences."""
     where = tmp_path / "found.json"
     words = "--cases test-64-spread --sequences 32 --repeats 1 --peak 1 --json"
     train_step.main([*words.split(), str(where)])
     (found,) = json.loads(where.read_text())["cases"]
-    tokens = sum(train_step.lognormal_lengths(32, 16, 64))
+    tokens = sum(grpo_step.lognormal_lengths(32, 16, 64))
     assert found["tokens"] == tokens
     assert found["padding_padded"] == pytest.approx(1 - tokens / (32 * 64))
     rows = 1 / (1 - found["padding_packed"]) * tokens / 64
@@ -39,7 +30,7 @@ def test_a_case(train_step, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("| test-64-spread | 2,880 | 32 |")
 
 
-def test_gradients_that_differ_are_an_error(train_step):
+def test_gradients_that_differ_are_an_error():
     case = train_step.case_of("test-64-spread", 4, "float32")
     one = train_step.Run([1.0], 0.5, [np.array([3.0, 4.0])], 0.0)
     other = one._replace(gradients=[np.array([3.0, 4.1])])

@@ -64,7 +64,7 @@ def test_the_quickstart_learns_to_add(train_config, name, override):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "dapo", "prime"])
 def test_recipes_with_more_than_a_policy_learn(train_config, name):
-    """A critic, dynamic sampling, a reward model; benchmarks/learning.py trains all the others."""
+    """A critic, dynamic sampling, a reward model; benchmarks/learning trains all the others."""
     found = train_config(f"recipes/{name}")
     assert found[-1] >= found[0] + 0.2
 

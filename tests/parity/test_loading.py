@@ -244,7 +244,7 @@ def test_reward_models_with_more_labels_are_refused(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_host_memory_of_loading_and_saving(dtype, tmp_path):
     """A model of 1.2 GB on disk, in 500 MB files: besides itself, less than its largest array."""
-    command = [sys.executable, ROOT / "benchmarks" / "memory.py", "load", tmp_path, dtype]
+    command = [sys.executable, ROOT / "benchmarks" / "memory" / "peak.py", "load", tmp_path, dtype]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(done.stdout)

@@ -1,15 +1,14 @@
 """A step's timeline: cases by hand, sums that hold for any engine, and the compiled programs."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.cluster import scaling
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
@@ -264,10 +263,6 @@ def test_a_steps_phases_follow_each_other():
 
 
 def test_the_benchmark_places_every_gpu_and_finds_room():
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "scaling.py"
-    found = importlib.util.spec_from_file_location("scaling", path)
-    scaling = importlib.util.module_from_spec(found)
-    found.loader.exec_module(scaling)
     spec = scaling.read_spec(str(scaling.CONFIGS / scaling.SMALL.name))
     lengths = draw_lengths(0, 256, median=400, sigma=1.0, most=4096)
     rows = []

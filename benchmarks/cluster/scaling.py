@@ -1,6 +1,6 @@
 """Where a synchronous step's time goes on 8, 64 and 512 H200, simulated, and which placement wins.
 
-    python benchmarks/scaling.py        the tables, as Markdown; a minute of one CPU core
+    python -m benchmarks.cluster.scaling        the tables, as Markdown; a minute of one CPU core
 
 Nothing is run: engines are simulated answer by answer (`planning.sampling`), the rest is summed up
 from the planner's assumptions (`planning.timeline`). Colocated GPUs sample and train in turn; of
@@ -9,13 +9,13 @@ and sizes of engines the shortest steps are shown; last the shortest of any divi
 and training overlapped, which the library does not do.
 """
 
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.tables import describe_run, markdown_head, markdown_row
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
@@ -36,7 +36,7 @@ from jaxrl_llm.planning.timeline import (
     train_seconds,
 )
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "plan"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "plan"
 GPU = GPUS["H200"]
 PROMPT, LONGEST, GROUP = 512, 16384, 16
 MEDIAN, SIGMA = 2000, 1.0  # of answers
@@ -188,7 +188,7 @@ HEADS += ["step, s", "idle", "tokens/s of a GPU", "*overlapped, s*"]
 
 def table(cases: list[tuple[Model, int, int]]) -> None:
     """Print the best steps, and the seconds of the best disaggregated one if it overlapped."""
-    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
+    print(markdown_head(HEADS))
     for model, gpus, prompts in cases:
         spec, size = read_spec(str(CONFIGS / model.name)), prompts * GROUP
         lengths = draw_lengths(0, size, median=MEDIAN, sigma=SIGMA, most=LONGEST - PROMPT)
@@ -200,7 +200,7 @@ def table(cases: list[tuple[Model, int, int]]) -> None:
                 behind = f"{min(row.step.overlapped for row in group):.0f}" if apart else ""
                 cells = [model.name, str(size), str(gpus)]
                 cells += line(best, behind, int(lengths.sum()))
-                print(f"| {' | '.join(cells)} |", flush=True)
+                print(markdown_row(cells), flush=True)
 
 
 def pushes() -> None:
@@ -218,8 +218,7 @@ def pushes() -> None:
 
 def main() -> None:
     """Print the tables."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    print(f"`python benchmarks/scaling.py`, {today}, simulated\n")
+    print(f"{describe_run('cluster.scaling')}, simulated\n")
     table(CASES)
     print("\nThe 4,096 answers of 64 GPUs on fewer and on more:\n")
     table(SAME)

@@ -1,7 +1,7 @@
 """What training and loading cost in memory and time: log-probs, rematerialisation, loading.
 
-    python benchmarks/memory.py                         all tables, as Markdown
-    python benchmarks/memory.py load DIRECTORY DTYPE    one measurement of loading, as JSON
+    python -m benchmarks.memory.peak                         all tables, as Markdown
+    python -m benchmarks.memory.peak load DIRECTORY DTYPE    one measurement of loading, as JSON
 
 The first two tables give the scratch memory that XLA plans for the compiled gradient, besides
 inputs and results, and the best of several runs. The third is measured in fresh processes on a

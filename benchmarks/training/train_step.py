@@ -1,7 +1,7 @@
 """The training step alone: one update over a batch, with its rows packed and padded.
 
-    python benchmarks/train_step.py                     the table, as Markdown
-    python benchmarks/train_step.py --cases small-512-spread --repeats 5 --json train_step.json
+    python -m benchmarks.training.train_step                    the table, as Markdown
+    python -m benchmarks.training.train_step --cases small-512-spread --repeats 5 --json FILE
 
 A case is a model, the longest sequence and the spread of lengths: `equal`, all of them the longest,
 or `spread`, log-normal (sigma 1) with a mean of a quarter of the longest. The update is that of
@@ -21,7 +21,6 @@ Compare only on a machine that does nothing else.
 import argparse
 import datetime
 import json
-import os
 import platform
 import statistics
 import time
@@ -33,9 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from grpo_step import MODELS, RATE_SHAPES, VOCABULARY, lognormal_lengths
-from peers.rate import seconds as seconds_of
 
+from benchmarks.peers.rate import seconds as seconds_of
+from benchmarks.tables import describe_machine, describe_run, markdown_head, markdown_row
+from benchmarks.training.grpo_step import MODELS, RATE_SHAPES, VOCABULARY, lognormal_lengths
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.cli import take_huge_pages
@@ -316,18 +316,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rate = options.peak * 1e12 if options.peak else machine_rate(dtype)
     today = datetime.datetime.now(datetime.UTC).date()
-    device = jax.devices()[0].device_kind
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {device}"
+    machine = f"{describe_machine()}, {jax.devices()[0].device_kind}"
     versions = f"Python {platform.python_version()}, jax {jax.__version__}"
-    words = " ".join(f"--{k} {v}" for k, v in vars(options).items() if v and k not in ("cases",))
-    print(f"`python benchmarks/train_step.py {words}`, {today}, {machine}, {versions}, {dtype}")
+    words = [f"--{k} {v}" for k, v in vars(options).items() if v and k != "cases"]
+    print(f"{describe_run('training.train_step', words)}, {versions}, {dtype}")
     print(f"\n{rate / 1e12:.3g} TFLOP/s {'given' if options.peak else 'measured'}\n")
-    print("|", " | ".join(HEADS), "|")
-    print("|" + "---|" * len(HEADS))
+    print(markdown_head(HEADS))
     lines = []
     for name in options.cases:
         lines.append(measure(case_of(name, options.sequences, dtype), options.repeats, rate))
-        print("|", " | ".join(row(lines[-1])), "|", flush=True)
+        print(markdown_row(row(lines[-1])), flush=True)
     if options.json:
         figures = {"date": f"{today}", "machine": machine, "versions": versions, "rate": rate}
         options.json.write_text(json.dumps(figures | {"cases": lines}, indent=1))

@@ -1,6 +1,6 @@
 """Run the quickstart from an empty folder for three seeds; print its curves, times and memory.
 
-    python benchmarks/quickstart.py docs/quickstart.png
+    python -m benchmarks.learning.quickstart docs/quickstart.png
 
 Each run makes its own data and base model. The table goes to stdout as Markdown, the curves to the
 picture that is named.
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 METRIC = "val-core/arithmetic/acc/mean@1"
 
 

@@ -1,14 +1,12 @@
 """How evenly sequences are shared out over data ranks: the plan against best-fit-decreasing.
 
-    python benchmarks/balance.py        the table, as Markdown
+    python -m benchmarks.training.balance        the table, as Markdown
 
 Sizes are lognormal with mean 512 before they are cut at 4,096 tokens, the length of a row. All
 figures are means over several draws. A step is the time of the slowest ranks of all its
 micro-batches; its bound is what ranks would take if the same sequences could be divided freely.
 """
 
-import datetime
-import os
 import platform
 import statistics
 import time
@@ -16,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.tables import describe_run, markdown_head, markdown_row
 from jaxrl_llm.data.balance import VERL_COST, imbalance, sum_by_rank
 from jaxrl_llm.data.bin_packing import best_fit, plan_microbatches
 from jaxrl_llm.data.packing import RowShape, row_shape
@@ -73,14 +72,11 @@ def bound(sequences: int, shape: RowShape) -> float:
 
 def main() -> None:
     """Print the table."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
     versions = f"Python {platform.python_version()}, numpy {np.__version__}"
-    print(f"`python benchmarks/balance.py`, {today}, {machine}, {versions}; {DRAWS} draws\n")
+    print(f"{describe_run('training.balance')}, {versions}; {DRAWS} draws\n")
     heads = ["sequences", "ranks", "rows each", "micro-batches: best fit", "ours", "bound"]
     heads += ["step / bound: best fit", "ours", "padding counted: best fit", "ours", "ms to plan"]
-    print("|", " | ".join(heads), "|")
-    print("|" + "---|" * len(heads))
+    print(markdown_head(heads))
     for sequences, ranks, rows in CASES:
         tokens = ranks * rows * LENGTH
         shape = row_shape(tokens, LENGTH, sequences=sequences, multiple_of=ranks)
@@ -88,7 +84,7 @@ def main() -> None:
         cells = [sequences, ranks, rows, f"{old[0]:.1f}", f"{new[0]:.1f}"]
         cells += [f"{bound(sequences, shape):.1f}"]
         cells += [f"{value:.3f}" for pair in zip(old[1:3], new[1:3], strict=True) for value in pair]
-        print("|", " | ".join(map(str, [*cells, f"{1000 * new[3]:.0f}"])), "|", flush=True)
+        print(markdown_row([*cells, f"{1000 * new[3]:.0f}"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long weights take to reach a vLLM sidecar, and how far its log-probs are from the trainer's.
 
-    python benchmarks/vllm_weights.py --sizes 0.1 1       GB of weights in float32
-    python benchmarks/vllm_weights.py --sizes 0.1 --dtype bfloat16
+    python -m benchmarks.cluster.vllm_weights --sizes 0.1 1       GB of weights in float32
+    python -m benchmarks.cluster.vllm_weights --sizes 0.1 --dtype bfloat16
 
 For each size it makes a random model of Qwen3's architecture and prints as Markdown
 
@@ -17,10 +17,8 @@ Needs the environment of `python -m jaxrl_llm.rollout.vllm.setup`.
 """
 
 import argparse
-import datetime
-import os
-import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.tables import describe_run, markdown_table
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.load import load_params
@@ -147,8 +146,7 @@ def differences(
 
 def report(lines: list[list[str]], heads: str) -> None:
     """Print a table."""
-    cells = [heads.split(" | "), ["---"] * len(heads.split(" | ")), *lines]
-    print("\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells))
+    print("\n" + markdown_table(heads.split(" | "), lines))
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -178,8 +176,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 gaps += differences(engine, params, spec, options.dtype)
             finally:
                 engine.close()
-    today = datetime.datetime.now(datetime.UTC).date()
-    print(f"{today}, {platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}")
+    print(f"{describe_run('cluster.vllm_weights', words or sys.argv[1:])}, jax {jax.__version__}")
     heads = "GB | weight sync, s | GB/s | through the connection, s | save a checkpoint, s"
     report(pushes, f"{heads} | read, s | weight sync is faster by")
     report(gaps, "dtype | sampled at | mean | median | 90 % | 99 % | largest difference, nats")

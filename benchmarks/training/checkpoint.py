@@ -1,6 +1,6 @@
 """What digests cost a checkpoint: seconds of a save and of a restore, with and without them.
 
-    python benchmarks/checkpoint.py [--gb 1] [--repeats 15] [--folder DIR] [--cold]
+    python -m benchmarks.training.checkpoint [--gb 1] [--repeats 15] [--folder DIR] [--cold]
 
 The state has matrices and Adam's two moments of them. What is measured with digests alternates with
 the same without; the table has the best of each, and their ratio. A save is timed to its end on the

@@ -1,7 +1,7 @@
 """Train every recipe of configs/recipes from one base model; write table, curves and numbers.
 
-    python benchmarks/learning.py
-    python benchmarks/learning.py --recipes dapo ppo --seeds 0 --out curves
+    python -m benchmarks.learning.recipes
+    python -m benchmarks.learning.recipes --recipes dapo ppo --seeds 0 --out curves
 
 One run after the other, each its own process. A finished run is kept in the work folder and not
 repeated while its recipe's file stays the same, so that an interrupted benchmark can go on; remove
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs/recipes"
 PAGE = ROOT / "docs/algorithms.md"
 MARKS = ("<!-- learning: begin -->\n", "<!-- learning: end -->\n")
@@ -161,7 +161,7 @@ def write(results: list[dict[str, Any]], out: Path, words: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     about = {
         "metric": METRIC,
-        "command": " ".join(["python benchmarks/learning.py", *words]),
+        "command": " ".join(["python -m benchmarks.learning.recipes", *words]),
         "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
         "runs": [
             {k: r[k] for k in ("recipe", "seed", "seconds", "curve", "date", "versions")}

@@ -1,6 +1,6 @@
 """What `benchmarks.gpu` measures of plain torch, each job in a process of its own.
 
-python -m benchmarks.gpu_parts.theirs JOB.json RESULT.json
+python -m benchmarks.gpu.theirs JOB.json RESULT.json
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_parts.cases import run_cases
-from benchmarks.gpu_parts.shapes import SHAPES, lengths_of
+from benchmarks.gpu.cases import run_cases
+from benchmarks.gpu.shapes import SHAPES, lengths_of
 
 LEARNING_RATE = 1e-6
 CUDA = torch.cuda.is_available()

@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_parts import shapes
-from benchmarks.gpu_parts.shapes import Sizes
+from benchmarks.gpu import shapes
+from benchmarks.gpu.shapes import Sizes
+from benchmarks.tables import markdown_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("jax", "numpy", "optax", "orbax.checkpoint", "jaxtyping", "safetensors", "yaml", "rich")
 PEERS = ("torch", "transformers")
 SYSTEMS = {"ours": "jaxrl_llm", "theirs": "torch"}
@@ -63,7 +64,7 @@ class Job(NamedTuple):
     """One process.
 
     Attributes:
-        system: The module of `gpu_parts` that runs it.
+        system: The module of this folder that runs it.
         do: The function in it.
         cases: What it does one after another.
     """
@@ -189,7 +190,7 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
     }
     if job.do != "profile":  # a trace says less of a program that was read from there
         environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
-    command = [sys.executable, "-m", f"benchmarks.gpu_parts.{job.system}", given, results]
+    command = [sys.executable, "-m", f"benchmarks.gpu.{job.system}", given, results]
     with log.open("w") as output:
         try:
             done = subprocess.run(
@@ -233,19 +234,6 @@ def run_part(
 # ------------------------------------------------------------------------------------ the tables
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay a table out in Markdown.
-
-    >>> print(table(["a", "b"], [["1", "2"]]))
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-    """
-    lines = [head, ["---"] * len(head), *rows]
-    text = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([text[0], text[1].replace(" ", ""), *text[2:]])
-
-
 def _gb(row: Row) -> str:
     return f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else "-"
 
@@ -276,7 +264,7 @@ def update_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
         mfu = _share(rate, peak and peak.flops)
         lines.append([*what, f"{row['seconds']:.3f}", speed, mfu, _gb(row)])
     head = "micro-batch, lengths, system, computed again, attention, s, tokens/s, MFU, peak GB"
-    return table(head.split(", "), lines)
+    return markdown_table(head.split(", "), lines)
 
 
 def attention_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
@@ -303,7 +291,7 @@ def attention_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
             ]
         )
     head = "rows, segments, by, forward ms, TFLOP/s, and backward ms, TFLOP/s, off from float32"
-    return table(head.split(", "), lines)
+    return markdown_table(head.split(", "), lines)
 
 
 def logprobs_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
@@ -319,7 +307,7 @@ def logprobs_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
         share = _share(rate, peak and peak.flops)
         scratch = f"{row['scratch_bytes'] / 1e9:.2f}"
         lines.append([*what, f"{1e3 * row['seconds']:.2f}", share, scratch])
-    return table(["tokens × D × V", "chunk", "ms", "of peak", "scratch GB"], lines)
+    return markdown_table(["tokens × D × V", "chunk", "ms", "of peak", "scratch GB"], lines)
 
 
 def profile_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
@@ -333,7 +321,7 @@ def profile_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
         outside = f"{100 * row['outside_matrix_products_and_attention']:.1f} %"
         shares += [["outside matrix products and attention", outside]]
         shares += [["device busy, of the step", f"{100 * row['device_busy']:.1f} %"]]
-        texts += [table(["operations", "share"], shares), f"```\n{row['summary']}```"]
+        texts += [markdown_table(["operations", "share"], shares), f"```\n{row['summary']}```"]
     return "\n\n".join(texts)
 
 
@@ -368,7 +356,7 @@ def decode_table(rows: Sequence[Row], peak: shapes.Peak | None) -> str:
     note = "Tokens/s with prefill, and in the second half of the answers, as the columns after it. "
     note += f"The floor of a step: weights and the keys and values so far, read once at {shown}."
     nominal = f" The memory is said to give {peak.bandwidth / 1e12:.2f} TB/s." if peak else ""
-    return f"{note}{nominal}\n\n{table(head.split(', '), lines)}"
+    return f"{note}{nominal}\n\n{markdown_table(head.split(', '), lines)}"
 
 
 class Part(NamedTuple):

@@ -1,6 +1,6 @@
 """What `benchmarks.gpu` measures of this library, each job in a process of its own.
 
-python -m benchmarks.gpu_parts.ours JOB.json RESULT.json
+python -m benchmarks.gpu.ours JOB.json RESULT.json
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.gpu_parts.cases import run_cases
-from benchmarks.gpu_parts.shapes import SHAPES, lengths_of
+from benchmarks.gpu.cases import run_cases
+from benchmarks.gpu.shapes import SHAPES, lengths_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean

@@ -1,7 +1,7 @@
 """One GRPO step of this library against TRL's and Tunix's, on the CPU: time, memory, tokens.
 
-    python benchmarks/grpo_step.py --setup peers        makes peers/trl and peers/tunix with pip
-    python benchmarks/grpo_step.py --trl-python peers/trl/bin/python \\
+    python -m benchmarks.training.grpo_step --setup peers   makes peers/trl and peers/tunix with pip
+    python -m benchmarks.training.grpo_step --trl-python peers/trl/bin/python \\
         --tunix-python peers/tunix/bin/python           the tables, as Markdown
 
 Every system gets the same random Qwen3 model, 16 prompts x 8 answers a step, the same length for
@@ -28,11 +28,9 @@ makes TRL several times slower. "others" is how many cores other processes kept 
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -42,7 +40,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PEERS = Path(__file__).resolve().parent / "peers"
+from benchmarks.tables import describe_run, markdown_table
+
+PEERS = Path(__file__).resolve().parents[1] / "peers"
 INSTALL = {
     "trl": (["torch==2.13.0"], ["trl==1.16.0"]),
     "tunix": (["google-tunix==0.1.7"],),
@@ -379,7 +379,7 @@ def table(results: dict[str, Any], rate: float) -> str:
         for name, found in results.items()
         for system, result in found["systems"].items()
     ]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [HEADS, ["---"] * 11, *rows])
+    return markdown_table(HEADS, rows)
 
 
 def comparison(results: dict[str, Any]) -> list[str]:
@@ -491,9 +491,7 @@ def main() -> None:
 
 def report(results: dict[str, Any], measured: dict[str, list[float]], rate: float) -> None:
     """Print everything as Markdown."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    print(f"`python benchmarks/grpo_step.py {' '.join(sys.argv[1:])}`, {today}, ", end="")
-    print(f"{platform.machine()}, {os.cpu_count()} cores")
+    print(describe_run("training.grpo_step", sys.argv[1:]))
     systems = {s: r for found in results.values() for s, r in found["systems"].items()}
     for system, result in systems.items():
         print(f"- {system}: {', '.join(f'{n} {v}' for n, v in result['versions'].items())}")

@@ -1,8 +1,8 @@
 """Show that a change of the code changes no result: metrics and final parameters, bit for bit.
 
-    python benchmarks/same_results.py record v0.1.0 before.json
-    python benchmarks/same_results.py record HEAD after.json
-    python benchmarks/same_results.py compare before.json after.json
+    python benchmarks/code/same_results.py record v0.1.0 before.json
+    python benchmarks/code/same_results.py record HEAD after.json
+    python benchmarks/code/same_results.py compare before.json after.json
 
 `record` runs a commit's own configs in a clone of it: the quickstart whole, every recipe for 5
 steps, the quickstart with an adapter and on 8 devices for 5 steps, and 100 steps of supervised
@@ -26,7 +26,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIMINGS = ("timing_s/", "perf/")
 SHORT = ("steps=5", "validation.every=5")
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

@@ -1,16 +1,16 @@
 """Generation by this library's engine against transformers (torch) and Tunix's sampler.
 
-    python benchmarks/generate.py --trl-python peers/trl/bin/python \\
-        --tunix-python peers/tunix/bin/python           the tables, as Markdown
-    python benchmarks/generate.py --baseline ../v0      also the engine of another checkout
-    python benchmarks/generate.py --vllm                also this library's vLLM sidecar
+    python -m benchmarks.generation.generate --trl-python peers/trl/bin/python \\
+        --tunix-python peers/tunix/bin/python               the tables, as Markdown
+    python -m benchmarks.generation.generate --baseline ../v0   also the engine of another checkout
+    python -m benchmarks.generation.generate --vllm             also this library's vLLM sidecar
 
-`grpo_step.py --setup` makes the peers' environments. Every system gets the same random Qwen3 model
-and the same prompts in float32: batches of 16 prompts x 8 answers, 128 at a time, sampled at
-temperature 1. Each runs in a process of its own, one after the other; the first pass over all
-batches is a warm-up, the median of the others counts.
+`benchmarks.training.grpo_step --setup` makes the peers' environments. Every system gets the same
+random Qwen3 model and the same prompts in float32: batches of 16 prompts x 8 answers, 128 at a
+time, sampled at temperature 1. Each runs in a process of its own, one after the other; the first
+pass over all batches is a warm-up, the median of the others counts.
 
-Workloads: a model of `grpo_step.py`, `tiny` or `small`, with answers of `--new-tokens` each; with
+Workloads: a model of `grpo_step`, `tiny` or `small`, with answers of `--new-tokens` each; with
 `-spread` lengths are log-normal (sigma 1) with that mean, cut at four times as many, in an order
 drawn with a fixed seed. Ours gets all requests at once, each with its own length, and keeps 128 in
 flight. The peers get batches of 128 and generate for all of a batch until its longest answer is
@@ -22,10 +22,8 @@ after its warm-up, or where ours and transformers don't generate the same tokens
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -34,9 +32,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpo_step
+from benchmarks.tables import describe_run, markdown_table
+from benchmarks.training import grpo_step
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONCURRENT = grpo_step.PROMPTS * grpo_step.SAMPLES
 GREEDY_PROMPTS, GREEDY_TOKENS = 4, 24
 
@@ -228,14 +227,11 @@ def main() -> None:
 
 def report(results: dict[str, Any]) -> None:
     """Print everything as Markdown."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    print(f"`python benchmarks/generate.py {' '.join(sys.argv[1:])}`, {today}, ", end="")
-    print(f"{platform.machine()}, {os.cpu_count()} cores")
+    print(describe_run("generation.generate", sys.argv[1:]))
     for system, result in next(iter(results.values())).items():
         print(f"- {system}: {', '.join(f'{n} {v}' for n, v in result['versions'].items())}")
     lines = [line for name, found in results.items() for line in rows(name, found)]
-    cells = [HEADS, ["---"] * len(HEADS), *lines]
-    print("\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n")
+    print(f"\n{markdown_table(HEADS, lines)}\n")
     print("\n".join(summary(name, found) for name, found in results.items()))
 
 
