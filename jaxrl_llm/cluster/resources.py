@@ -143,12 +143,12 @@ def check_spare_cpus(requirements: Requirements, tasks: int) -> None:
     Raises:
         RunError: all are reserved for the job's processes.
     """
-    there = ray.cluster_resources().get("CPU", 0)
-    taken = sum(node["CPU"] for node in requirements.nodes)
-    if tasks and there - taken < 1:
+    total = ray.cluster_resources().get("CPU", 0)
+    reserved = sum(node["CPU"] for node in requirements.nodes)
+    if tasks and total - reserved < 1:
         raise RunError(
-            f"cluster.reward_tasks={tasks}, but the job's processes take {taken:g} of the "
-            f"cluster's {there:g} CPUs: lower cluster.cpus, or add nodes"
+            f"cluster.reward_tasks={tasks}, but the job's processes take {reserved:g} of the "
+            f"cluster's {total:g} CPUs: lower cluster.cpus, or add nodes"
         )
 
 

@@ -33,15 +33,15 @@ def watch(job: RayJob, stall_timeout_s: float | None, preemption: Preemption) ->
         LostError: a process was lost, or there was no step for so long.
         RunError: as the run raises; so ConfigError and others.
     """
-    left, progressed, stop_sent = list(job.tasks), time.monotonic(), False
+    running, progressed, stop_sent = list(job.tasks), time.monotonic(), False
     with contextlib.ExitStack() as stack:
         displays: list[Display] = []
-        while left:
-            ended, left = ray.wait(left, timeout=POLL_INTERVAL_S)
+        while running:
+            ended, running = ray.wait(running, timeout=POLL_INTERVAL_S)
             if update_displays(job, displays, stack):
                 progressed = time.monotonic()
             for task in ended:
-                check_exit(job, task, [*left, *ended])
+                check_exit(job, task, [*running, *ended])
             if preemption.is_told() and not stop_sent:
                 call_result(job.coordinator.request_stop.remote())
                 stop_sent = True

@@ -179,9 +179,9 @@ def _share(
     amounts = np.array([sizes[rest].sum(), len(sizes[rest])])
     room = np.array([shape.tokens, shape.sequences])
     needed = (max(mean, costs[0]) * shape.ranks - costs[big].sum()) / costs[rest].sum()
-    here = (room - [sizes[big].sum(), len(big)]) / amounts
-    there = 1 - others * room / amounts
-    share = min(max(min(needed, *here), *there, 0), 1)
+    upper = (room - [sizes[big].sum(), len(big)]) / amounts
+    lower = 1 - others * room / amounts
+    share = min(max(min(needed, *upper), *lower, 0), 1)
     steps = np.floor(np.arange(len(sizes[rest]) + 1) * share + 0.5)
     return np.concatenate([np.ones(len(big), bool), np.diff(steps) > 0])
 

@@ -13,20 +13,20 @@ from jaxrl_llm.data.files import remove_partials, write_text
 from jaxrl_llm.sharding import distributed
 
 
-def prepare_files(spec: FunctionSpec | None, wanted: tuple[str, ...]) -> None:
+def prepare_files(spec: FunctionSpec | None, files: tuple[str, ...]) -> None:
     """Run a preparation if any of the files it should write is missing; in the first process.
 
     Raises:
         ConfigError: it failed, or left a file unwritten.
     """
     if spec is not None:
-        distributed.once(functools.partial(_prepare_files, spec, wanted))
+        distributed.once(functools.partial(_prepare_files, spec, files))
 
 
-def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
-    stamp = Path(wanted[0]).parent / ".prepared_by"
+def _prepare_files(spec: FunctionSpec, files: tuple[str, ...]) -> None:
+    stamp = Path(files[0]).parent / ".prepared_by"
     recipe = digest(json.dumps(spec.as_config(), sort_keys=True, default=str))
-    if all(Path(path).exists() for path in wanted):
+    if all(Path(path).exists() for path in files):
         remove_partials(stamp.parent)
         if stamp.exists() and stamp.read_text() != recipe:
             raise ConfigError(
@@ -37,7 +37,7 @@ def _prepare_files(spec: FunctionSpec, wanted: tuple[str, ...]) -> None:
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
     with config_errors_at("data.prepare"):
         load_function(spec, kinds.PREPARATIONS, key="data.prepare")()
-    missing = [path for path in wanted if not Path(path).exists()]
+    missing = [path for path in files if not Path(path).exists()]
     if missing:
         raise ConfigError(
             f"data.prepare: {spec.fn!r} did not write {', '.join(missing)}; "

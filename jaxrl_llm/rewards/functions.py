@@ -42,12 +42,12 @@ def arithmetic(
     >>> arithmetic("arithmetic", "46 or 47", "46", None)
     {'score': 0.0, 'acc': 0.0, 'pred': None}
     """
-    wanted = int(ground_truth)
+    expected = int(ground_truth)
     match = _INTEGER.fullmatch(solution_str.rpartition("=")[2].strip())
     if match is None:
         return _result(False, None)
     value = int(match.group())
-    return _result(value == wanted, str(value))
+    return _result(value == expected, str(value))
 
 
 def gsm8k(
@@ -86,7 +86,7 @@ def gsm8k(
     """
     reference = ground_truth.strip()
     if not re.fullmatch(_NUMBER, reference):
-        raise ValueError(f"gsm8k: got ground truth {ground_truth!r}, wanted a number")
+        raise ValueError(f"gsm8k: expected a number as ground truth, got {ground_truth!r}")
     if flexible:
         numbers = _ANY_NUMBER.findall(solution_str)
     else:

@@ -98,16 +98,16 @@ class RewardTasks(RewardRunner):
                 check_open(self._closed)
                 for ref in done:
                     numbers = running.pop(ref)
-                    final, again = queue.sort(numbers, _receive(ray, ref, numbers))
-                    self._report(again)
+                    final, retried = queue.sort(numbers, _receive(ray, ref, numbers))
+                    self._report(retried)
                     yield from final
         finally:
             _cancel(ray, list(running))
 
-    def _report(self, again: list[int]) -> None:
-        self.counts["retried"] += len(again)
-        if again:
-            rows = ", ".join(str(self._first + number) for number in again)
+    def _report(self, retried: list[int]) -> None:
+        self.counts["retried"] += len(retried)
+        if retried:
+            rows = ", ".join(str(self._first + number) for number in retried)
             log.warning(
                 "reward %r lost its process, Ray worker or node; tried again: row %s",
                 *(self._spec.fn, rows),
@@ -142,19 +142,19 @@ class _Queue:
             numbers: the task's items.
             outcomes: those of its first items; the others wait again, alone where there is none.
         """
-        final, again, rest = [], [], numbers[len(outcomes) :]
+        final, retried, rest = [], [], numbers[len(outcomes) :]
         for number, outcome in zip(numbers, outcomes, strict=False):
             self._deaths[number] += outcome.failure == "died"
             if outcome.failure == "died" and self._deaths[number] <= self._retries:
-                again.append(number)
+                retried.append(number)
             else:
                 final.append((number, outcome))
         if outcomes:
             self._waiting.extendleft(reversed(rest))
         else:
-            again += rest
-        self._alone.extend(again)
-        return final, again
+            retried += rest
+        self._alone.extend(retried)
+        return final, retried
 
 
 def _cluster() -> Any:

@@ -233,7 +233,7 @@ def test_nothing_to_plan():
 
 @pytest.mark.parametrize(("size", "index"), [(0, 1), (-1, 1), (17, 1)])
 def test_sequences_that_fit_no_row(size, index):
-    with pytest.raises(ValueError, match=f"sequence {index} has {size} tokens, wanted 1 to 16"):
+    with pytest.raises(ValueError, match=f"sequence {index}: expected 1 to 16 tokens, got {size}"):
         plan_microbatches(np.array([3, size, 16]), SHAPES[0])
 
 
@@ -354,6 +354,6 @@ def test_a_shape_keeps_the_limit_and_divides_evenly(tokens, length, sequences, m
 
 
 def test_a_limit_too_small_for_one_row_on_each_device():
-    with pytest.raises(ValueError, match="wanted at least 8192") as caught:
+    with pytest.raises(ValueError, match="expected at least 8192") as caught:
         row_shape(8191, 1024, sequences=64, multiple_of=8)
     assert str(caught.value).startswith("a micro-batch of 8191 tokens can't hold 8 rows of 1024")
