@@ -79,7 +79,7 @@ class Processes:
     def titles(self, *wanted):
         """Return its processes whose titles begin so, by number."""
         rows = subprocess.run(
-            ["ps", "-eo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
+            ["ps", "-wweo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
         ).stdout.splitlines()
         split = [row.split(None, 3) for row in rows[1:]]
         nodes = {pid for pid, _, _, args in split if f"--gcs-address={self.address}" in args}
