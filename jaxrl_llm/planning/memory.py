@@ -137,7 +137,7 @@ def memory_by_phase(shapes: RunShapes, scratch: Mapping[str, int | float]) -> li
             if step != "infer":
                 own[f"{name} gradients"] = bytes_per_device(role.params)
             phases.append(PhaseMemory(phase, _allocated(shapes, phase, role.layout) | own))
-    for step in ("fill", "decode"):
+    for step in ("prefill", "decode"):
         own = {"cache": shapes.cache, "scratch": scratch.get(f"engine {step}", 0)}
         allocated = _allocated(shapes, "engine", shapes.layouts.rollout)
         phases.append(PhaseMemory(f"engine {step}", allocated | own))

@@ -19,7 +19,7 @@ from tests.guarded import MODEL, NATIVE, RUN
 pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE, "jaxrl_llm/planning/")
 
 COMPILED, FOUND = "perf/compilations", "perf/compilation_cache_hits"
-STEPS = ("jit_accumulate", "jit_infer", "jit_apply", "jit_read", "jit_chunk")
+STEPS = ("jit_accumulate", "jit_infer", "jit_apply", "jit_prefill_chunk", "jit_decode_chunk")
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
     assert kept() == [*steps, 1, 1]
     workshop(*words, compiled=tmp_path).ok()
     names = [name for name, *_ in engine.programs._keys()]
-    assert kept() == [*steps, names.count("read"), names.count("decode")]
+    assert kept() == [*steps, names.count("prefill"), names.count("decode")]
 
 
 @pytest.mark.slow

@@ -22,8 +22,15 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.native.decode import Pieces, Rows, decode, gather, make_pool, read_prompts
-from jaxrl_llm.rollout.native.sampler import Chances
+from jaxrl_llm.rollout.native.decode import (
+    DecodeState,
+    PrefillChunk,
+    decode,
+    gather_pages,
+    make_pool,
+    prefill,
+)
+from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -305,16 +312,18 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
     table = jnp.arange(2 * count).reshape(count, 2)
     pool = make_pool(spec, 1, 2 * count, size, dtype=dtype)
     none, off = jnp.zeros(count, jnp.int32), jnp.zeros(count)
-    pool = read_prompts(params, spec, pool, Pieces(table, prompts, none, lengths, table))
-    rows = Rows(
+    pool = prefill(params, spec, pool, PrefillChunk(table, prompts, none, lengths, table))
+    rows = DecodeState(
         tokens=last,
         positions=lengths,
         generated=none,
         left=jnp.full(count, new),
         stop_ids=jnp.full((count, 1), -1),
-        chances=Chances(none.astype("uint32"), off, top_p=off + 1, top_k=none, min_p=off),
+        sampling=BatchSamplingParams(
+            none.astype("uint32"), off, top_p=off + 1, top_k=none, min_p=off
+        ),
     )
-    _, drawn = decode(params, spec, gather(pool, table), rows, steps=new)
+    _, drawn = decode(params, spec, gather_pages(pool, table), rows, steps=new)
     return drawn.tokens, drawn.logprobs
 
 

@@ -128,9 +128,9 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure):
     shapes = plan_shapes(config)
     engine = NativeEngine(DENSE, EngineSettings(16, 32), layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
-    pool, (rows, width) = engine._batches._take_pool(), engine.programs.sizes.largest
+    pool, (rows, width) = engine._runner._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)
-    gathered = engine.programs.gather(pool, engine._batches._no_pages(rows, width // PAGE))
+    gathered = engine.programs.gather_pages(pool, engine._runner._no_pages(rows, width // PAGE))
     engine.close()
     assert shapes.cache == on_first_device((pool, gathered)) == bytes_per_device(cache)
     held = {kind: size for kind, size, _ in shapes.throughout}

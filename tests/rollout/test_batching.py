@@ -53,12 +53,12 @@ def small_cache(shared_engine):
 @pytest.fixture(scope="module")
 def variant(build, params, small_cache):
     """(name) -> an engine, compiled once, that differs from the shared one."""
-    pieces = {"PIECES": (8,), "READ_AT_ONCE": (16,), "SHORTEST_ROW": 16}
+    pieces = {"PREFILL_LENGTHS": (8,), "PREFILL_TOKENS": (16,), "SHORTEST_ROW": 16}
     variants = {
         "pieces": ({"steps": 1, "max_running_sequences": 3}, pieces),
         "cramped": (
             {"steps": 7, "max_running_sequences": 6, "cache_gb": small_cache(7)},
-            {"FEWEST_ROWS": 3, "PIECES": (16,)},
+            {"FEWEST_ROWS": 3, "PREFILL_LENGTHS": (16,)},
         ),
     }
     made = {}

@@ -189,7 +189,7 @@ def answers_on(build, draw_params):
                 found[key] = (
                     answers,
                     layouts,
-                    engine._batches.pool.keys[0].sharding,
+                    engine._runner.pool.keys[0].sharding,
                     receipt.checksum,
                 )
             finally:

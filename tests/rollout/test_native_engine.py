@@ -26,10 +26,10 @@ def request(length=3, new=2, *, seed=0, token=1, **options):
     return Request((token,) * length, SamplingParams(max_new_tokens=new, **options), seed)
 
 
-def slow_turn(engine, started, go_on):
+def slow_step(engine, started, go_on):
     """Let an engine's chunk wait for an event; all that runs ends with it."""
 
-    def turn():
+    def step():
         with engine._state:
             found, engine._incoming = engine._incoming, []
         started.set()
@@ -38,7 +38,7 @@ def slow_turn(engine, started, go_on):
             sequence.versions, sequence.finish = [engine._version], "length"
         return found
 
-    engine._turn = turn
+    engine._step = step
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_trainer_may_donate_what_it_has_pushed(engine, params):
 
 def test_weights_wait_for_the_chunk_in_flight(hollow, params, other_params, pool):
     engine, started, go_on = hollow(), threading.Event(), threading.Event()
-    slow_turn(engine, started, go_on)
+    slow_step(engine, started, go_on)
     engine.load(params, version=1)
     waiting = pool.submit(engine.sample, [request()])
     started.wait(10)
@@ -127,11 +127,11 @@ def test_pause_and_resume(engine, pool):
 def test_sleep_frees_the_cache_and_wake_brings_it_back(engine, pool):
     before = engine.sample([request(new=8)])[0].tokens.tolist()
     engine.sleep()
-    assert engine._batches.pool is None
+    assert engine._runner.pool is None
     waiting = pool.submit(engine.sample, [request(new=8)])
     time.sleep(0.1)
     assert not waiting.done()
-    assert engine._batches.pool is None
+    assert engine._runner.pool is None
     engine.wake()
     assert waiting.result(10)[0].tokens.tolist() == before
 
@@ -139,7 +139,7 @@ def test_sleep_frees_the_cache_and_wake_brings_it_back(engine, pool):
 def test_weights_may_be_loaded_asleep(engine, other_params):
     engine.sleep()
     engine.load(other_params, version=3)
-    assert engine._batches.pool is None
+    assert engine._runner.pool is None
     engine.wake()
     assert engine.sample([request()])[0].versions.tolist() == [3, 3]
 
@@ -180,7 +180,7 @@ def test_what_ends_with_the_chunk_in_flight_is_answered_when_the_engine_closes(
     hollow, params, pool
 ):
     engine, started, go_on = hollow(), threading.Event(), threading.Event()
-    slow_turn(engine, started, go_on)
+    slow_step(engine, started, go_on)
     engine.load(params, version=1)
     waiting = pool.submit(engine.sample, [request()])
     started.wait(10)
@@ -196,18 +196,18 @@ def test_what_does_not_end_with_the_chunk_in_flight_fails_when_the_engine_closes
     hollow, params, pool
 ):
     engine, started, go_on = hollow(), threading.Event(), threading.Event()
-    take_in = engine._turn
+    take_in = engine._step
 
-    def turn():
+    def step():
         started.set()
         go_on.wait(10)
         with engine._state:
-            engine._batches.scheduler.add(engine._incoming)
+            engine._runner.scheduler.add(engine._incoming)
             engine._incoming = []
         return []
 
-    assert take_in.__func__ is type(engine)._turn
-    engine._turn = turn
+    assert take_in.__func__ is type(engine)._step
+    engine._step = step
     engine.load(params, version=1)
     waiting = pool.submit(engine.sample, [request()])
     started.wait(10)
@@ -282,7 +282,7 @@ def test_requests_that_can_not_be_served_are_refused(engine, bad, text):
         engine.sample([request(), bad])
     with pytest.raises(EngineError, match=f"^{re.escape(text)}$"):
         asyncio.run(engine.generate(bad))
-    assert not engine._batches.scheduler.is_busy
+    assert not engine._runner.scheduler.is_busy
     assert len(engine.sample([request()])) == 1
 
 
@@ -308,7 +308,7 @@ def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._batches, "_decode", fail)
+        patch.setattr(engine._runner, "_decode", fail)
         with pytest.raises(RuntimeError, match=r"^out of memory$"):
             engine.sample([request(new=8)])
         with pytest.raises(RuntimeError, match=r"^out of memory$"):

@@ -54,7 +54,7 @@ def test_answers_and_cache():
         engine.load(params, version=0)
         answers = engine.sample(requests)
         pages = engine.programs.sizes.pages
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batches.pool))
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._runner.pool))
     finally:
         engine.close()
     assert pages == SLOTS * 3  # of 16 tokens; one for what others begin with

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.pages import Held, Pages
+from jaxrl_llm.rollout.native.pages import PagePool, PageTable
 
 SIZE = 3
 
@@ -13,61 +13,63 @@ class Pool:
     """Pages together with what is in them, written as the engine writes: whole pages from rows."""
 
     def __init__(self, count):
-        self.pages, self.content = Pages(count, size=SIZE), {}
-        self.live = []  # [held, tokens, cached] of each sequence
+        self.pages, self.content = PagePool(count, size=SIZE), {}
+        self.live = []  # [table, tokens, cached] of each sequence
 
     def start(self, tokens):
-        held = Held()
-        found = self.pages.match(held, tokens[:-1])
-        if not self.pages.reserve(held, len(tokens) - 1):
-            self.pages.release(held)
+        table = PageTable()
+        found = self.pages.match_prefix(table, tokens[:-1])
+        if not self.pages.allocate(table, len(tokens) - 1):
+            self.pages.free(table)
             return
-        self.live.append([held, list(tokens), found])
+        self.live.append([table, list(tokens), found])
         assert self.row(self.live[-1]) == tokens[:found], "what it found is what it begins with"
         self.write(self.live[-1], len(tokens) - 1)
-        self.pages.seal(held, tokens[:-1])
+        self.pages.cache_prefix(table, tokens[:-1])
 
     def extend(self, sequence, new):
         """Decode: append tokens; all but the newest are written."""
-        held, tokens, cached = sequence
-        if not self.pages.reserve(held, cached + len(new)):
+        table, tokens, cached = sequence
+        if not self.pages.allocate(table, cached + len(new)):
             return
         tokens += new
         self.write(sequence, len(tokens) - 1)
 
     def write(self, sequence, end):
-        held, tokens, cached = sequence
+        table, tokens, cached = sequence
         if end == cached:
             return
         row = self.row(sequence) + tokens[cached:end]
         first = cached // SIZE
-        targets = self.pages.write(held, cached, end)
+        targets = self.pages.pages_to_write(table, cached, end)
         assert len(targets) == -(-end // SIZE) - first
         for i, page in enumerate(targets, first):
             self.content[page] = tuple(row[i * SIZE : (i + 1) * SIZE])
         sequence[2] = end
 
     def row(self, sequence):
-        held, _, cached = sequence
-        found = [t for page in self.pages.read(held, cached) for t in self.content[page][:SIZE]]
+        table, _, cached = sequence
+        found = [
+            t for page in self.pages.pages_to_read(table, cached) for t in self.content[page][:SIZE]
+        ]
         # a page of which only the first tokens are used is always the last
         return found[:cached]
 
     def end(self, sequence, *, seals):
-        held, tokens, cached = sequence
+        table, tokens, cached = sequence
         if seals:
-            self.pages.seal(held, tokens[:cached])
-        self.pages.release(held)
+            self.pages.cache_prefix(table, tokens[:cached])
+        self.pages.free(table)
         self.live.remove(sequence)
 
     def check(self):
         for sequence in self.live:
             assert self.row(sequence) == sequence[1][: sequence[2]]
-        own = [page for held, *_ in self.live for page in held.own]
+        own = [page for table, *_ in self.live for page in table.own]
         nodes = {
             node
-            for held, *_ in self.live
-            for node in [*held.shared, *([held.borrowed] if held.borrowed else [])]
+            for table, *_ in self.live
+            for node in [*table.shared, *([table.borrowed] if table.borrowed else [])]
         }
         owned = own + [node.page for node in nodes]
         assert len(owned) == len(set(owned)), "no page has two owners"
@@ -91,7 +93,7 @@ def test_each_sequence_reads_its_own_tokens(count, operations):
         if name == "start":
             pool.start(arguments[0])
         elif name == "forget":
-            pool.pages.forget()
+            pool.pages.reset_prefix_cache()
         elif pool.live:
             sequence = pool.live[arguments[0] % len(pool.live)]
             if name == "extend":
@@ -102,9 +104,9 @@ def test_each_sequence_reads_its_own_tokens(count, operations):
     while pool.live:
         pool.end(pool.live[0], seals=True)
     assert pool.pages.available == count
-    pool.pages.forget()
-    whole = Held()
-    assert pool.pages.reserve(whole, count * SIZE)
+    pool.pages.reset_prefix_cache()
+    whole = PageTable()
+    assert pool.pages.allocate(whole, count * SIZE)
     assert sorted(whole.own) == list(range(count))
 
 
@@ -112,47 +114,47 @@ def test_each_sequence_reads_its_own_tokens(count, operations):
     ("again", "found"), [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)]
 )
 def test_the_longest_common_beginning_is_found(again, found):
-    pages, first = Pages(4, size=SIZE), Held()
-    pages.reserve(first, 5)
-    pages.seal(first, (1, 2, 3, 4, 5))
-    pages.release(first)
-    assert pages.match(Held(), again) == found
+    pages, first = PagePool(4, size=SIZE), PageTable()
+    pages.allocate(first, 5)
+    pages.cache_prefix(first, (1, 2, 3, 4, 5))
+    pages.free(first)
+    assert pages.match_prefix(PageTable(), again) == found
 
 
 def test_what_was_used_least_recently_goes_first():
-    pages = Pages(2, size=SIZE)
+    pages = PagePool(2, size=SIZE)
     for tokens in ((1, 1, 1), (2, 2, 2)):
-        held = Held()
-        pages.reserve(held, SIZE)
-        pages.seal(held, tokens)
-        pages.release(held)
-    again = Held()
-    assert pages.match(again, (1, 1, 1)) == SIZE
-    pages.release(again)
-    assert pages.reserve(Held(), 1)
-    assert pages.match(Held(), (2, 2, 2)) == 0
-    assert pages.match(Held(), (1, 1, 1)) == SIZE
+        table = PageTable()
+        pages.allocate(table, SIZE)
+        pages.cache_prefix(table, tokens)
+        pages.free(table)
+    again = PageTable()
+    assert pages.match_prefix(again, (1, 1, 1)) == SIZE
+    pages.free(again)
+    assert pages.allocate(PageTable(), 1)
+    assert pages.match_prefix(PageTable(), (2, 2, 2)) == 0
+    assert pages.match_prefix(PageTable(), (1, 1, 1)) == SIZE
 
 
 def test_two_that_wrote_the_same_share_it_in_the_end():
-    pages, both = Pages(4, size=SIZE), (Held(), Held())
-    for held in both:
-        assert pages.reserve(held, SIZE + 1)
-    for held in both:
-        pages.seal(held, (1, 1, 1))
+    pages, both = PagePool(4, size=SIZE), (PageTable(), PageTable())
+    for table in both:
+        assert pages.allocate(table, SIZE + 1)
+    for table in both:
+        pages.cache_prefix(table, (1, 1, 1))
     assert both[0].shared == both[1].shared
     assert pages.available == 1  # the second's copy; each has a page of its own besides
-    for held in both:
-        pages.release(held)
+    for table in both:
+        pages.free(table)
     assert pages.available == 4
 
 
 def test_what_was_begun_before_all_was_forgotten_is_not_shared():
-    pages, held = Pages(2, size=SIZE), Held()
-    pages.match(held, (1, 1, 1))
-    pages.reserve(held, SIZE)
-    pages.forget()
-    pages.seal(held, (1, 1, 1))
-    assert pages.match(Held(), (1, 1, 1)) == 0
-    pages.release(held)
+    pages, table = PagePool(2, size=SIZE), PageTable()
+    pages.match_prefix(table, (1, 1, 1))
+    pages.allocate(table, SIZE)
+    pages.reset_prefix_cache()
+    pages.cache_prefix(table, (1, 1, 1))
+    assert pages.match_prefix(PageTable(), (1, 1, 1)) == 0
+    pages.free(table)
     assert pages.available == 2

@@ -31,7 +31,7 @@ def after(next_logits, params, answer):
 def texts(build, params):
     """An engine of few steps whose tokens are letters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "PIECES", (32,))  # compile less
+        patch.setattr(programs, "PREFILL_LENGTHS", (32,))  # compile less
         engine = build(steps=3, detokenize=lambda ids: "".join(LETTERS[i] for i in ids))
     engine.load(params, version=0)
     yield engine
@@ -198,7 +198,7 @@ def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
     others = [Request(PROMPT, SamplingParams(30), seed) for seed in (1, 2)]
     wanted = [a.tokens.tolist() for a in texts.sample(others)]
 
-    paused, decode = threading.Event(), texts._batches._decode
+    paused, decode = threading.Event(), texts._runner._decode
 
     def decode_once(*arguments):
         drawn = decode(*arguments)
@@ -215,7 +215,7 @@ def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
         task = asyncio.create_task(texts.generate(Request((8, 8, 8), SamplingParams(37), 5)))
         staying = [asyncio.create_task(texts.generate(other)) for other in others]
         await asyncio.sleep(0)  # all have asked
-        monkeypatch.setattr(texts._batches, "_decode", decode_once)
+        monkeypatch.setattr(texts._runner, "_decode", decode_once)
         texts.resume()
         assert len((await first).tokens) == 3
         assert await asyncio.to_thread(paused.wait, 30)

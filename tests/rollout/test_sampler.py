@@ -7,7 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.sampler import Chances, Processors, choose_tokens, process, truncate
+from jaxrl_llm.rollout.native.sampler import (
+    BatchSamplingParams,
+    LogitsProcessors,
+    choose_tokens,
+    process,
+    truncate,
+)
 
 LOGITS = np.array([1.0, 3.0, -2.0, 0.5, 2.5, -np.inf, 1.0, 0.0], np.float32)
 DRAWS = 20_000
@@ -24,7 +30,7 @@ def draw(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seeds=None, 
     tokens, logprobs = choose(
         jnp.broadcast_to(jnp.asarray(logits), (n, len(logits))),
         jnp.full(n, steps, jnp.int32),
-        Chances(
+        BatchSamplingParams(
             seeds=jnp.asarray(seeds, jnp.uint32),
             temperature=jnp.full(n, temperature, jnp.float32),
             top_p=jnp.full(n, top_p, jnp.float32),
@@ -120,7 +126,7 @@ def test_rows_have_their_own_settings():
     tokens, _ = choose(
         jnp.broadcast_to(LOGITS, (3 * n, 8)),
         jnp.zeros(3 * n, jnp.int32),
-        Chances(
+        BatchSamplingParams(
             seeds=jnp.arange(3 * n, dtype=jnp.uint32),
             temperature=jnp.repeat(jnp.array([0.0, 9.0, 9.0]), n),
             top_p=jnp.ones(3 * n),
@@ -210,7 +216,7 @@ def test_truncation_is_that_of_transformers():
         found = warper(torch.tensor(said), found)
     held = jnp.zeros((4, 50), bool).at[jnp.arange(4)[:, None], said].set(True)
     nothing = jnp.full((4, 1), 50), jnp.zeros((4, 1))
-    mine = process(jnp.asarray(logits), Processors(held, jnp.full(4, 1.7), *nothing)) / 1.3
+    mine = process(jnp.asarray(logits), LogitsProcessors(held, jnp.full(4, 1.7), *nothing)) / 1.3
     rows = jnp.ones(4)
     kept = cut(jax.nn.log_softmax(mine), 0.9 * rows, jnp.full(4, 20), 0.05 * rows)
     np.testing.assert_allclose(

@@ -38,8 +38,8 @@ def cramped(build, params):
     gb = 7.5 * 2 * page.programs.page_bytes() / 1e9
     page.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "PIECES", (16,))
-        patch.setattr(programs, "READ_AT_ONCE", (64,))
+        patch.setattr(programs, "PREFILL_LENGTHS", (16,))
+        patch.setattr(programs, "PREFILL_TOKENS", (64,))
         engine = build(max_running_sequences=6, steps=3, cache_gb=gb)
     engine.load(params, version=0)
     yield engine
@@ -152,7 +152,7 @@ def test_nothing_is_lost_and_nothing_hangs(cramped, params, other_params, next_l
     after = cramped.stats()
     assert after.preemptions > before.preemptions
     assert after.reused_tokens > before.reused_tokens
-    assert all(p.available == p.count for p in cramped._batches.scheduler.pages)
+    assert all(p.available == p.count for p in cramped._runner.scheduler.pages)
 
 
 def assert_logprobs(weights, next_logits, request, answer):
@@ -166,7 +166,7 @@ def assert_logprobs(weights, next_logits, request, answer):
 
 
 def soon_idle(engine):
-    """Wait for the turn that drops those who gave up, and look at what is left."""
+    """Wait for the step that drops those who gave up, and look at what is left."""
     for _ in range(1000):
         found = engine.stats()
         if (found.running, found.waiting, found.cached_tokens) == (0, 0, 0):
@@ -207,7 +207,7 @@ def test_weights_in_the_middle_of_an_answer(
     (whole,) = cramped.sample([request])
 
     async def interrupted():
-        paused = pause_after(cramped._batches, "_decode")
+        paused = pause_after(cramped._runner, "_decode")
         pieces = cramped.stream(request)
         found = [await anext(pieces)]
         assert await asyncio.to_thread(paused.wait, 30)
@@ -236,7 +236,7 @@ def test_rows_of_who_was_preempted_do_not_outlive_their_weights(
 ):
     """A sequence gives its pages back, weights are loaded, it is read again and goes on."""
     cramped.load(params, version=20)
-    paused = pause_after(cramped._batches.scheduler, "preempt")
+    paused = pause_after(cramped._runner.scheduler, "preempt")
     requests = [Request((s, 2, 3, 5, 8, 13, 21), SamplingParams(33), s) for s in range(3)]
     futures = cramped._submit(requests)
     assert paused.wait(30)

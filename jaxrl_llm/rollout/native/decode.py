@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int
 from jaxrl_llm.models.cache import Cache, extend, init_cache
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.native.sampler import Chances, Processors, choose_tokens
+from jaxrl_llm.rollout.native.sampler import BatchSamplingParams, LogitsProcessors, choose_tokens
 from jaxrl_llm.sharding.layout import Layout
 
 POSITIONS = (3, 2)
@@ -27,7 +27,7 @@ MOST_TOP_LOGPROBS = 20
 """The most of the likeliest tokens that are reported."""
 
 
-class Rows(NamedTuple):
+class DecodeState(NamedTuple):
     """Sequences that are decoded, one per row.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
         generated: tokens generated so far.
         left: how many tokens may follow; 0 in an empty row.
         stop_ids: tokens that end the answer, padded with -1.
-        chances: how tokens are drawn.
+        sampling: how tokens are drawn.
     """
 
     tokens: Int[Array, " B"]
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     generated: Int[Array, " B"]
     left: Int[Array, " B"]
     stop_ids: Int[Array, "B stops"]
-    chances: Chances
+    sampling: BatchSamplingParams
 
 
 class Extras(NamedTuple):
@@ -63,15 +63,15 @@ class Extras(NamedTuple):
     bias: Float32[Array, "B biases"]
 
 
-class Pieces(NamedTuple):
-    """Pieces of prompts that are read at once.
+class PrefillChunk(NamedTuple):
+    """Parts of prompts that are read at once, one per row.
 
     Attributes:
-        table: pages of what was read before, and room for the pieces, as `gather` takes it.
-        tokens: the pieces, padded on the right.
-        start: position of each piece's first token.
-        lengths: tokens of each piece; 0 for none.
-        targets: where the pages go that the pieces touch, as in `put_back`.
+        table: pages of what was read before, and room for the new ones, as `gather_pages` takes it.
+        tokens: of each prompt, padded on the right.
+        start: position of the first token of each.
+        lengths: tokens of each; 0 for none.
+        targets: where the pages go that they touch, as in `scatter_pages`.
     """
 
     table: Int[Array, "B n"]
@@ -81,7 +81,7 @@ class Pieces(NamedTuple):
     targets: Int[Array, "B m"]
 
 
-class Drawn(NamedTuple):
+class DecodeOutput(NamedTuple):
     """What a chunk of steps drew.
 
     Attributes:
@@ -112,7 +112,7 @@ def page_size(pool: Cache) -> int:
     return pool.keys[0].shape[-1]
 
 
-def gather(pool: Cache, table: Int[Array, "B n"]) -> Cache:
+def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
     """Lay the pages of each sequence side by side: rows of n·size tokens.
 
     Args:
@@ -120,15 +120,15 @@ def gather(pool: Cache, table: Int[Array, "B n"]) -> Cache:
         table: page numbers within the row's part; a number past the pages gives zeros.
 
     >>> spec = tiny_spec()
-    >>> gather(make_pool(spec, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
+    >>> gather_pages(make_pool(spec, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
     parts = pool.keys[0].shape[0]
     by_part = table.reshape(parts, -1, table.shape[1])
 
     def of_part(pages: Array, table: Array, axis: int) -> Array:
-        found = pages.at[table].get(mode="fill", fill_value=0)
-        return jax.lax.collapse(jnp.moveaxis(found, 1, axis), axis, axis + 2)
+        rows = pages.at[table].get(mode="fill", fill_value=0)
+        return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
 
     def of_all(pages: Array, axis: int) -> Array:
         rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
@@ -137,14 +137,14 @@ def gather(pool: Cache, table: Int[Array, "B n"]) -> Cache:
     return Cache(*(tuple(of_all(x, axis) for x in pool[i]) for i, axis in enumerate(POSITIONS)))
 
 
-def put_back(
+def scatter_pages(
     pool: Cache, rows: Cache, first: Int[Array, " B"], targets: Int[Array, "B m"]
 ) -> Cache:
     """Write m pages of each row to the pool, the first of them being the row's page `first`.
 
     Args:
         pool: as `make_pool`.
-        rows: as `gather` gives them.
+        rows: as `gather_pages` gives them.
         first: number of the first page within the row.
         targets: where its pages go, within the row's part; a number past the pages is dropped.
     """
@@ -171,117 +171,117 @@ def put_back(
     )
 
 
-def read_prompts(
-    params: Any, spec: ModelSpec, pool: Cache, pieces: Pieces, *, layout: Layout | None = None
+def prefill(
+    params: Any, spec: ModelSpec, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
 ) -> Cache:
-    """Read a piece of each prompt and keep its keys and values.
+    """Read a part of each prompt and keep its keys and values.
 
     Args:
         params: in the compute dtype.
         spec: the model.
         pool: as `make_pool`.
-        pieces: what to read.
+        chunk: what to read.
         layout: how prompts are split over a mesh.
     """
-    rows = gather(pool, pieces.table)
-    index, outside = jnp.arange(pieces.tokens.shape[1]), page_size(rows)
-    positions = pieces.start[:, None] + index
-    positions = jnp.where(index < pieces.lengths[:, None], positions, outside)
+    rows = gather_pages(pool, chunk.table)
+    index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
+    positions = chunk.start[:, None] + index
+    positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
     dtype = rows.keys[0].dtype
-    _, rows = extend(params, spec, rows, pieces.tokens, positions, dtype=dtype, layout=layout)
-    return put_back(pool, rows, pieces.start // page_size(pool), pieces.targets)
+    _, rows = extend(params, spec, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
+    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets)
 
 
 def decode(
     params: Any,
     spec: ModelSpec,
     cache: Cache,
-    rows: Rows,
+    state: DecodeState,
     extras: Extras | None = None,
     *,
     steps: int,
     layout: Layout | None = None,
-) -> tuple[Cache, Drawn]:
+) -> tuple[Cache, DecodeOutput]:
     """Decode up to `steps` tokens in every row; stop early when all have ended.
 
     Args:
         params: in the compute dtype.
         spec: the model.
         cache: of the rows.
-        rows: where each sequence stands.
+        state: where each sequence stands.
         extras: what else requests ask for.
         steps: the most tokens.
         layout: how rows are split over a mesh.
     """
-    size = rows.tokens.shape[0]
+    size = state.tokens.shape[0]
     outside = page_size(cache)
-    found = Drawn(
+    output = DecodeOutput(
         jnp.zeros(size, jnp.int32),
         jnp.zeros((size, steps), jnp.int32),
         jnp.zeros((size, steps), jnp.float32),
         *_no_top(spec, size, steps, extras),
     )
-    held = None if extras is None else _held(spec, extras.tokens)
+    seen = None if extras is None else _mark_seen(spec, extras.tokens)
 
     def some_left(carry: tuple[Any, ...]) -> Bool[Array, ""]:
-        step, _, rows, _, _ = carry
-        return (step < steps) & jnp.any(rows.left > 0)
+        step, _, state, _, _ = carry
+        return (step < steps) & jnp.any(state.left > 0)
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, cache, rows, held, found = carry
-        going = rows.left > 0
+        step, cache, state, seen, output = carry
+        going = state.left > 0
         hidden, cache = extend(
             params,
             spec,
             cache,
-            rows.tokens[:, None],
-            jnp.where(going, rows.positions, outside)[:, None],
+            state.tokens[:, None],
+            jnp.where(going, state.positions, outside)[:, None],
             dtype=cache.keys[0].dtype,
             layout=layout,
         )
-        given = None if extras is None else Processors(held, *extras[1:])
+        processors = None if extras is None else LogitsProcessors(seen, *extras[1:])
         tokens, logprobs = choose_tokens(
-            logits(params, spec, hidden[:, 0]), rows.generated, rows.chances, given
+            logits(params, spec, hidden[:, 0]), state.generated, state.sampling, processors
         )
         if extras is not None:
-            held = held.at[jnp.arange(size), tokens].set(True)
-        found = _record(found, step, going, tokens, logprobs)
-        return step + 1, cache, advance(rows, tokens), held, found
+            seen = seen.at[jnp.arange(size), tokens].set(True)
+        output = _record(output, step, going, tokens, logprobs)
+        return step + 1, cache, advance(state, tokens), seen, output
 
-    start = (jnp.zeros((), jnp.int32), cache, rows, held, found)
-    _, cache, _, _, found = jax.lax.while_loop(some_left, body, start)
-    return cache, found
+    start = (jnp.zeros((), jnp.int32), cache, state, seen, output)
+    _, cache, _, _, output = jax.lax.while_loop(some_left, body, start)
+    return cache, output
 
 
-def advance(rows: Rows, tokens: Int[Array, " B"]) -> Rows:
+def advance(state: DecodeState, tokens: Int[Array, " B"]) -> DecodeState:
     """Append one token to every sequence that goes on; those that it ends have nothing left."""
-    going = rows.left > 0
-    stopped = jnp.any(tokens[:, None] == rows.stop_ids, axis=1)
-    return rows._replace(
-        tokens=jnp.where(going, tokens, rows.tokens),
-        positions=rows.positions + going,
-        generated=rows.generated + going,
-        left=jnp.where(going & ~stopped, rows.left - 1, 0),
+    going = state.left > 0
+    stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    return state._replace(
+        tokens=jnp.where(going, tokens, state.tokens),
+        positions=state.positions + going,
+        generated=state.generated + going,
+        left=jnp.where(going & ~stopped, state.left - 1, 0),
     )
 
 
 def _record(
-    found: Drawn,
+    output: DecodeOutput,
     step: Int[Array, ""],
     going: Bool[Array, " B"],
     tokens: Int[Array, " B"],
     logprobs: Float32[Array, "B V"],
-) -> Drawn:
+) -> DecodeOutput:
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
-    top_ids, top_logprobs = found.top_ids, found.top_logprobs
+    top_ids, top_logprobs = output.top_ids, output.top_logprobs
     if top_ids is not None and top_logprobs is not None:
         values, ids = jax.lax.top_k(logprobs, top_ids.shape[2])
         top_ids = top_ids.at[:, step].set(ids)
         top_logprobs = top_logprobs.at[:, step].set(values)
-    return Drawn(
-        found.counts + going,
-        found.tokens.at[:, step].set(tokens),
-        found.logprobs.at[:, step].set(chosen),
+    return DecodeOutput(
+        output.counts + going,
+        output.tokens.at[:, step].set(tokens),
+        output.logprobs.at[:, step].set(chosen),
         top_ids,
         top_logprobs,
     )
@@ -296,7 +296,7 @@ def _no_top(
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def _held(spec: ModelSpec, tokens: Int[Array, "B S"]) -> Bool[Array, "B V"]:
+def _mark_seen(spec: ModelSpec, tokens: Int[Array, "B S"]) -> Bool[Array, "B V"]:
     """Mark the tokens of each row."""
     none = jnp.zeros((len(tokens), spec.vocab_size), bool)
     return none.at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")

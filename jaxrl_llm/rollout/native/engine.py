@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
-from jaxrl_llm.rollout.native.batches import Batches
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
+from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, Sizes, choose_sizes
-from jaxrl_llm.rollout.native.scheduler import Answer
+from jaxrl_llm.rollout.native.scheduler import SequenceState
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
@@ -86,8 +86,8 @@ class NativeEngine:
         self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
-        self._batches = Batches(self.programs, settings.max_running_sequences, detokenize)
-        self._incoming: list[Answer] = []
+        self._runner = ModelRunner(self.programs, settings.max_running_sequences, detokenize)
+        self._incoming: list[SequenceState] = []
         self._state = threading.Condition()
         self._device = threading.Lock()  # held while weights, pages and sequences are in use
         self._claims = 0  # who wants the device, the worker aside
@@ -132,8 +132,8 @@ class NativeEngine:
             self._version = version
             receipt = self.programs.receipt(params, self._params, version)
             if recompute:
-                self._batches.preempt_all()
-            self._batches.forget()
+                self._runner.preempt_all()
+            self._runner.reset_prefix_cache()
             if first:
                 self.programs.warm_up()
         return receipt
@@ -165,7 +165,7 @@ class NativeEngine:
         """Pause, and free the cache; what is in flight is read again after `wake`."""
         self.pause()
         with self._claimed():
-            self._batches.drop()
+            self._runner.free_cache()
 
     def wake(self) -> None:
         """Resume; the cache is allocated when it is needed."""
@@ -181,11 +181,13 @@ class NativeEngine:
 
     def stats(self) -> EngineStats:
         """Return what the engine does and has done."""
-        found, shapes = self._batches.scheduler, self.programs.sizes
-        used = sum(pages.count - pages.available for pages in found.pages)
-        waiting = len(found.waiting) + len(self._incoming)
+        scheduler, shapes = self._runner.scheduler, self.programs.sizes
+        used = sum(pages.count - pages.available for pages in scheduler.pages)
+        waiting = len(scheduler.waiting) + len(self._incoming)
         in_use = used * PAGE
-        return EngineStats(len(found.running), waiting, in_use, shapes.capacity, *found.counts)
+        return EngineStats(
+            len(scheduler.running), waiting, in_use, shapes.capacity, *scheduler.counts
+        )
 
     def shapes(self) -> tuple[Any, tuple[Cache, Cache]]:
         """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""
@@ -195,9 +197,9 @@ class NativeEngine:
     def lower(self) -> dict[str, Any]:
         """Lower the largest programs that read prompts and decode, for shapes alone."""
         shapes = self.programs.sizes
-        piece = max(shapes.pieces, key=lambda piece: piece[0] * piece[1])
+        prompts = max(shapes.prefill_shapes, key=lambda shape: shape[0] * shape[1])
         return {
-            "fill": self.programs.lower("read", *piece, shapes.widths[-1] // PAGE),
+            "prefill": self.programs.lower("prefill", *prompts, shapes.widths[-1] // PAGE),
             "decode": self.programs.lower("decode", *shapes.largest, False),
         }
 
@@ -206,7 +208,7 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
-        sequences = [Answer(request, listener=listener) for request in requests]
+        sequences = [SequenceState(request, listener=listener) for request in requests]
         with self._state:
             if self._closed:
                 raise EngineError("the engine is closed")
@@ -247,43 +249,43 @@ class NativeEngine:
         while self._wait():
             with self._device:
                 try:
-                    changed = self._turn()
+                    changed = self._step()
                 except Exception as error:  # it reaches whoever waits for an answer
-                    changed, failure = self._take_all(), error
+                    changed, failure = self._abort_all(), error
                 else:
                     failure = None
             for sequence in changed:
-                _tell(sequence, failure)
+                _deliver(sequence, failure)
         with self._device:
-            left = self._take_all()
+            left = self._abort_all()
         for sequence in left:
-            _tell(sequence, EngineError("the engine was closed"))
+            _deliver(sequence, EngineError("the engine was closed"))
 
     def _wait(self) -> bool:
         """Block until there is something to do; False when the engine was closed."""
 
         def may_go_on() -> bool:
-            busy = self._incoming or self._batches.scheduler.is_busy
+            busy = self._incoming or self._runner.scheduler.is_busy
             return self._closed or bool(busy and not self._paused and not self._claims)
 
         with self._state:
             self._state.wait_for(may_go_on)
             return not self._closed
 
-    def _turn(self) -> list[Answer]:
+    def _step(self) -> list[SequenceState]:
         """Take in what came and decode a chunk; return the sequences that grew."""
         with self._state:
             if self._paused:
                 return []
-            self._batches.scheduler.add(self._incoming)
+            self._runner.scheduler.add(self._incoming)
             self._incoming = []
-        return self._batches.turn(self._params, self._version)
+        return self._runner.step(self._params, self._version)
 
-    def _take_all(self) -> list[Answer]:
+    def _abort_all(self) -> list[SequenceState]:
         """Return all sequences and forget them, and the cache."""
         with self._state:
-            found, self._incoming = self._incoming, []
-        return self._batches.take_all() + found
+            incoming, self._incoming = self._incoming, []
+        return self._runner.abort_all() + incoming
 
 
 def _choose_sizes(spec: ModelSpec, settings: EngineSettings, layout: Layout, steps: int) -> Sizes:
@@ -323,11 +325,11 @@ def _count_parts(layout: Layout, max_running_sequences: int) -> int:
     return parts
 
 
-def _tell(sequence: Answer, failure: Exception | None) -> None:
+def _deliver(sequence: SequenceState, failure: Exception | None) -> None:
     """Give a sequence's caller what is new."""
     if failure is None and sequence.listener is not None:
-        sequence.listener(sequence.completion(sequence.told))
-        sequence.told = sequence.generated
+        sequence.listener(sequence.completion(sequence.streamed))
+        sequence.streamed = sequence.generated
     if failure is None and not sequence.finish:
         return
     if sequence.future.set_running_or_notify_cancel():  # else its caller gave up

@@ -23,12 +23,12 @@ class Node:
     tokens: tuple[int, ...]
     page: int
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
-    users: int = 0
-    alive: bool = True
+    ref_count: int = 0
+    is_in_tree: bool = True
 
 
 @dataclass(eq=False)
-class Held:
+class PageTable:
     """The pages of one sequence, in order: shared ones that are full, then its own.
 
     Attributes:
@@ -45,20 +45,20 @@ class Held:
     epoch: int = 0
 
 
-class Pages:
+class PagePool:
     """The pages of one part of the pool.
 
     Args:
         count: pages.
         size: tokens that a page holds.
 
-    >>> pages = Pages(4, size=2)
-    >>> first, second = Held(), Held()
-    >>> pages.reserve(first, 3)
+    >>> pages = PagePool(4, size=2)
+    >>> first, second = PageTable(), PageTable()
+    >>> pages.allocate(first, 3)
     True
-    >>> pages.seal(first, (5, 6, 7))
-    >>> found = pages.match(second, (5, 6, 7, 8))
-    >>> found, pages.read(second, found)
+    >>> pages.cache_prefix(first, (5, 6, 7))
+    >>> matched = pages.match_prefix(second, (5, 6, 7, 8))
+    >>> matched, pages.pages_to_read(second, matched)
     (3, [0, 1])
     """
 
@@ -75,105 +75,105 @@ class Pages:
         """Return the number of pages that are free or used by nobody."""
         return len(self._free) + len(self._idle)
 
-    def match(self, held: Held, tokens: Sequence[int]) -> int:
+    def match_prefix(self, table: PageTable, tokens: Sequence[int]) -> int:
         """Let a sequence that holds nothing use what there is of its tokens; return how many."""
-        held.epoch = self._epoch
-        node, found = self._root, 0
-        while child := node.children.get(tuple(tokens[found : found + self.size])):
+        table.epoch = self._epoch
+        node, matched = self._root, 0
+        while child := node.children.get(tuple(tokens[matched : matched + self.size])):
             if len(child.tokens) < self.size:
                 break
-            held.shared.append(self._use(child))
-            node, found = child, found + self.size
-        rest = tuple(tokens[found : found + self.size])
+            table.shared.append(self._acquire(child))
+            node, matched = child, matched + self.size
+        rest = tuple(tokens[matched : matched + self.size])
         alike = {child: _common(child.tokens, rest) for child in node.children.values()}
         best = max(alike, key=lambda child: alike[child], default=None)
         if best is None or not alike[best]:
-            return found
-        held.borrowed = self._use(best)
-        return found + alike[best]
+            return matched
+        table.borrowed = self._acquire(best)
+        return matched + alike[best]
 
-    def lacks(self, held: Held, length: int) -> int:
+    def pages_needed(self, table: PageTable, length: int) -> int:
         """Return how many pages a sequence needs besides its own to hold so many tokens."""
-        return max(0, -(-length // self.size) - len(held.shared) - len(held.own))
+        return max(0, -(-length // self.size) - len(table.shared) - len(table.own))
 
-    def reserve(self, held: Held, length: int) -> bool:
+    def allocate(self, table: PageTable, length: int) -> bool:
         """Give a sequence pages of its own for so many tokens; False if there are not enough."""
-        needed = self.lacks(held, length)
+        needed = self.pages_needed(table, length)
         if needed > self.available:
             return False
-        held.own += [self._take() for _ in range(needed)]
+        table.own += [self._pop_free() for _ in range(needed)]
         return True
 
-    def read(self, held: Held, length: int) -> list[int]:
+    def pages_to_read(self, table: PageTable, length: int) -> list[int]:
         """Return where a sequence's first tokens are read."""
-        shared = [node.page for node in held.shared]
-        own = held.own if held.borrowed is None else [held.borrowed.page, *held.own[1:]]
+        shared = [node.page for node in table.shared]
+        own = table.own if table.borrowed is None else [table.borrowed.page, *table.own[1:]]
         return (shared + own)[: -(-length // self.size)]
 
-    def write(self, held: Held, start: int, end: int) -> list[int]:
+    def pages_to_write(self, table: PageTable, start: int, end: int) -> list[int]:
         """Return the pages into which tokens start … end - 1 are written; they are its own."""
-        first = start // self.size - len(held.shared)
-        if held.borrowed is not None:
-            self._leave(held.borrowed)
-            held.borrowed = None
-        return held.own[first : -(-end // self.size) - len(held.shared)]
+        first = start // self.size - len(table.shared)
+        if table.borrowed is not None:
+            self._release(table.borrowed)
+            table.borrowed = None
+        return table.own[first : -(-end // self.size) - len(table.shared)]
 
-    def seal(self, held: Held, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, table: PageTable, tokens: Sequence[int]) -> None:
         """Put the pages that hold these tokens, all that a sequence has written, into the tree.
 
         Not those of a sequence that began before pages were forgotten.
         """
-        if held.epoch != self._epoch or held.borrowed is not None:
+        if table.epoch != self._epoch or table.borrowed is not None:
             return
-        while len(tokens) >= (len(held.shared) + 1) * self.size:
-            start = len(held.shared) * self.size
-            held.shared.append(self._insert(held, tuple(tokens[start : start + self.size])))
-        rest = tuple(tokens[len(held.shared) * self.size :])
+        while len(tokens) >= (len(table.shared) + 1) * self.size:
+            start = len(table.shared) * self.size
+            table.shared.append(self._insert(table, tuple(tokens[start : start + self.size])))
+        rest = tuple(tokens[len(table.shared) * self.size :])
         if rest:
-            held.borrowed = self._insert(held, rest)
+            table.borrowed = self._insert(table, rest)
 
-    def release(self, held: Held) -> None:
+    def free(self, table: PageTable) -> None:
         """Take back all pages of a sequence; those of the tree stay for others."""
-        self._free += held.own
-        for node in [*held.shared, *([held.borrowed] if held.borrowed else [])][::-1]:
-            self._leave(node)
-        held.shared, held.borrowed, held.own = [], None, []
+        self._free += table.own
+        for node in [*table.shared, *([table.borrowed] if table.borrowed else [])][::-1]:
+            self._release(node)
+        table.shared, table.borrowed, table.own = [], None, []
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Let nobody use what is there now; those who do go on."""
         self._free += [node.page for node in self._idle]
         self._idle.clear()
         nodes = [self._root]
         while nodes:
             node = nodes.pop()
-            node.alive = False
+            node.is_in_tree = False
             nodes += node.children.values()
         self._root = Node(None, (), -1)
         self._epoch += 1
 
-    def _insert(self, held: Held, tokens: tuple[int, ...]) -> Node:
+    def _insert(self, table: PageTable, tokens: tuple[int, ...]) -> Node:
         """Move a sequence's first own page to the tree, or take the one that is there."""
-        parent = held.shared[-1] if held.shared else self._root
-        page = held.own.pop(0)
+        parent = table.shared[-1] if table.shared else self._root
+        page = table.own.pop(0)
         if tokens in parent.children:
             self._free.append(page)
-            return self._use(parent.children[tokens])
-        parent.children[tokens] = node = Node(parent, tokens, page, users=1)
+            return self._acquire(parent.children[tokens])
+        parent.children[tokens] = node = Node(parent, tokens, page, ref_count=1)
         return node
 
-    def _use(self, node: Node) -> Node:
-        node.users += 1
+    def _acquire(self, node: Node) -> Node:
+        node.ref_count += 1
         self._idle.pop(node, None)
         return node
 
-    def _leave(self, node: Node) -> None:
-        node.users -= 1
-        if node.users == 0 and node.alive:
+    def _release(self, node: Node) -> None:
+        node.ref_count -= 1
+        if node.ref_count == 0 and node.is_in_tree:
             self._idle[node] = None
-        elif node.users == 0:
+        elif node.ref_count == 0:
             self._free.append(node.page)
 
-    def _take(self) -> int:
+    def _pop_free(self) -> int:
         """Return a free page; drop the page of the tree that was used least recently if need be.
 
         Whoever uses a page uses all before it and leaves them later: the oldest has no children.

@@ -15,18 +15,18 @@ from jaxrl_llm.models.cache import Cache, by_layer
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.decode import (
-    Drawn,
+    DecodeOutput,
+    DecodeState,
     Extras,
-    Pieces,
-    Rows,
+    PrefillChunk,
     decode,
-    gather,
+    gather_pages,
     make_pool,
     page_size,
-    put_back,
-    read_prompts,
+    prefill,
+    scatter_pages,
 )
-from jaxrl_llm.rollout.native.sampler import Chances
+from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.types import Receipt
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import checksum
@@ -45,8 +45,8 @@ BIASES = 300
 
 FEWEST_ROWS = 8
 SHORTEST_ROW = 128  # tokens
-PIECES = (32, 256)  # tokens of a prompt that are read at once
-READ_AT_ONCE = (256, 1024)  # tokens of all prompts
+PREFILL_LENGTHS = (32, 256)  # tokens of a prompt that are read at once
+PREFILL_TOKENS = (256, 1024)  # tokens of all prompts
 
 
 class Sizes(NamedTuple):
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
         pages: of a part.
         rows: how many sequences are decoded at once; one of these numbers.
         widths: how many tokens a row holds; one of these numbers.
-        pieces: how many prompts are read at once, and of how many tokens.
+        prefill_shapes: how many prompts are read at once, and of how many tokens.
         steps: tokens that are decoded in a chunk.
     """
 
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
     pages: int
     rows: tuple[int, ...]
     widths: tuple[int, ...]
-    pieces: tuple[tuple[int, int], ...]
+    prefill_shapes: tuple[tuple[int, int], ...]
     steps: int
 
     @property
@@ -113,17 +113,17 @@ def choose_sizes(
     longest, running = _up(max_tokens, PAGE), max_running_sequences
     widths = {_up(longest / n, PAGE) for n in (4, 2) if longest >= n * SHORTEST_ROW}
     rows = {_up(running / n, parts) for n in (16, 4, 2) if running >= n * FEWEST_ROWS}
-    lengths = {min(piece, longest) for piece in PIECES}
-    pieces = {
+    lengths = {min(length, longest) for length in PREFILL_LENGTHS}
+    prefill_shapes = {
         (_up(min(max(1, tokens // length), running), parts), length)
-        for tokens, length in itertools.product(READ_AT_ONCE, lengths)
+        for tokens, length in itertools.product(PREFILL_TOKENS, lengths)
     }
     return Sizes(
         parts,
         running // parts * (longest // PAGE + 1) if pages is None else pages,
         tuple(sorted(rows | {running})),
         tuple(sorted(widths | {longest})),
-        tuple(sorted(pieces)),
+        tuple(sorted(prefill_shapes)),
         steps,
     )
 
@@ -179,30 +179,36 @@ class Programs:
                 apart[stack][name] = split[name](apart[stack][name])
         return apart
 
-    def receipt(self, params: Any, held: Any, version: int) -> Receipt:
+    def receipt(self, params: Any, weights: Any, version: int) -> Receipt:
         """Say what was loaded."""
         moved = moved_bytes(params, self.stacked_layout, dtype=self._dtypes)
-        return Receipt(version, int(jax.jit(checksum)(held)), moved)
+        return Receipt(version, int(jax.jit(checksum)(weights)), moved)
 
     def make_pool(self) -> Cache:
         """Make an empty pool."""
         return self._program("pool")()
 
-    def gather(self, pool: Cache, table: Any) -> Cache:
-        """Lay the pages of each row side by side; see `decode.gather`."""
+    def gather_pages(self, pool: Cache, table: Any) -> Cache:
+        """Lay the pages of each row side by side; see `decode.gather_pages`."""
         return self._program("gather", *table.shape)(pool, table)
 
-    def read(self, params: Any, pool: Cache, pieces: Pieces) -> Cache:
-        """Read pieces of prompts; see `decode.read_prompts`. The pool is donated."""
-        key = (*pieces.tokens.shape, pieces.table.shape[1])
-        return self._program("read", *key)(params, pool, pieces)
+    def prefill(self, params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
+        """Read a chunk of prompts; see `decode.prefill`. The pool is donated."""
+        key = (*chunk.tokens.shape, chunk.table.shape[1])
+        return self._program("prefill", *key)(params, pool, chunk)
 
     def decode(
-        self, params: Any, pool: Cache, rows: Cache, state: Rows, extras: Extras | None, at: Any
-    ) -> tuple[Cache, Cache, Drawn]:
+        self,
+        params: Any,
+        pool: Cache,
+        rows: Cache,
+        state: DecodeState,
+        extras: Extras | None,
+        targets: Any,
+    ) -> tuple[Cache, Cache, DecodeOutput]:
         """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
         shape = (*state.tokens.shape, page_size(rows), extras is not None)
-        return self._program("decode", *shape)(params, pool, rows, state, extras, at)
+        return self._program("decode", *shape)(params, pool, rows, state, extras, targets)
 
     def warm_up(self) -> None:
         """Compile everything but what few requests ask for, several programs at a time."""
@@ -220,9 +226,9 @@ class Programs:
             if shapes.fits(rows, width):
                 yield "gather", rows, width // PAGE
                 yield "decode", rows, width, False
-        for rows, length in shapes.pieces:
+        for rows, length in shapes.prefill_shapes:
             for width in {shapes.width(length), shapes.widths[-1]}:
-                yield "read", rows, length, width // PAGE
+                yield "prefill", rows, length, width // PAGE
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""
@@ -236,21 +242,21 @@ class Programs:
     def row_shapes(self, rows: int, width: int) -> Cache:
         """Return rows as shapes in their layout."""
         table = self._input((rows, width // PAGE))
-        return _placed(jax.eval_shape(gather, self.shapes()[1], table), self._rows_layout)
+        return _placed(jax.eval_shape(gather_pages, self.shapes()[1], table), self._rows_layout)
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
-        found = jax.eval_shape(lambda: make_pool(self._run_as, 1, 1, PAGE, dtype=self.dtype))
+        page = jax.eval_shape(lambda: make_pool(self._run_as, 1, 1, PAGE, dtype=self.dtype))
         tensor = self.layout.mesh.shape["tensor"]
         shared = tensor if self._run_as.kv_heads % tensor == 0 else 1
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(found)) // shared
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(page)) // shared
 
     def lower(self, name: str, *shape: Any) -> Any:
         """Lower one program for shapes alone.
 
         Args:
-            name: `pool`, `gather`, `read` or `decode`.
-            shape: rows and pages of `gather`; rows, tokens and pages of `read`; rows, width and
+            name: `pool`, `gather`, `prefill` or `decode`.
+            shape: rows and pages of `gather`; rows, tokens and pages of `prefill`; rows, width and
                 whether there are `Extras` of `decode`.
         """
         build: Callable[..., Any] = getattr(self, f"_lower_{name}")
@@ -265,22 +271,27 @@ class Programs:
         return jax.jit(self._empty_pool, out_shardings=self._pool_layout).lower()
 
     def _lower_gather(self, rows: int, pages: int) -> Any:
-        run = jax.jit(gather, out_shardings=self._rows_layout)
+        run = jax.jit(gather_pages, out_shardings=self._rows_layout)
         return run.lower(self.shapes()[1], self._input((rows, pages)))
 
-    def _lower_read(self, rows: int, length: int, pages: int) -> Any:
-        def read(params: Any, pool: Cache, pieces: Pieces) -> Cache:
-            return read_prompts(params, self._run_as, pool, pieces, layout=self.layout)
+    def _lower_prefill(self, rows: int, length: int, pages: int) -> Any:
+        def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
+            return prefill(params, self._run_as, pool, chunk, layout=self.layout)
 
-        run = jax.jit(read, donate_argnums=1, out_shardings=self._pool_layout)
+        run = jax.jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
-        return run.lower(*self.shapes(), Pieces(*map(self._input, shapes)))
+        return run.lower(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
 
     def _lower_decode(self, rows: int, width: int, has_extras: bool) -> Any:
-        def chunk(
-            params: Any, pool: Cache, cache: Cache, state: Rows, extras: Extras | None, at: Any
-        ) -> tuple[Cache, Cache, Drawn]:
-            cache, drawn = decode(
+        def decode_chunk(
+            params: Any,
+            pool: Cache,
+            cache: Cache,
+            state: DecodeState,
+            extras: Extras | None,
+            targets: Any,
+        ) -> tuple[Cache, Cache, DecodeOutput]:
+            cache, output = decode(
                 params,
                 self._run_as,
                 cache,
@@ -289,21 +300,23 @@ class Programs:
                 steps=self.sizes.steps,
                 layout=self.layout,
             )
-            return put_back(pool, cache, state.positions // PAGE, at), cache, drawn
+            return scatter_pages(pool, cache, state.positions // PAGE, targets), cache, output
 
         homes = (self._pool_layout, self._rows_layout, self.by_row)
-        run = jax.jit(chunk, donate_argnums=(1, 2), out_shardings=homes)
+        run = jax.jit(decode_chunk, donate_argnums=(1, 2), out_shardings=homes)
         params, pool = self.shapes()
         number, share = self._input((rows,)), self._input((rows,), jnp.float32)
-        chances = Chances(self._input((rows,), jnp.uint32), share, share, number, share)
-        state = Rows(number, number, number, number, self._input((rows, STOP_IDS)), chances)
+        sampling = BatchSamplingParams(
+            self._input((rows,), jnp.uint32), share, share, number, share
+        )
+        state = DecodeState(number, number, number, number, self._input((rows, STOP_IDS)), sampling)
         biases = (rows, BIASES)
         extras = Extras(
             self._input((rows, width)), share, self._input(biases), self._input(biases, jnp.float32)
         )
-        at = self._input((rows, touched(self.sizes.steps)))
+        targets = self._input((rows, touched(self.sizes.steps)))
         cache = self.row_shapes(rows, width)
-        return run.lower(params, pool, cache, state, extras if has_extras else None, at)
+        return run.lower(params, pool, cache, state, extras if has_extras else None, targets)
 
     def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 
-class Chances(NamedTuple):
+class BatchSamplingParams(NamedTuple):
     """How each of B sequences is sampled; `SamplingParams` says what the numbers mean."""
 
     seeds: UInt32[Array, " B"]
@@ -18,17 +18,17 @@ class Chances(NamedTuple):
     min_p: Float32[Array, " B"]
 
 
-class Processors(NamedTuple):
+class LogitsProcessors(NamedTuple):
     """What changes the logits of B sequences before a token is drawn.
 
     Attributes:
-        held: whether a sequence holds a token.
+        seen: whether prompt or answer of a sequence hold a token.
         penalty: the repetition penalty.
         bias_ids: tokens whose logits are shifted; a number past the vocabulary shifts none.
         bias: by how much.
     """
 
-    held: Bool[Array, "B V"]
+    seen: Bool[Array, "B V"]
     penalty: Float32[Array, " B"]
     bias_ids: Int[Array, "B biases"]
     bias: Float32[Array, "B biases"]
@@ -37,8 +37,8 @@ class Processors(NamedTuple):
 def choose_tokens(
     logits: Float[Array, "B V"],
     steps: Int[Array, " B"],
-    chances: Chances,
-    processors: Processors | None = None,
+    sampling: BatchSamplingParams,
+    processors: LogitsProcessors | None = None,
 ) -> tuple[Int[Array, " B"], Float32[Array, "B V"]]:
     """Draw one token per sequence by inverting its cumulative distribution.
 
@@ -48,42 +48,42 @@ def choose_tokens(
     Args:
         logits: of the next token.
         steps: tokens that each sequence has generated so far.
-        chances: temperature, and what is cut off the distribution.
+        sampling: temperature, and what is cut off the distribution.
         processors: what changes the logits first.
 
     Returns:
         The tokens, and log-probs under softmax(logits / temperature) of the whole vocabulary,
         before any processor; at temperature 0 under softmax(logits).
     """
-    greedy = chances.temperature == 0
-    temperature = jnp.where(greedy, 1.0, chances.temperature)[:, None]
+    greedy = sampling.temperature == 0
+    temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     logits = logits.astype(jnp.float32)
     logprobs = processed = jax.nn.log_softmax(logits / temperature)
     if processors is not None:
         processed = jax.nn.log_softmax(process(logits, processors) / temperature)
-    is_cut = (chances.top_p < 1) | (chances.top_k > 0) | (chances.min_p > 0)
-    kept = jax.lax.cond(jnp.any(is_cut), truncate, lambda x, *_: x, processed, *chances[2:])
-    drawn = draw(jnp.exp(kept), chances.seeds, steps)
+    is_cut = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
+    kept = jax.lax.cond(jnp.any(is_cut), truncate, lambda x, *_: x, processed, *sampling[2:])
+    drawn = draw(jnp.exp(kept), sampling.seeds, steps)
     best = jax.lax.cond(
         jnp.any(greedy), lambda x: jnp.argmax(x, axis=-1), lambda x: jnp.zeros_like(steps), kept
     )
     return jnp.where(greedy, best, drawn).astype(jnp.int32), logprobs
 
 
-def process(logits: Float32[Array, "B V"], processors: Processors) -> Float32[Array, "B V"]:
-    """Penalize what was said, then add the biases.
+def process(logits: Float32[Array, "B V"], processors: LogitsProcessors) -> Float32[Array, "B V"]:
+    """Penalize the tokens of prompt and answer, then add the biases.
 
     The repetition penalty (Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1) in
     the form of transformers: positive logits are divided by it, negative ones multiplied.
 
-    >>> processors = Processors(jnp.array([[True, True, False]]), jnp.array([2.0]),
+    >>> processors = LogitsProcessors(jnp.array([[True, True, False]]), jnp.array([2.0]),
     ...                         jnp.array([[2, 3]]), jnp.array([[1.5, 9.0]]))
     >>> process(jnp.array([[4.0, -1.0, 0.0]]), processors).tolist()
     [[2.0, -2.0, 1.5]]
     """
     penalty = processors.penalty[:, None]
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits = jnp.where(processors.held, penalized, logits)
+    logits = jnp.where(processors.seen, penalized, logits)
     rows = jnp.arange(len(logits))[:, None]
     return logits.at[rows, processors.bias_ids].add(processors.bias, mode="drop")
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.rollout.native.pages import Held, Pages
+from jaxrl_llm.rollout.native.pages import PagePool, PageTable
 from jaxrl_llm.rollout.types import Completion, Request
 
 
 @dataclass(eq=False)
-class Answer:
-    """An answer on its way.
+class SequenceState:
+    """A request and its answer so far.
 
     Attributes:
         request: what is asked.
@@ -27,9 +27,9 @@ class Answer:
         logprobs: of the answer's tokens.
         versions: of the weights that drew each of them.
         top: the likeliest tokens at each of them and their log-probs.
-        told: how many of them the listener has.
+        streamed: how many of them the listener has.
         part: the part of the pool in which it is.
-        held: its pages.
+        table: its pages there.
         cached: how many tokens have their keys and values in these.
         finish: why it ended, or "".
         stopped_by: what ended it.
@@ -42,9 +42,9 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    told: int = 0
+    streamed: int = 0
     part: int = 0
-    held: Held = field(default_factory=Held)
+    table: PageTable = field(default_factory=PageTable)
     cached: int = 0
     finish: str = ""
     stopped_by: int | str | None = None
@@ -64,7 +64,7 @@ class Answer:
         return self.request.sampling.max_new_tokens - self.generated
 
     @property
-    def is_read(self) -> bool:
+    def is_prefilled(self) -> bool:
         """Return whether all tokens but the newest are cached, as a step of decoding wants it."""
         return self.cached == len(self.tokens) - 1
 
@@ -80,11 +80,11 @@ class Answer:
             return
         for count in range(self.generated - new + 1, self.generated + 1):
             text = detokenize(self.tokens[first : first + count])
-            if found := [stop for stop in self.request.sampling.stop if stop in text]:
+            if completed := [stop for stop in self.request.sampling.stop if stop in text]:
                 break
         else:
             return
-        self.finish, self.stopped_by = "stop", min(found, key=text.index)
+        self.finish, self.stopped_by = "stop", min(completed, key=text.index)
         del self.tokens[first + count :], self.logprobs[count:], self.versions[count:]
         del self.top[count:]
         self.cached = min(self.cached, len(self.tokens) - 1)
@@ -105,7 +105,7 @@ class Answer:
 
 
 class Counts(NamedTuple):
-    """What happened since the start, in tokens and in sequences."""
+    """Tokens and preemptions since the start."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -118,15 +118,15 @@ class Scheduler:
 
     Args:
         pages: of each part of the pool.
-        slots: the most sequences that run in a part.
+        max_running_sequences: the most sequences that run in a part.
         steps: tokens that a sequence gets at a time.
     """
 
-    def __init__(self, pages: list[Pages], *, slots: int, steps: int) -> None:
+    def __init__(self, pages: list[PagePool], *, max_running_sequences: int, steps: int) -> None:
         """Nothing waits."""
-        self.pages, self.slots, self.steps = pages, slots, steps
-        self.waiting: deque[Answer] = deque()
-        self.running: list[Answer] = []  # in the order of their admission
+        self.pages, self.max_running_sequences, self.steps = pages, max_running_sequences, steps
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # in the order of their admission
         self.counts = Counts()
 
     @property
@@ -134,7 +134,7 @@ class Scheduler:
         """Return whether there is anything to do."""
         return bool(self.waiting or self.running)
 
-    def add(self, sequences: Iterable[Answer]) -> None:
+    def add(self, sequences: Iterable[SequenceState]) -> None:
         """Let sequences wait."""
         self.waiting.extend(sequences)
 
@@ -150,85 +150,86 @@ class Scheduler:
 
         A prompt that is being read is not read a second time: who has the same waits for it.
         """
-        reading = {s.request.prompt for s in self.running if not s.is_read}
-        passed: list[Answer] = []
-        while self.waiting and len(self.running) < self.slots * len(self.pages):
+        prefilling = {s.request.prompt for s in self.running if not s.is_prefilled}
+        passed: list[SequenceState] = []
+        while self.waiting and len(self.running) < self.max_running_sequences * len(self.pages):
             sequence = self.waiting.popleft()
-            if sequence.request.prompt in reading:
+            if sequence.request.prompt in prefilling:
                 passed.append(sequence)
             elif self._admit(sequence):
-                if not sequence.is_read:
-                    reading.add(sequence.request.prompt)
+                if not sequence.is_prefilled:
+                    prefilling.add(sequence.request.prompt)
             else:
                 self.waiting.appendleft(sequence)
                 break
         self.waiting.extendleft(reversed(passed))
 
-    def unread(self) -> list[Answer]:
+    def to_prefill(self) -> list[SequenceState]:
         """Return the running sequences of which tokens have to be read, oldest first."""
-        return [s for s in self.running if not s.is_read]
+        return [s for s in self.running if not s.is_prefilled]
 
-    def read(self, sequence: Answer, tokens: int) -> None:
+    def mark_prefilled(self, sequence: SequenceState, tokens: int) -> None:
         """Note that so many tokens more are cached; share them once all are."""
         sequence.cached += tokens
         self.counts = self.counts._replace(prompt_tokens=self.counts.prompt_tokens + tokens)
-        if sequence.is_read:
+        if sequence.is_prefilled:
             pages = self.pages[sequence.part]
-            pages.seal(sequence.held, sequence.tokens[: sequence.cached])
+            pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
 
-    def ready(self) -> list[Answer]:
+    def to_decode(self) -> list[SequenceState]:
         """Return the sequences to decode, oldest first, each with pages for the next tokens.
 
         Where there are not enough, the youngest give theirs back, and are read again later.
         """
-        for sequence in [s for s in self.running if s.is_read]:
+        for sequence in [s for s in self.running if s.is_prefilled]:
             pages = self.pages[sequence.part]
             end = len(sequence.tokens) - 1 + min(self.steps, sequence.left)
-            while sequence in self.running and not pages.reserve(sequence.held, end):
+            while sequence in self.running and not pages.allocate(sequence.table, end):
                 self.preempt([s for s in self.running if s.part == sequence.part][-1])
-        return [s for s in self.running if s.is_read]
+        return [s for s in self.running if s.is_prefilled]
 
-    def preempt(self, sequence: Answer) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Take a sequence's pages; it is the next to be admitted, and read again."""
         self.remove(sequence)
         self.waiting.appendleft(sequence)
         self.counts = self.counts._replace(preemptions=self.counts.preemptions + 1)
 
-    def remove(self, sequence: Answer) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Take a sequence's pages; they stay, for others that begin alike, while there is room."""
         pages = self.pages[sequence.part]
-        pages.seal(sequence.held, sequence.tokens[: sequence.cached])
-        pages.release(sequence.held)
+        pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
+        pages.free(sequence.table)
         sequence.cached = 0
         self.running.remove(sequence)
 
-    def _admit(self, sequence: Answer) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
         """Give a sequence what is cached of its tokens, and pages for the rest."""
         end = len(sequence.tokens) - 1 + min(self.steps, sequence.left)
-        for part in self._places(sequence):
-            pages, held = self.pages[part], Held()
-            found = pages.match(held, sequence.tokens[:-1])
+        for part in self._parts_with_room(sequence):
+            pages, table = self.pages[part], PageTable()
+            cached = pages.match_prefix(table, sequence.tokens[:-1])
             others = self._running_in(part)  # a page for each of them, which grow too
-            if pages.lacks(held, end) + others <= pages.available:
-                pages.reserve(held, end)
-                sequence.part, sequence.held, sequence.cached = part, held, found
+            if pages.pages_needed(table, end) + others <= pages.available:
+                pages.allocate(table, end)
+                sequence.part, sequence.table, sequence.cached = part, table, cached
                 self.running.append(sequence)
-                reused = self.counts.reused_tokens + found
+                reused = self.counts.reused_tokens + cached
                 self.counts = self.counts._replace(reused_tokens=reused)
                 return True
-            pages.release(held)
+            pages.free(table)
         return False
 
-    def _places(self, sequence: Answer) -> list[int]:
-        """Return the parts that have a slot: first where most is cached, then where fewest run."""
-        places = []
+    def _parts_with_room(self, sequence: SequenceState) -> list[int]:
+        """Return the parts that may run one more: most cached first, then fewest running."""
+        parts = []
         for part, pages in enumerate(self.pages):
-            others, held = self._running_in(part), Held()
-            if others < self.slots:
-                found = pages.match(held, sequence.tokens[:-1]) if len(self.pages) > 1 else 0
-                pages.release(held)
-                places.append((-found, others, part))
-        return [part for *_, part in sorted(places)]
+            others, table = self._running_in(part), PageTable()
+            if others < self.max_running_sequences:
+                several = len(self.pages) > 1
+                cached = pages.match_prefix(table, sequence.tokens[:-1]) if several else 0
+                pages.free(table)
+                parts.append((-cached, others, part))
+        return [part for *_, part in sorted(parts)]
 
     def _running_in(self, part: int) -> int:
         return sum(s.part == part for s in self.running)
