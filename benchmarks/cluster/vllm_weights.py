@@ -5,7 +5,7 @@
 
 For each size it makes a random model of Qwen3's architecture and prints as Markdown
 
-- a push, from the trainer's arrays to weights in use, all checksums compared: the median of
+- a weight sync, from the trainer's arrays to weights in use, all checksums compared: the median of
   `--repeats` after the first;
 - the same through the connection, as between hosts;
 - the same weights through a checkpoint: saving it to the disk, and reading it back into arrays,
@@ -84,19 +84,19 @@ def seconds_of(action: Callable[[], Any], repeats: int) -> float:
     return statistics.median(found[1:])
 
 
-def push_times(
+def measure_sync(
     engine: VllmEngine, params: Any, spec: ModelSpec, options: argparse.Namespace, folder: Path
 ) -> list[str]:
-    """Return a line of the table of pushes."""
+    """Return a line of the table of weight syncs."""
     versions = iter(range(1, 1000))
     load = lambda: engine.load(params, version=next(versions))  # noqa: E731
     moved = load().moved_bytes
     memory = seconds_of(load, options.repeats)
-    for place in engine._places:
-        place.sidecar.shared = False  # as if it were on another host
+    for replica in engine._replicas:
+        replica.sidecar.shared = False  # as if it were on another host
     connection = seconds_of(load, options.repeats)
-    for place in engine._places:
-        place.sidecar.shared = True
+    for replica in engine._replicas:
+        replica.sidecar.shared = True
     saved = iter(range(1000))
     save = lambda: save_params(  # noqa: E731
         folder / f"saved_{next(saved)}", params, spec, source=None, dtype=options.dtype
@@ -159,7 +159,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, metavar="DIR", help="where checkpoints are written")
     options = parser.parse_args(words)
-    pushes, gaps = [], []
+    sync_times, gaps = [], []
     for size in options.sizes:
         spec = spec_of(size)
         params = initialize(spec, key=jax.random.key(0))
@@ -172,13 +172,13 @@ def main(words: Sequence[str] | None = None) -> None:
                 folder=Path(folder) / "vllm",
             )
             try:
-                pushes.append(push_times(engine, params, spec, options, Path(folder)))
+                sync_times.append(measure_sync(engine, params, spec, options, Path(folder)))
                 gaps += differences(engine, params, spec, options.dtype)
             finally:
                 engine.close()
     print(f"{describe_run('cluster.vllm_weights', words or sys.argv[1:])}, jax {jax.__version__}")
     heads = "GB | weight sync, s | GB/s | through the connection, s | save a checkpoint, s"
-    report(pushes, f"{heads} | read, s | weight sync is faster by")
+    report(sync_times, f"{heads} | read, s | weight sync is faster by")
     report(gaps, "dtype | sampled at | mean | median | 90 % | 99 % | largest difference, nats")
 
 

@@ -13,7 +13,7 @@ from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS, Gpu
 from jaxrl_llm.planning.program import PASSES
-from jaxrl_llm.rollout.router import BLOCK, Router
+from jaxrl_llm.rollout.router import BLOCK_TOKENS, Router
 
 STEP_S, REDUCE_S = 1e-3, 1e-5
 """Assumed seconds of a decode step on the host, and of an all-reduce before its first byte."""
@@ -119,7 +119,7 @@ def assign_engines(groups: np.ndarray, most: int, engines: int) -> np.ndarray:
     [0, 0, 1, 1]
     """
     router = Router(engines)
-    return np.array([router.choose((int(group),) * BLOCK, most) for group in groups])
+    return np.array([router.choose((int(group),) * BLOCK_TOKENS, most) for group in groups])
 
 
 def simulate_engine(

@@ -85,7 +85,7 @@ class Engine(Protocol):
 
 
 def check_request(
-    request: Request, *, max_tokens: int, vocab_size: int, most: Mapping[str, int]
+    request: Request, *, max_tokens: int, vocab_size: int, limits: Mapping[str, int]
 ) -> None:
     """Refuse a request that no engine, or not this one, can serve.
 
@@ -93,34 +93,35 @@ def check_request(
         request: to look at.
         max_tokens: the longest sequence, prompt and answer.
         vocab_size: of the model.
-        most: of `top_logprobs`, and where the engine has limits of `stop_ids` and `logit_bias`.
+        limits: of `top_logprobs`, and where the engine has limits of `stop_ids` and `logit_bias`.
 
     Raises:
         EngineError: something is out of range.
     """
-    prompt, how = request.prompt, request.sampling
-    if not prompt or how.max_new_tokens < 1 or len(prompt) + how.max_new_tokens > max_tokens:
+    prompt, sampling = request.prompt, request.sampling
+    longest = len(prompt) + sampling.max_new_tokens
+    if not prompt or sampling.max_new_tokens < 1 or longest > max_tokens:
         raise EngineError(
-            f"a prompt of {len(prompt)} tokens with max_new_tokens={how.max_new_tokens} does "
+            f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} does "
             f"not fit: the engine holds sequences of 2 to {max_tokens} tokens"
         )
     vocabulary = range(vocab_size)
-    for what, ids in (("prompt", prompt), ("logit_bias", [i for i, _ in how.logit_bias])):
+    for field, ids in (("prompt", prompt), ("logit_bias", [i for i, _ in sampling.logit_bias])):
         if ids and not (min(ids) in vocabulary and max(ids) in vocabulary):
             raise EngineError(
-                f"{what} holds token id {min(ids) if min(ids) < 0 else max(ids)}, "
+                f"{field} holds token id {min(ids) if min(ids) < 0 else max(ids)}, "
                 f"wanted 0 to {vocab_size - 1}"
             )
     for name, value, least, greatest in (
         ("seed", request.seed, 0, 2**32 - 1),
-        ("temperature", how.temperature, 0, np.inf),
-        ("top_p", how.top_p, 0, 1),
-        ("top_k", how.top_k, 0, 2**31 - 1),
-        ("min_p", how.min_p, 0, 1),
-        ("repetition_penalty", how.repetition_penalty, np.finfo(np.float32).tiny, np.inf),
-        ("top_logprobs", how.top_logprobs, 0, min(most["top_logprobs"], vocab_size)),
-        ("number of stop_ids", len(how.stop_ids), 0, most.get("stop_ids", np.inf)),
-        ("number of logit_bias", len(how.logit_bias), 0, most.get("logit_bias", np.inf)),
+        ("temperature", sampling.temperature, 0, np.inf),
+        ("top_p", sampling.top_p, 0, 1),
+        ("top_k", sampling.top_k, 0, 2**31 - 1),
+        ("min_p", sampling.min_p, 0, 1),
+        ("repetition_penalty", sampling.repetition_penalty, np.finfo(np.float32).tiny, np.inf),
+        ("top_logprobs", sampling.top_logprobs, 0, min(limits["top_logprobs"], vocab_size)),
+        ("number of stop_ids", len(sampling.stop_ids), 0, limits.get("stop_ids", np.inf)),
+        ("number of logit_bias", len(sampling.logit_bias), 0, limits.get("logit_bias", np.inf)),
     ):
         if not least <= value <= greatest:
             raise EngineError(f"got {name} {value}, wanted {least} to {greatest}")

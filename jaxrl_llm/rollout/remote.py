@@ -155,7 +155,7 @@ class RemoteEngine:
         """Refuse what no engine can serve, before anything is sent; hosts may refuse more."""
         size = self.spec.vocab_size
         check_request(
-            request, max_tokens=self.max_tokens, vocab_size=size, most={"top_logprobs": size}
+            request, max_tokens=self.max_tokens, vocab_size=size, limits={"top_logprobs": size}
         )
 
 

@@ -1,22 +1,22 @@
-"""Which of several sidecars a request goes to."""
+"""Which of several replicas of an engine a request goes to."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-BLOCK = 16  # tokens
-REMEMBERED = 2**18  # blocks
+BLOCK_TOKENS = 16
+MAX_TRACKED_BLOCKS = 2**18
 SLACK = 8  # requests
 
 
 class Router:
-    """Sends what shares most of its prompt to one place, and balances the rest.
+    """Sends what shares most of its prompt to one replica, and balances the rest.
 
-    A place keeps what it has read: the samples of one prompt go where the first of them went, and a
-    conversation goes on where it began, unless that place has more left to do than another by some
-    requests. All else goes where the fewest tokens are outstanding.
+    A replica caches what it has prefilled: the samples of one prompt go where the first of them
+    went, and a conversation goes on where it began, unless that replica has more left to do than
+    another by some requests. All else goes where the fewest tokens are outstanding.
 
     Args:
-        places: how many there are.
+        replicas: how many there are.
 
     >>> router = Router(2)
     >>> first = tuple(range(64))
@@ -24,43 +24,43 @@ class Router:
     (0, 0, 1)
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, replicas: int) -> None:
         """Know no prompt."""
-        self.outstanding = [0] * places
-        self._seen: OrderedDict[int, int] = OrderedDict()  # place, by the hash of all up to a block
+        self.outstanding = [0] * replicas
+        self._seen: OrderedDict[int, int] = OrderedDict()  # replica, by hash of all up to a block
 
-    def choose(self, prompt: Sequence[int], most: int) -> int:
-        """Return a place for a request, and count its tokens there.
+    def choose(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """Return a replica for a request, and count its tokens there.
 
         Args:
             prompt: token ids.
-            most: tokens that prompt and answer have at most; `done` takes them off again.
+            max_tokens: tokens that prompt and answer have at most; `done` takes them off again.
         """
         blocks = self._blocks(prompt)
-        known = [self._seen[block] for block in blocks if block in self._seen]
-        place = min(range(len(self.outstanding)), key=self.outstanding.__getitem__)
-        if len(known) * 2 > len(blocks):
-            busier = self.outstanding[known[-1]] - self.outstanding[place]
-            place = known[-1] if busier <= SLACK * most else place
-        self.outstanding[place] += most
-        self._remember(blocks, place)
-        return place
+        cached = [self._seen[block] for block in blocks if block in self._seen]
+        replica = min(range(len(self.outstanding)), key=self.outstanding.__getitem__)
+        if len(cached) * 2 > len(blocks):
+            busier = self.outstanding[cached[-1]] - self.outstanding[replica]
+            replica = cached[-1] if busier <= SLACK * max_tokens else replica
+        self.outstanding[replica] += max_tokens
+        self._remember(blocks, replica)
+        return replica
 
-    def done(self, place: int, most: int, tokens: Sequence[int]) -> None:
-        """Note the end of a request, and that prompt and answer are known at its place."""
-        self.outstanding[place] -= most
-        self._remember(self._blocks(tokens), place)
+    def done(self, replica: int, max_tokens: int, tokens: Sequence[int]) -> None:
+        """Note the end of a request, and that prompt and answer are known at its replica."""
+        self.outstanding[replica] -= max_tokens
+        self._remember(self._blocks(tokens), replica)
 
     def _blocks(self, tokens: Sequence[int]) -> list[int]:
-        found, before = [], 0
-        for start in range(0, len(tokens), BLOCK):
-            before = hash((before, *tokens[start : start + BLOCK]))
-            found.append(before)
-        return found
+        hashes, before = [], 0
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            before = hash((before, *tokens[start : start + BLOCK_TOKENS]))
+            hashes.append(before)
+        return hashes
 
-    def _remember(self, blocks: list[int], place: int) -> None:
+    def _remember(self, blocks: list[int], replica: int) -> None:
         for block in blocks:
-            self._seen[block] = place
+            self._seen[block] = replica
             self._seen.move_to_end(block)
-        while len(self._seen) > REMEMBERED:
+        while len(self._seen) > MAX_TRACKED_BLOCKS:
             self._seen.popitem(last=False)

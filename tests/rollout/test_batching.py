@@ -138,7 +138,7 @@ def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, shared_engin
 
 def test_the_variants_are_what_they_are_called(variant):
     pieces, cramped = variant("pieces").programs.sizes, variant("cramped").programs.sizes
-    assert (pieces.rows, pieces.widths, pieces.pieces) == ((3,), (32, 48), ((2, 8),))
+    assert (pieces.rows, pieces.widths, pieces.prefill_shapes) == ((3,), (32, 48), ((2, 8),))
     assert (cramped.rows, cramped.pages, pieces.steps, cramped.steps) == ((3, 6), 7, 1, 7)
 
 

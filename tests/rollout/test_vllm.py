@@ -138,9 +138,9 @@ def engine(shared_engine):
     shared_engine.resume()
 
 
-def pid_of(engine, place=0):
-    wait_until(lambda: engine._places[place].sidecar is not None, 120)
-    return engine._places[place].sidecar._process.pid
+def pid_of(engine, number=0):
+    wait_until(lambda: engine._replicas[number].sidecar is not None, 120)
+    return engine._replicas[number].sidecar._process.pid
 
 
 def at_work(engine, requests):
@@ -301,7 +301,7 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     found = []
     requests = [ask(tokens=200, seed=seed) for seed in range(40)]  # more than are decoded at once
     thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
-    sidecar = engine._places[0].sidecar
+    sidecar = engine._replicas[0].sidecar
     before = sidecar._progress["generated"]
     thread.start()
     wait_until(lambda: sidecar._progress["generated"] > before + 100)
@@ -387,7 +387,7 @@ if __name__ == "__main__":
 """
 
 
-def test_pushed_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tmp_path):
+def test_synced_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tmp_path):
     """The model's embeddings are tied, which vLLM's own reload gets wrong on CPUs."""
     save_params(tmp_path / "saved", SECOND, SPEC, source=None, dtype="float32")
     engine.load(SECOND, version=3)
@@ -415,7 +415,7 @@ def test_pushed_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tm
 
 def test_weights_can_come_through_the_connection(engine):
     """As they do from another host."""
-    sidecar = engine._places[0].sidecar
+    sidecar = engine._replicas[0].sidecar
     assert sidecar.shared
     sidecar.shared = False
     engine.load(SECOND, version=4)
@@ -432,20 +432,22 @@ def test_weights_can_come_through_the_connection(engine):
         ("altered", "does not hold the weights that were sent"),
     ],
 )
-def test_a_push_that_fails_is_an_error_and_the_next_one_repairs(engine, monkeypatch, what, told):
-    name = next(e.name for e in engine._parcel.entries if e.name.endswith("1.mlp.up_proj.weight"))
+def test_a_weight_sync_that_fails_is_an_error_and_the_next_one_repairs(
+    engine, monkeypatch, what, told
+):
+    name = next(e.name for e in engine._buffer.entries if e.name.endswith("1.mlp.up_proj.weight"))
 
     def spoiled(entries):
         if what == "altered":
-            engine._parcel.checksums[name] ^= 1
+            engine._buffer.checksums[name] ^= 1
             return tell(entries)
         kept = [entry for entry in entries if what == "renamed" or entry.name != name]
         other = "model.layers.1.mlp.sideways.weight"
         return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
 
-    tell = sync._told
+    tell = sync._as_messages
     with monkeypatch.context() as patch:
-        patch.setattr(sync, "_told", spoiled)
+        patch.setattr(sync, "_as_messages", spoiled)
         with pytest.raises(EngineError, match=told):
             engine.load(SECOND, version=1)
     with pytest.raises(EngineError, match="no weights"):
@@ -456,7 +458,7 @@ def test_a_push_that_fails_is_an_error_and_the_next_one_repairs(engine, monkeypa
 
 
 def cut_short(write, count, error):
-    """Return a parcel's `write` that ends with an error after some buckets."""
+    """Return a buffer's `write` that ends with an error after some buckets."""
 
     def short(params, version):
         yield from itertools.islice(write(params, version), count)
@@ -466,7 +468,7 @@ def cut_short(write, count, error):
 
 
 def mapped(group):
-    """Return the bytes of each part of the parcel that processes of a group map."""
+    """Return the bytes of each part of the buffer that processes of a group map."""
     maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in alive_in(group)]
     parts = [line.split()[0] for lines in maps for line in lines if "jaxrl-weights" in line]
     bounds = [[int(bound, 16) for bound in part.split("-")] for part in parts]
@@ -474,12 +476,12 @@ def mapped(group):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
+def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
     """Wherever it ended: in the trainer, or with an array that one or all ranks do not know."""
     monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)  # less than any matrix
     with opened(tmp_path, tensor_parallel=ranks) as engine:
         engine.load(FIRST, version=0)
-        sent, write, tell = engine._parcel, engine._parcel.write, sync._told
+        sent, write, tell = engine._buffer, engine._buffer.write, sync._as_messages
         assert len(sent.buckets) > 12
         waiting = []
 
@@ -507,7 +509,7 @@ def test_of_a_push_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, rank
                 return tell(e._replace(name=e.name.replace(renamed, "x.weight")) for e in entries)
 
             with monkeypatch.context() as patch, pytest.raises(EngineError, match="no module or"):
-                patch.setattr(sync, "_told", other)
+                patch.setattr(sync, "_as_messages", other)
                 engine.load(THIRD, version=100)
             repairs(version)
         assert engine.stats().restarts == 0
@@ -524,11 +526,11 @@ def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, s
             engine.sleep()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
             patch.setattr(
-                engine._parcel, "write", cut_short(engine._parcel.write, 5, OSError("full"))
+                engine._buffer, "write", cut_short(engine._buffer.write, 5, OSError("full"))
             )
             engine.load(SECOND, version=1)
         (engine.wake if sleep else engine.resume)()
-        sidecar, before = engine._places[0].sidecar, engine.stats().outstanding
+        sidecar, before = engine._replicas[0].sidecar, engine.stats().outstanding
         time.sleep(1.5)
         generated = sidecar._progress["generated"]
         time.sleep(1.5)
@@ -549,7 +551,7 @@ def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, s
 def test_strangers_are_not_let_in(engine):
     """The sidecar calls with a key; and its port is closed to all others once it has called."""
     with pytest.raises(ConnectionRefusedError):
-        Client(engine._places[0].sidecar._address, authkey=b"guess")
+        Client(engine._replicas[0].sidecar._address, authkey=b"guess")
 
 
 @pytest.mark.parametrize("whom", ["the sidecar", "the model's process"])
@@ -601,15 +603,15 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
     wait_until(lambda: not any(part.exists() for part in memory))
 
 
-def test_a_sidecar_killed_in_the_middle_of_a_push_gets_the_new_weights(engine, monkeypatch):
-    killed, tell = pid_of(engine), sync._told
+def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(engine, monkeypatch):
+    killed, tell = pid_of(engine), sync._as_messages
 
     def deadly(entries):
         monkeypatch.undo()
         os.killpg(killed, signal.SIGKILL)
         return tell(entries)
 
-    monkeypatch.setattr(sync, "_told", deadly)
+    monkeypatch.setattr(sync, "_as_messages", deadly)
     assert engine.load(SECOND, version=5).version == 5
     assert pid_of(engine) != killed
     [found] = engine.sample([ask()])
@@ -704,12 +706,14 @@ def test_two_sidecars_share_the_work_and_one_takes_over(tmp_path):
         engine.load(FIRST, version=0)
         requests = [ask(tokens=60, seed=i, prompt=(i % 90, 5, 6)) for i in range(32)]
         wanted = engine.sample(requests)
-        wait_until(lambda: all(place.sidecar._progress["generated"] for place in engine._places), 5)
+        wait_until(
+            lambda: all(replica.sidecar._progress["generated"] for replica in engine._replicas), 5
+        )
         os.kill(pid_of(engine, 1), signal.SIGKILL)
         found = engine.sample(requests)
         assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
         engine.load(SECOND, version=1)
-        assert [place.held for place in engine._places] == [1, 1]
+        assert [replica.version for replica in engine._replicas] == [1, 1]
 
 
 ELSEWHERE = """unshare --mount --pid --fork --mount-proc bash -c '
@@ -725,7 +729,7 @@ def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path, 
     with opened(tmp_path, launch=(ELSEWHERE.format(filled=40),), env=env) as engine:
         for version, params in enumerate((FIRST, SECOND)):
             engine.load(params, version=version)
-            assert not engine._places[0].sidecar.shared
+            assert not engine._replicas[0].sidecar.shared
             [found] = engine.sample([ask()])
             wanted = logprobs_of(params, PROMPT, found.tokens)
             np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
@@ -752,8 +756,8 @@ def test_an_engine_can_be_closed_as_soon_as_it_is_made(tmp_path):
 
 def test_an_engine_can_be_closed_while_it_starts(tmp_path):
     engine = make(tmp_path)
-    wait_until(lambda: engine._places[0].process is not None)
-    group = engine._places[0].process._process.pid
+    wait_until(lambda: engine._replicas[0].process is not None)
+    group = engine._replicas[0].process._process.pid
     start = time.monotonic()
     engine.close()
     assert time.monotonic() - start < 10

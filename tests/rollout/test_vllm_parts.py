@@ -39,7 +39,7 @@ from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.weights import Parcel
+from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 from jaxrl_llm.training.resolve import corrections
 from tests.waiting import wait_until
 
@@ -92,34 +92,34 @@ def start(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_parcel_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
+def test_a_weight_buffer_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
     """Compared with a file that transformers and vLLM read; cut into buckets on the way."""
     monkeypatch.setattr(weights, "BUCKET_BYTES", 2000)
     params = initialize(SPEC, key=jax.random.key(0))
     save_params(tmp_path / "saved", params, SPEC, source=None, dtype=dtype)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    held = Parcel(SPEC, dtype)
-    assert held.version is None
-    buckets = list(held.write(params, version=3))
-    assert held.version == 3
+    buffer = WeightBuffer(SPEC, dtype)
+    assert buffer.version is None
+    buckets = list(buffer.write(params, version=3))
+    assert buffer.version == 3
     assert len(buckets) > 3
-    assert [e for bucket in buckets for e in bucket] == held.entries
-    assert list(held.buckets) == buckets
-    content = Path(held.path).read_bytes()  # as another process does
-    assert len(content) == held.size
-    assert {e.name for e in held.entries} == saved.keys()
-    for entry in held.entries:
+    assert [e for bucket in buckets for e in bucket] == buffer.entries
+    assert list(buffer.buckets) == buckets
+    content = Path(buffer.path).read_bytes()  # as another process does
+    assert len(content) == buffer.size
+    assert {e.name for e in buffer.entries} == saved.keys()
+    for entry in buffer.entries:
         raw = content[entry.offset : entry.offset + entry.bytes]
         values = np.frombuffer(raw, entry.dtype).reshape(entry.shape)  # norms stay float32
         np.testing.assert_array_equal(values.astype(dtype), saved[entry.name])
-        assert held.checksums[entry.name] == zlib.crc32(raw)
-    held.check(held.checksums)
-    name = held.entries[5].name
+        assert buffer.checksums[entry.name] == zlib.crc32(raw)
+    buffer.verify(buffer.checksums)
+    name = buffer.entries[5].name
     with pytest.raises(EngineError, match=name):
-        held.check({name: held.checksums[name] ^ 1})
-    held.close()
+        buffer.verify({name: buffer.checksums[name] ^ 1})
+    buffer.close()
     with pytest.raises(ValueError, match="closed"):
-        held.data(0, 1)
+        buffer.data(0, 1)
 
 
 def test_a_host_without_memory_says_so(monkeypatch):
@@ -128,7 +128,7 @@ def test_a_host_without_memory_says_so(monkeypatch):
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(EngineError, match=r"no .* GB for the weights.*No space left"):
-        Parcel(SPEC, "float32")
+        WeightBuffer(SPEC, "float32")
 
 
 def test_samples_and_conversations_stay_together_and_work_is_balanced():

@@ -223,7 +223,7 @@ class NativeEngine:
             request,
             max_tokens=self.settings.max_tokens,
             vocab_size=self.spec.vocab_size,
-            most={
+            limits={
                 "top_logprobs": MOST_TOP_LOGPROBS,
                 "stop_ids": STOP_IDS,
                 "logit_bias": BIASES,

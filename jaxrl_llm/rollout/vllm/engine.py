@@ -1,7 +1,6 @@
 """vLLM as the engine: it samples in processes of its own, the sidecars."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import logging
@@ -19,7 +18,6 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
-from jaxrl_llm.rollout.vllm.answers import Asked
 from jaxrl_llm.rollout.vllm.environment import (
     engine_arguments,
     environment,
@@ -27,9 +25,11 @@ from jaxrl_llm.rollout.vllm.environment import (
     is_cpu_build,
     prefixes,
 )
+from jaxrl_llm.rollout.vllm.pending import PendingRequest
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.sync import Group, push
-from jaxrl_llm.rollout.vllm.weights import Parcel
+from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.sync import SidecarGroup, send_weights
+from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 
 MOST_TOP_LOGPROBS = 20
 MOST_BIAS = 100.0  # vLLM cuts what is larger
@@ -47,26 +47,6 @@ class VllmStats(NamedTuple):
 
     outstanding: int
     restarts: int
-
-
-@dataclasses.dataclass(eq=False)
-class _Place:
-    """Where one sidecar runs, and after it the next.
-
-    Attributes:
-        process: the one that runs or begins to.
-        sidecar: the same, once it is ready.
-        held: version of its weights.
-        asked: requests that are to be answered here.
-        sent: those of them that it was told of, by number.
-    """
-
-    number: int
-    process: Sidecar | None = None
-    sidecar: Sidecar | None = None
-    held: int | None = None
-    asked: dict[Asked, None] = dataclasses.field(default_factory=dict)
-    sent: dict[int, Asked] = dataclasses.field(default_factory=dict)
 
 
 class VllmEngine:
@@ -110,9 +90,9 @@ class VllmEngine:
         self._on_cpu = is_cpu_build(python)
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
-        described = config_to_save(spec, source, np.dtype(settings.dtype))
-        (model / "config.json").write_text(json.dumps(described))
-        self._parcel = Parcel(spec, settings.dtype)
+        config_json = config_to_save(spec, source, np.dtype(settings.dtype))
+        (model / "config.json").write_text(json.dumps(config_json))
+        self._buffer = WeightBuffer(spec, settings.dtype)
         self._commands = [[*prefix, python] for prefix in prefixes(config)]
         self._arguments = engine_arguments(
             spec,
@@ -124,16 +104,16 @@ class VllmEngine:
             cpu=self._on_cpu,
         )
         self._router = Router(config.sidecars)
-        self._places = [_Place(number) for number in range(config.sidecars)]
-        self._state = threading.Condition()  # of what is below, and of the places
+        self._replicas = [Replica(number) for number in range(config.sidecars)]
+        self._state = threading.Condition()  # of what is below, and of the replicas
         self._loading = threading.RLock()  # weights are on their way, or sidecars pause or go on
         self._failure: EngineError | None = None
         self._paused = self._asleep = self._closed = False
-        self._has_weights = False  # or will have, when the push under way has ended
+        self._has_weights = False  # or will have, when the weight sync under way has ended
         self._restarts = 0
         self._keepers = [
-            threading.Thread(target=self._keep, args=(place,), daemon=True, name="vllm-keeper")
-            for place in self._places
+            threading.Thread(target=self._keep, args=(replica,), daemon=True, name="vllm-keeper")
+            for replica in self._replicas
         ]
         for keeper in self._keepers:
             keeper.start()
@@ -154,7 +134,7 @@ class VllmEngine:
         return [future.result() for future in [self._submit(request) for request in requests]]
 
     def load(self, params: Any, version: int) -> Receipt:
-        """Push weights to all sidecars, with checksums; what runs is paused meanwhile.
+        """Send weights to all sidecars, with checksums; what runs is paused meanwhile.
 
         What is in flight is read again, by the new weights, and goes on with them.
 
@@ -164,34 +144,34 @@ class VllmEngine:
 
         Raises:
             EngineError: vLLM does not take them, or holds others than were sent. The engine has no
-                weights then; a push that works repairs it.
+                weights then; the next sync that works repairs it.
         """
-        self._await(lambda: all(place.sidecar for place in self._places))
+        self._await(lambda: all(replica.sidecar for replica in self._replicas))
         with self._loading:
             with self._state:
                 self._has_weights = True
-                group = self._group()
-                for place in self._places:
-                    place.held = None
+                group = self._running()
+                for replica in self._replicas:
+                    replica.version = None
             try:
-                self._push(group, self._parcel.write(params, version), version)
+                self._sync_weights(group, self._buffer.write(params, version), version)
             except BaseException:
-                self._parcel.version, self._has_weights = None, False
+                self._buffer.version, self._has_weights = None, False
                 raise
-        self._await(lambda: all(place.held == version for place in self._places))
-        return Receipt(version, None, self._parcel.size * len(self._places))
+        self._await(lambda: all(replica.version == version for replica in self._replicas))
+        return Receipt(version, None, self._buffer.size * len(self._replicas))
 
     def pause(self) -> None:
         """Freeze what runs until `resume`; it keeps its cache."""
         with self._loading:
             self._paused = True
-            self._group().ask("pause")
+            self._running().ask("pause")
 
     def resume(self) -> None:
-        """Go on after `pause` or `sleep`; after a push that failed, when the next one works."""
+        """Go on after `pause` or `sleep`; after a failed weight sync, when the next one works."""
         with self._loading:
             self._paused = self._asleep = False
-            self._group(lambda place: place.held is not None).ask("resume")
+            self._running(lambda replica: replica.version is not None).ask("resume")
 
     def sleep(self) -> None:
         """Pause; with `sleep` in the config, free the devices' memory, too."""
@@ -199,7 +179,7 @@ class VllmEngine:
             self.pause()
             if self._config.sleep and not self._asleep:
                 self._asleep = True
-                self._group().ask("sleep")
+                self._running().ask("sleep")
 
     def wake(self) -> None:
         """Take the memory again, and resume."""
@@ -210,19 +190,19 @@ class VllmEngine:
         with self._state:
             self._closed = True
             self._state.notify_all()
-        for place in self._places:
-            if place.process:
-                place.process.close()
+        for replica in self._replicas:
+            if replica.process:
+                replica.process.close()
         for keeper in self._keepers:
             keeper.join()
         self._fail(EngineError("the engine was closed"))
         with self._loading:
-            self._parcel.close()
+            self._buffer.close()
 
     def stats(self) -> VllmStats:
         """Return what the engine does and has done."""
         with self._state:
-            outstanding = sum(len(place.asked) for place in self._places)
+            outstanding = sum(len(replica.pending) for replica in self._replicas)
             return VllmStats(outstanding, self._restarts)
 
     def _check(self, request: Request) -> None:
@@ -230,102 +210,82 @@ class VllmEngine:
             request,
             max_tokens=self.settings.max_tokens,
             vocab_size=self.spec.vocab_size,
-            most={"top_logprobs": MOST_TOP_LOGPROBS},
+            limits={"top_logprobs": MOST_TOP_LOGPROBS},
         )
         if request.sampling.stop:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
         for token, bias in request.sampling.logit_bias:
             if abs(bias) > MOST_BIAS:
                 raise EngineError(
-                    f"got logit_bias {bias} for token {token}, wanted at most {MOST_BIAS:g}"
+                    f"got logit_bias {bias} for token {token}, expected at most {MOST_BIAS:g}"
                 )
 
     def _submit(
         self, request: Request, listener: Callable[[Completion], None] | None = None
     ) -> Future[Completion]:
         self._check(request)
-        asked = Asked(request, listener)
+        pending = PendingRequest(request, listener)
         with self._state:
             if self._failure or self._closed:
                 raise self._failure or EngineError("the engine is closed")
             if not self._has_weights:
                 raise EngineError("the engine has no weights: call load first")
-            place = self._places[self._router.choose(request.prompt, asked.most)]
-            place.asked[asked] = None
-            self._send(place, asked)
-        asked.future.add_done_callback(lambda _: self._give_up(place, asked))
-        return asked.future
+            replica = self._replicas[self._router.choose(request.prompt, pending.max_tokens)]
+            replica.add(pending)
+        pending.future.add_done_callback(lambda _: self._give_up(replica, pending))
+        return pending.future
 
-    def _send(self, place: _Place, asked: Asked) -> None:
-        """Tell a place's sidecar of a request, if it can answer now; the state is locked."""
-        if place.sidecar is None or place.held is None:
-            return  # it is sent when there is one
-        with contextlib.suppress(SidecarLost):  # it is sent again to the next
-            number = place.sidecar.send(
-                "generate",
-                **asked.message(),
-            )
-            place.sent[number], asked.number = asked, number
-
-    def _receive(self, place: _Place, number: int, message: dict[str, Any]) -> None:
-        """Take a piece of an answer."""
+    def _receive(self, replica: Replica, number: int, message: dict[str, Any]) -> None:
+        """Take a piece of an answer from a sidecar."""
         failure, piece = None, None
         with self._state:
-            asked = place.sent.get(number)
-            if asked is None:
+            pending = replica.sent.get(number)
+            if pending is None:
                 return  # given up
             if "error" in message or message["finish"] not in ("", "stop", "length"):
                 why = message.get("error") or f"it ended with {message['finish']!r}"
                 failure = EngineError(f"vLLM could not answer: {why}")
             else:
-                piece = asked.take(message)
+                piece = pending.add_piece(message)
             if piece is None or piece.finish:
-                self._forget(place, asked)
-        if piece is not None and asked.listener is not None:
-            asked.listener(piece)
-        over = piece is None or piece.finish
-        if over and asked.future.set_running_or_notify_cancel():
-            if failure is None:
-                asked.future.set_result(asked.whole())
-            else:
-                asked.future.set_exception(failure)
+                self._forget(replica, pending)
+        if piece is not None and pending.listener is not None:
+            pending.listener(piece)
+        if piece is None or piece.finish:
+            pending.resolve(failure)
 
-    def _forget(self, place: _Place, asked: Asked) -> bool:
+    def _forget(self, replica: Replica, pending: PendingRequest) -> bool:
         """Forget a request, and return whether the sidecar is at it; the state is locked."""
-        if asked in place.asked:
-            del place.asked[asked]
-            self._router.done(place.number, asked.most, asked.known)
-        return asked.number is not None and place.sent.pop(asked.number, None) is not None
+        if pending in replica.pending:
+            self._router.done(replica.number, pending.max_tokens, pending.tokens)
+        return replica.remove(pending)
 
-    def _give_up(self, place: _Place, asked: Asked) -> None:
+    def _give_up(self, replica: Replica, pending: PendingRequest) -> None:
         """Let the sidecar stop a request that its caller has cancelled, or that has failed."""
         with self._state:
-            number, sidecar = asked.number, place.sidecar
-            at_it = self._forget(place, asked)
+            number, sidecar = pending.number, replica.sidecar
+            at_it = self._forget(replica, pending)
         if at_it and sidecar is not None and number is not None:
             sidecar.cancel(number)
 
-    def _keep(self, place: _Place) -> None:
-        """Keep a sidecar running at a place, until the engine is closed or it fails too often."""
+    def _keep(self, replica: Replica) -> None:
+        """Keep a sidecar running, until the engine is closed or it fails too often."""
         starts, has_run = 0, False
         while not self._closed:
             sidecar, starts = None, starts + 1
             try:
-                sidecar = place.process = self._start(place)
+                sidecar = replica.process = self._start(replica)
                 if self._closed:  # before `close` could see it
                     break
                 sidecar.wait_ready(self._config.start_timeout_s)
                 has_run = True
-                self._begin(place, sidecar)
+                self._begin(replica, sidecar)
                 sidecar.watch(
-                    lambda: bool(place.sent) and place.held is not None and not self._paused
+                    lambda: bool(replica.sent) and replica.version is not None and not self._paused
                 )
             except EngineError as error:
                 with self._state:
-                    place.sidecar = place.held = None
-                    for asked in place.sent.values():
-                        asked.number = None
-                    place.sent = {}
+                    replica.lose_sidecar()
                     self._state.notify_all()
                 if self._closed:
                     break
@@ -343,58 +303,57 @@ class VllmEngine:
                 if sidecar is not None:
                     sidecar.close()
 
-    def _start(self, place: _Place) -> Sidecar:
+    def _start(self, replica: Replica) -> Sidecar:
         settings = {
-            "number": place.number,
-            "env": environment(self._config, place.number, cpu=self._on_cpu),
+            "number": replica.number,
+            "env": environment(self._config, replica.number, cpu=self._on_cpu),
             "engine": self._arguments,
-            "map": self._parcel.path,
-            "map_bytes": self._parcel.size,
+            "map": self._buffer.path,
+            "map_bytes": self._buffer.size,
         }
         return Sidecar(
-            self._commands[place.number],
+            self._commands[replica.number],
             settings,
-            self._folder / f"sidecar_{place.number}.log",
+            self._folder / f"sidecar_{replica.number}.log",
             host=self._config.host,
             timeout_s=self._config.timeout_s,
-            receive=lambda number, message: self._receive(place, number, message),
+            receive=lambda number, message: self._receive(replica, number, message),
         )
 
-    def _begin(self, place: _Place, sidecar: Sidecar) -> None:
+    def _begin(self, replica: Replica, sidecar: Sidecar) -> None:
         """Give a new sidecar the weights and the requests that another left."""
         with self._loading:
             with self._state:
-                place.sidecar, place.held = sidecar, None
+                replica.sidecar, replica.version = sidecar, None
                 self._state.notify_all()
-            group, version = Group({place.number: sidecar}), self._parcel.version
+            group, version = SidecarGroup({replica.number: sidecar}), self._buffer.version
             if version is not None:
-                self._push(group, self._parcel.buckets, version)
+                self._sync_weights(group, self._buffer.buckets, version)
             if self._asleep:
                 group.ask("sleep")
             if not group.members:
                 raise SidecarLost("the vLLM sidecar was lost while it got its weights")
 
-    def _push(self, group: Group, buckets: Any, version: int) -> None:
-        """Push to sidecars, and let them go on; one that is lost is left to its keeper."""
+    def _sync_weights(self, group: SidecarGroup, buckets: Any, version: int) -> None:
+        """Send weights to sidecars, and let them go on; one that is lost is left to its keeper."""
         group.ask("pause")
-        push(group, self._parcel, buckets, version)
+        send_weights(group, self._buffer, buckets, version)
         if not self._paused:
             group.ask("resume")
         with self._state:
             for number, sidecar in group.members.items():
-                place = self._places[number]
-                if place.sidecar is not sidecar:  # lost meanwhile
+                replica = self._replicas[number]
+                if replica.sidecar is not sidecar:  # lost meanwhile
                     continue
-                place.held = version
-                for asked in place.asked:
-                    if asked.number is None:
-                        self._send(place, asked)
+                replica.version = version
+                replica.send_pending()
             self._state.notify_all()
 
-    def _group(self, chosen: Callable[[_Place], bool] = lambda _: True) -> Group:
-        """Return the sidecars that run, of chosen places; who takes over is told by its keeper."""
-        found = {p.number: sidecar for p in self._places if (sidecar := p.sidecar) and chosen(p)}
-        return Group(found)
+    def _running(self, chosen: Callable[[Replica], bool] = lambda _: True) -> SidecarGroup:
+        """Return the sidecars that run, of chosen replicas; its keeper tells who takes over."""
+        return SidecarGroup(
+            {p.number: p.sidecar for p in self._replicas if p.sidecar and chosen(p)}
+        )
 
     def _await(self, ready: Callable[[], bool]) -> None:
         """Wait until something holds, or the engine has failed."""
@@ -409,10 +368,7 @@ class VllmEngine:
         """Give up: all requests fail, and all that come."""
         with self._state:
             self._failure = self._failure or error
-            left = [asked for place in self._places for asked in place.asked]
-            for place in self._places:  # nobody else answers them now
-                place.asked, place.sent = {}, {}
+            left = [pending for replica in self._replicas for pending in replica.clear()]
             self._state.notify_all()
-        for asked in left:
-            if asked.future.set_running_or_notify_cancel():
-                asked.future.set_exception(error)
+        for pending in left:
+            pending.resolve(error)

@@ -31,13 +31,13 @@ def find_python(python: str | None) -> str:
         EngineError: there is none.
     """
     path = str(HOME / "bin" / "python" if python is None else Path(python).expanduser())
-    found = shutil.which(path)
-    if found is None:
+    executable = shutil.which(path)
+    if executable is None:
         raise EngineError(
             f"there is no interpreter {path} to run vLLM: make its environment by "
             "`python -m jaxrl_llm.rollout.vllm.setup`, or name one in rollout.vllm.python"
         )
-    return found
+    return executable
 
 
 def is_cpu_build(python: str) -> bool:
@@ -61,29 +61,29 @@ def environment(config: VllmConfig, number: int, *, cpu: bool) -> dict[str, str]
         number: which of them.
         cpu: whether vLLM was built for CPUs.
     """
-    found = {
+    variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler can't report the trainer's log-probs
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",  # all that it needs is told
     }
     if config.tensor_parallel == 1:
-        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if cpu:
         share = (os.cpu_count() or 1) // (config.sidecars * config.tensor_parallel)
-        found |= {
+        variables |= {
             # more threads than idle cores make it ten times as slow
             "OMP_NUM_THREADS": str(max(1, share // 2)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",
         }
-    found |= {name: str(value) for name, value in config.env.items()}
+    variables |= {name: str(value) for name, value in config.env.items()}
     first = config.first_device
     if first is None and config.sidecars > 1 and not config.launch and not cpu:
         first = 0
     if first is not None:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(config, first, number))
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(config, first, number))
+    return variables
 
 
 def _devices(config: VllmConfig, first: int, number: int) -> list[str]:
@@ -131,7 +131,7 @@ def engine_arguments(
         cache_bytes = math.ceil(settings.max_running_sequences * blocks * block / parts)
     else:
         cache_bytes = int(settings.cache_gb * 1e9)
-    found = {
+    arguments = {
         "model": model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -146,7 +146,7 @@ def engine_arguments(
         "worker_extension_cls": "jaxrl_worker.Worker",
     }
     if cpu:
-        found |= {
+        arguments |= {
             "enforce_eager": True,
             "block_size": BLOCK_ON_CPU,
             # vLLM takes back what it drew after a part of a prompt; torch's CPU generators can't
@@ -154,5 +154,5 @@ def engine_arguments(
         }
     else:
         # of all memory, which must be free at the start, though the cache has its own size
-        found["gpu_memory_utilization"] = 0.01
-    return found | dict(config.engine_args)
+        arguments["gpu_memory_utilization"] = 0.01
+    return arguments | dict(config.engine_args)

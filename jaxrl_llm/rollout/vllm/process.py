@@ -24,9 +24,11 @@ from jaxrl_llm.rollout.vllm.sidecar.jaxrl_temporary import remove
 CODE = Path(__file__).parent / "sidecar"
 LOG_LINES = 10
 ERROR_LINE = re.compile(r"(?:.*\] +)?((?:\w+\.)*\w*Error: .+)")
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 BACKLOG = 128  # callers that the kernel holds until they are accepted
-END_S = 10.0  # for a process that can't be killed from here to see that its connection has ended
+EXIT_TIMEOUT_S = (
+    10.0  # for a process that can't be killed from here to see that its connection has ended
+)
 
 
 class SidecarLost(EngineError):
@@ -88,7 +90,7 @@ class Sidecar:
         try:
             with log.open("ab") as output:
                 self._log_start = output.tell()
-                self._process = start(command, output)
+                self._process = start_process(command, output)
         except BaseException:
             self._listener.close()
             raise
@@ -104,7 +106,7 @@ class Sidecar:
             SidecarLost: it ended, or the time is over.
         """
         until = time.monotonic() + seconds
-        while not self._ready.wait(LOOK_S):
+        while not self._ready.wait(POLL_INTERVAL_S):
             if self._ended:
                 raise SidecarLost("the vLLM sidecar was closed")
             self._check_alive()
@@ -130,7 +132,7 @@ class Sidecar:
                 raise self._lost(f"was silent for {self._timeout_s:g} s")
             if now - self._progressed > self._timeout_s:
                 raise self._lost(f"made no token in {self._timeout_s:g} s")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         raise self._reason or SidecarLost("the vLLM sidecar was closed")
 
     def send(self, op: str, data: memoryview | None = None, **fields: Any) -> int:
@@ -178,7 +180,7 @@ class Sidecar:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(EXIT_TIMEOUT_S)
         self._remove_folder()
         self._fail_answers("was closed")
 
@@ -262,24 +264,24 @@ class Sidecar:
     def _check_alive(self) -> None:
         status = self._process.poll()
         if status is not None and not self._ended:
-            how = f"signal {-status}" if status < 0 else f"status {status}"
-            raise self._lost(f"ended with {how}")
+            cause = f"signal {-status}" if status < 0 else f"status {status}"
+            raise self._lost(f"ended with {cause}")
 
     def _lost(self, why: str) -> SidecarLost:
         """Make sure that nothing of it is left, and say what happened."""
-        said = f" It said: {self._failure}" if self._failure else ""
+        message = f" It said: {self._failure}" if self._failure else ""
         with self._log.open(errors="replace") as file:
             file.seek(self._log_start)
             lines = file.read().splitlines()
-        errors = [found[1] for found in map(ERROR_LINE.fullmatch, lines) if found]
+        errors = [match[1] for match in map(ERROR_LINE.fullmatch, lines) if match]
         shown = [*dict.fromkeys(errors), f"The end of {self._log}:", *lines[-LOG_LINES:]]
         tail = "".join(f"\n    {line}" for line in shown)
-        self._reason = self._reason or SidecarLost(f"the vLLM sidecar {why}.{said}{tail}")
+        self._reason = self._reason or SidecarLost(f"the vLLM sidecar {why}.{message}{tail}")
         self.close()
         return self._reason
 
 
-def start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+def start_process(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start the sidecar's program, in a session of its own, with nothing of this process's paths.
 
     Raises:

@@ -26,24 +26,24 @@ class SetupError(RunError):
 
 
 def check(python: Path) -> str:
-    """Import vLLM by an interpreter, and return what it found: versions, and the device.
+    """Import vLLM by an interpreter, and return its versions and its device.
 
     Raises:
         SetupError: vLLM is not there, can't be imported, or is of another version.
     """
     try:
-        found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=False)
+        probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=False)
     except OSError as error:
         raise SetupError(f"there is no interpreter {python}: {error}") from error
-    if found.returncode:
-        raise SetupError(f"{python} can't import vLLM:\n{found.stderr.strip()}")
-    version, torch, device = found.stdout.split()[-3:]
+    if probe.returncode:
+        raise SetupError(f"{python} can't import vLLM:\n{probe.stderr.strip()}")
+    version, torch, device = probe.stdout.split()[-3:]
     if version.split("+")[0] != VERSION:  # a wheel for CPUs is 0.32.0+cpu
-        raise SetupError(f"{python} has vLLM {version}, wanted {VERSION}")
+        raise SetupError(f"{python} has vLLM {version}, expected {VERSION}")
     return f"vLLM {version}, torch {torch}, on {device}"
 
 
-def make(directory: Path, *, cuda: bool) -> None:
+def make_environment(directory: Path, *, cuda: bool) -> None:
     """Make an environment with vLLM.
 
     Where to find packages is pip's business: its settings and variables are obeyed.
@@ -61,32 +61,32 @@ def make(directory: Path, *, cuda: bool) -> None:
     venv.create(directory, with_pip=True, clear=True)
     marker.touch()
     python = directory / "bin" / "python"
-    run([python, "-m", "pip", "install", "--quiet", INSTALLER])
+    run_command([python, "-m", "pip", "install", "--quiet", INSTALLER])
     install = [python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode"]
     install += ["--index-strategy", "unsafe-best-match"]  # pip's own: all indexes count alike
     for name in ("find-links", "index-url", "extra-index-url"):  # which uv does not read itself
         for value in pip_setting(python, name):
             install += [f"--{name}", value]
     if cuda:
-        run([*install, f"vllm=={VERSION}"])
+        run_command([*install, f"vllm=={VERSION}"])
     else:
-        run([*install, "--no-deps", "--requirement", REQUIREMENTS])
+        run_command([*install, "--no-deps", "--requirement", REQUIREMENTS])
     marker.unlink()
 
 
 def pip_setting(python: Path, name: str) -> list[str]:
     """Return what pip's variables and configuration say of an option."""
-    found = subprocess.run(
+    listed = subprocess.run(
         [python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
-    for line in found.stdout.splitlines()[::-1]:  # variables come last, and win
+    for line in listed.stdout.splitlines()[::-1]:  # variables come last, and win
         key, _, value = line.partition("=")
         if key.rpartition(".")[2] == name:
             return value.strip("'\"").replace("\\n", " ").split()
     return []
 
 
-def run(command: Sequence[str | Path]) -> None:
+def run_command(command: Sequence[str | Path]) -> None:
     """Say what is run, and run it."""
     sys.stdout.write(f"$ {' '.join(map(str, command))}\n")
     sys.stdout.flush()
@@ -113,12 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     driver = Path("/proc/driver/nvidia/version").exists()
     try:
         if not options.check and (not python.exists() or (directory / BEING_MADE).exists()):
-            make(directory, cuda=(options.device or ("cuda" if driver else "cpu")) == "cuda")
-        found = check(python)
+            make_environment(
+                directory, cuda=(options.device or ("cuda" if driver else "cpu")) == "cuda"
+            )
+        versions = check(python)
     except SetupError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sys.stdout.write(f"{python}: {found}\n")
+    sys.stdout.write(f"{python}: {versions}\n")
     return 0
 
 

@@ -1,13 +1,13 @@
-"""Weights on their way from the parcel into sidecars."""
+"""Weight sync: from the buffer in the host's memory into sidecars, with checksums."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.rollout.vllm.process import RefusedError, Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.weights import Entry, Parcel
+from jaxrl_llm.rollout.vllm.weights import Entry, WeightBuffer
 
 
-class Group:
+class SidecarGroup:
     """Sidecars that are asked for the same; one that is lost on the way is left out from then on.
 
     Args:
@@ -38,33 +38,33 @@ class Group:
                 del self.members[number]
 
         def finish() -> list[Any]:
-            found, refusals = [], []
+            answers, refusals = [], []
             for number, wait in waits.items():
                 try:
-                    found.append(wait())
+                    answers.append(wait())
                 except SidecarLost:
                     self.members.pop(number, None)
                 except RefusedError as error:  # raised when all have answered
                     refusals.append(error)
             if refusals:
                 raise refusals[0]
-            return found
+            return answers
 
         return finish
 
 
-def push(
-    group: Group,
-    parcel: Parcel,
+def send_weights(
+    group: SidecarGroup,
+    buffer: WeightBuffer,
     buckets: Iterable[list[Entry]],
     version: int,
 ) -> None:
-    """Let paused sidecars take a parcel, and compare what they echo with what was sent.
+    """Let paused sidecars take new weights, and compare their checksums with those sent.
 
     Args:
         group: of sidecars.
-        parcel: the weights.
-        buckets: what of them is there already, as it comes.
+        buffer: the weights.
+        buckets: those of its buckets that are written, as they come.
         version: of the weights.
 
     Raises:
@@ -73,27 +73,27 @@ def push(
     through = "memory"
     if not all(sidecar.shared for sidecar in group.members.values()):
         through = "connection"
-    _check(parcel, group.ask("start", through=through))
+    _check(buffer, group.ask("start", through=through))
     before: Callable[[], list[Any]] = list
     for bucket in buckets:  # each is written while the one before is taken
-        _check(parcel, before())
+        _check(buffer, before())
         first, last = bucket[0], bucket[-1]
         data = None
         if through == "connection":
-            data = parcel.data(first.offset, last.offset + last.bytes - first.offset)
-        before = group.begin("take", data, entries=_told(bucket), offset=first.offset)
-    _check(parcel, before())
-    told = _told(parcel.entries)
-    _check(parcel, group.ask("finish", entries=told, version=str(version)))
+            data = buffer.data(first.offset, last.offset + last.bytes - first.offset)
+        before = group.begin("take", data, entries=_as_messages(bucket), offset=first.offset)
+    _check(buffer, before())
+    entries = _as_messages(buffer.entries)
+    _check(buffer, group.ask("finish", entries=entries, version=str(version)))
 
 
-def _told(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+def _as_messages(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     return [entry._asdict() for entry in entries]
 
 
-def _check(parcel: Parcel, answers: Iterable[list[dict[str, Any]]]) -> None:
+def _check(buffer: WeightBuffer, answers: Iterable[list[dict[str, Any]]]) -> None:
     for ranks in answers:
         for rank in ranks:
             if "error" in rank:
                 raise RefusedError(f"vLLM: {rank['error']}")
-            parcel.check(rank["found"])
+            buffer.verify(rank["checksums"])

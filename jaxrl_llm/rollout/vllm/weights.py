@@ -30,12 +30,12 @@ class Entry(NamedTuple):
     bytes: int
 
 
-class Parcel:
+class WeightBuffer:
     """One copy of the weights in the host's memory, which all sidecars read.
 
     The memory has no name in the file system, so that nothing is left of it when the process ends,
-    however it ends, and no mount limits its size. It is kept from one push to the next: a sidecar
-    that is started again gets its weights from here.
+    however it ends, and no mount limits its size. It is kept from one weight sync to the next: a
+    sidecar that is started again gets its weights from here.
 
     Args:
         spec: the model, without an adapter.
@@ -56,7 +56,7 @@ class Parcel:
         declarations = declare(spec)
         kinds = jax.tree.leaves(compute_dtypes(spec, dtype))
         self._leaves = list(zip(jax.tree.leaves(declarations), kinds, strict=True))
-        self.entries = list(_place(self._leaves))
+        self.entries = list(_lay_out(self._leaves))
         groups = group_by_bytes([entry.bytes for entry in self.entries], BUCKET_BYTES)
         self.buckets = [[self.entries[i] for i in group] for group in groups]
         self.size = self.entries[-1].offset + self.entries[-1].bytes
@@ -107,17 +107,17 @@ class Parcel:
         """Return some of the bytes."""
         return memoryview(self._map)[offset : offset + size]
 
-    def check(self, echoed: Mapping[str, int]) -> None:
+    def verify(self, echoed: Mapping[str, int]) -> None:
         """Compare checksums that a worker found with those of what was written.
 
         Raises:
             EngineError: one differs.
         """
-        for name, found in echoed.items():
-            if found != self.checksums[name]:
+        for name, checksum in echoed.items():
+            if checksum != self.checksums[name]:
                 raise EngineError(
-                    f"vLLM echoed checksum {found:08x} for {name}, wanted "
-                    f"{self.checksums[name]:08x}: it does not hold the weights that were sent"
+                    f"expected checksum {self.checksums[name]:08x} of {name}, got {checksum:08x}: "
+                    "vLLM does not hold the weights that were sent"
                 )
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Parcel:
         return flat.reshape(entry.shape)
 
 
-def _place(leaves: list[tuple[Any, Any]]) -> Iterator[Entry]:
+def _lay_out(leaves: list[tuple[Any, Any]]) -> Iterator[Entry]:
     """Lay arrays out one after the other, in the order in which they are written."""
     end = 0
     for declaration, dtype in leaves:

@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 from jaxrl_temporary import make_folder, start_tracker
 
-BEAT_S = 1.0
-CONNECT_S = 30.0
+HEARTBEAT_INTERVAL_S = 1.0
+CONNECT_TIMEOUT_S = 30.0
 
 
 class Sidecar:
@@ -111,7 +111,7 @@ class Sidecar:
         while True:
             self._check_engine()
             self.tell(beat=self.progress)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def _check_engine(self) -> None:
         """End all if the process that holds the model has ended: the trainer starts another."""
@@ -146,19 +146,19 @@ class Sidecar:
         prompt = TokensPrompt(prompt_token_ids=message["prompt"])
         done = 0
         async for output in self.engine.generate(prompt, params, str(message["id"])):
-            found = output.outputs[0]
-            spans = found.weight_versions or []
+            piece = output.outputs[0]
+            spans = piece.weight_versions or []
             versions = [s.version for s in spans for _ in range(s.start, s.end)][done:]
-            new = list(found.token_ids)
-            tops = [top_of(step, token) for step, token in zip(found.logprobs, new, strict=True)]
+            new = list(piece.token_ids)
+            tops = [top_of(step, token) for step, token in zip(piece.logprobs, new, strict=True)]
             self.tell(
                 id=message["id"],
                 tokens=new,
                 logprobs=[step[0][1] for step in tops],
                 top=[step[1:] for step in tops],
                 versions=versions or [self.version] * len(new),
-                finish=found.finish_reason or "",
-                stopped_by=found.stop_reason,
+                finish=piece.finish_reason or "",
+                stopped_by=piece.stop_reason,
             )
             done += len(new)
 
@@ -209,23 +209,23 @@ class Sidecar:
 
     async def on_finish(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Use the weights; return each rank's checksums of what it can still read."""
-        found = await self.engine.collective_rpc(
+        answers = await self.engine.collective_rpc(
             "jaxrl_finish", args=(self.path, message["entries"])
         )
-        if any("error" in rank for rank in found):
-            return found
+        if any("error" in rank for rank in answers):
+            return answers
         # no prefix of old weights is left: what runs is read again
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not empty its cache of prefixes")
         await self.engine.update_weight_version(message["version"])
         self.version = message["version"]
-        return found
+        return answers
 
 
 def top_of(step: Mapping[int, Any], token: int) -> list[tuple[int, float]]:
     """Return token and log-prob of the drawn token, and then of the likeliest."""
     ranked = sorted(step.items(), key=lambda pair: pair[1].rank)
-    return [(token, step[token].logprob), *((t, found.logprob) for t, found in ranked)]
+    return [(token, step[token].logprob), *((t, entry.logprob) for t, entry in ranked)]
 
 
 def start_engine(arguments: Mapping[str, Any], record: Callable[[Any, Any], None]) -> Any:
@@ -261,7 +261,7 @@ def version_of_vllm() -> str:
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
     """Call the trainer; again if it can't be reached yet, or dropped the call in a crowd."""
-    until = time.monotonic() + CONNECT_S
+    until = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
             return Client(address, authkey=key)

@@ -28,7 +28,8 @@ from vllm.v1.sample.sampler import Sampler
 PR_SET_PDEATHSIG = 1
 GREEDY_BELOW = 1e-5  # a temperature, as vLLM has it
 
-# at each push it warns of tables without weights and of tied heads; `Worker._missing` knows better
+# at each weight sync it warns of tables without weights and of tied heads, where
+# `Worker._missing` knows better
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 # whoever kills the sidecar kills this process, too: else it would hold its memory for ever
@@ -67,7 +68,7 @@ class TrainersSampler(Sampler):
 def answered(
     method: Callable[..., dict[str, int]],
 ) -> Callable[..., dict[str, Any]]:
-    """Let a worker's method answer with what it `found` or with its `error`, and never raise.
+    """Let a worker's method answer with its `checksums` or with its `error`, and never raise.
 
     Where one rank raises, vLLM does not fetch the answers of the others, and takes them for those
     to its next question.
@@ -76,7 +77,7 @@ def answered(
     @functools.wraps(method)
     def safe(self: Any, *args: Any) -> dict[str, Any]:
         try:
-            return {"found": method(self, *args)}
+            return {"checksums": method(self, *args)}
         except Exception as error:
             logging.getLogger(__name__).exception("%s failed", method.__name__)
             return {"error": "".join(traceback.format_exception_only(error)).strip()}
@@ -123,9 +124,9 @@ class Worker:
             entries: the name, dtype, shape and place of each array.
         """
         tensors = read(path, entries)
-        found = {name: crc32(tensor) for name, tensor in tensors}
+        checksums = {name: crc32(tensor) for name, tensor in tensors}
         self._model().load_weights(iter(tensors))
-        return found
+        return checksums
 
     @answered
     def jaxrl_finish(self, path: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -144,13 +145,13 @@ class Worker:
             self._finish()
         if missing:
             raise ValueError(f"no weights came for {', '.join(missing)}")
-        held, found = dict(self._model().named_parameters()), {}
+        held, checksums = dict(self._model().named_parameters()), {}
         for entry in entries:
             ours = held.get(entry["name"])
             form = None if ours is None else (list(ours.shape), str(ours.dtype))
             if ours is not None and form == (list(entry["shape"]), f"torch.{entry['dtype']}"):
-                found[entry["name"]] = crc32(ours.data)
-        return found
+                checksums[entry["name"]] = crc32(ours.data)
+        return checksums
 
     def _model(self) -> Any:
         return self.model_runner.get_model()
@@ -199,15 +200,15 @@ def read(path: str, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, tor
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
             offset=first,
         )
-    found = []
+    tensors = []
     for entry in entries:
         kind = getattr(torch, entry["dtype"])
         count = 1
         for side in entry["shape"]:
             count *= side
         flat = torch.frombuffer(view, dtype=kind, count=count, offset=entry["offset"] - first)
-        found.append((entry["name"], flat.reshape(entry["shape"])))
-    return found
+        tensors.append((entry["name"], flat.reshape(entry["shape"])))
+    return tensors
 
 
 def crc32(tensor: torch.Tensor) -> int:
