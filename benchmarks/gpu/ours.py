@@ -20,6 +20,7 @@ import optax
 
 from benchmarks.gpu.cases import run_cases
 from benchmarks.gpu.shapes import SHAPES, lengths_of
+from benchmarks.gpu.specs import spec_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
@@ -36,7 +37,6 @@ from jaxrl_llm.models.kernels import (
     this_machine,
 )
 from jaxrl_llm.models.parameters import declare, initialize
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
@@ -49,24 +49,6 @@ from jaxrl_llm.types import Batch
 
 LEARNING_RATE = 1e-6
 COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-def spec_of(name: str) -> ModelSpec:
-    """Return the spec of one of the shapes."""
-    shape = SHAPES[name]
-    return ModelSpec(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.width,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ff_width=shape.ff_width,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        tied_embeddings=True,
-        max_positions=40960,
-    )
 
 
 def peak_bytes() -> int | None:
@@ -155,8 +137,8 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
 def profile(job: dict[str, Any]) -> dict[str, Any]:
     """Trace one update, and share its time out by kinds of operations."""
     from jaxrl_llm.monitoring.profiler import (  # which read configs, too
+        device_timeline,
         summarize,
-        timeline,
         tracing,
     )
     from jaxrl_llm.monitoring.trace_reader import read_trace
@@ -173,7 +155,7 @@ def profile(job: dict[str, Any]) -> dict[str, Any]:
         trace = read_trace(path)
     spent: defaultdict[str, float] = defaultdict(float)
     (name,) = {operation.device for operation in trace.operations}
-    device = timeline(trace, name)
+    device = device_timeline(trace, name)
     for operation, length in zip(device.operations, device.seconds, strict=True):
         spent[operation.group] += float(length)
     busy, whole = sum(spent.values()), (trace.step.end - trace.step.start) / 1e9

@@ -1,7 +1,6 @@
-"""What the benchmarks of a GPU run, and how many operations that is. Plain Python."""
+"""Models, GPUs and sizes of the jobs of `benchmarks.gpu`. Plain Python, for torch's jobs, too."""
 
 import random
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -49,56 +48,6 @@ def peak_of(device: str) -> Peak | None:
     if any(other in device for other in ("PCIe", "NVL")):
         return None
     return next((peak for name, peak in PEAKS.items() if name in device), None)
-
-
-def parameters(shape: Shape) -> int:
-    """Count the numbers of a model's matrices; the tied one counts once, as it multiplies once.
-
-    >>> round(parameters(SHAPES["qwen3-1.7b"]) / 1e9, 2)
-    1.72
-    """
-    attention = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
-    layer = shape.width * (attention + 3 * shape.ff_width)
-    return shape.layers * layer + shape.vocabulary * shape.width
-
-
-def attention_flops(heads: int, head_dim: int, lengths: Sequence[int]) -> int:
-    """Count the operations of one causal attention over segments, forward.
-
-    A pair costs a product and a sum in scores and in mixing, 4 times the head's width. The backward
-    pass has 2.5 times as many.
-
-    >>> attention_flops(1, 1, [3]), attention_flops(2, 8, [1, 1])
-    (24, 128)
-    """
-    return 4 * heads * head_dim * sum(n * (n + 1) // 2 for n in lengths)
-
-
-def update_flops(shape: Shape, lengths: Sequence[int]) -> int:
-    """Count the operations of an update: 6 N per token, and those of causal attention.
-
-    Attention counts as a forward and a backward pass of twice as much, without what is computed
-    again.
-
-    >>> update_flops(Shape(5, 2, 1, 1, 1, 2, 3), [2]) == 6 * 44 * 2 + 3 * 24
-    True
-    """
-    attention = shape.layers * attention_flops(shape.heads, shape.head_dim, lengths)
-    return 6 * parameters(shape) * sum(lengths) + 3 * attention
-
-
-def decoding_bytes(shape: Shape, requests: int, prompt: int, new: int) -> int:
-    """Count the bytes that the steps of an answer's second half have to read in bfloat16.
-
-    Each reads the weights once, and the keys and values of all tokens up to the one it is given.
-
-    >>> decoding_bytes(Shape(5, 2, 1, 1, 1, 2, 3), 3, 4, 4) == 2 * (2 * 44 + 3 * 4 * (6 + 7))
-    True
-    """
-    steps = range(new // 2, new)
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    cached = requests * per_token * sum(prompt + i for i in steps)
-    return 2 * (len(steps) * parameters(shape) + cached)
 
 
 def spread_lengths(tokens: int, mean: int, most: int, sigma: float = 1.0) -> list[int]:

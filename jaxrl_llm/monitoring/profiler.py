@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.trace_reader import GROUPS, Operation, Phase, Trace, read_trace
+from jaxrl_llm.monitoring.trace_reader import GROUPS, Operation, Span, Trace, read_trace
 from jaxrl_llm.sharding.distributed import is_first
 
 log = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ def tracing(folder: Path, step: int) -> Iterator[None]:
 # ------------------------------------------------------------------------------------ the summary
 
 
-class Timeline(NamedTuple):
-    """What a device did.
+class DeviceTimeline(NamedTuple):
+    """The operations that a device ran, and when it was busy.
 
     Attributes:
         operations: in the trace's order.
@@ -119,21 +119,21 @@ class Timeline(NamedTuple):
     times: np.ndarray
     worked: np.ndarray
 
-    def busy(self, span: Phase) -> float:
+    def busy(self, span: Span) -> float:
         """Return the seconds of a span in which the device ran at least one operation."""
         first, last = np.interp([span.start, span.end], self.times, self.worked)
         return float(last - first)
 
 
-def timeline(trace: Trace, device: str) -> Timeline:
-    """Return what one of a trace's devices did.
+def device_timeline(trace: Trace, device: str) -> DeviceTimeline:
+    """Return the operations of one of a trace's devices, and when it was busy.
 
     With n(t) operations at time t, one from a to b has the integral of 1 / n(t) from a to b.
 
     >>> spans = [(0, 3e9), (2e9, 4e9), (6e9, 7e9)]
     >>> ops = [Operation("0", "", "", "", "other", *span) for span in spans]
-    >>> found = timeline(Trace(Phase("step", 0, 9e9), [], ops), "0")
-    >>> found.seconds.tolist(), found.busy(Phase("gen", 1e9, 6.5e9))
+    >>> timeline = device_timeline(Trace(Span("step", 0, 9e9), [], ops), "0")
+    >>> timeline.seconds.tolist(), timeline.busy(Span("gen", 1e9, 6.5e9))
     ([2.5, 1.5, 1.0], 3.5)
     """
     operations = [operation for operation in trace.operations if operation.device == device]
@@ -146,7 +146,7 @@ def timeline(trace: Trace, device: str) -> Timeline:
     place = np.argsort(order)
     first, last = place[: len(operations)], place[len(operations) :]
     worked = np.concatenate([[0.0], np.cumsum(gaps)])
-    return Timeline(operations, divided[last] - divided[first], times, worked)
+    return DeviceTimeline(operations, divided[last] - divided[first], times, worked)
 
 
 def summarize(trace: Trace, number: int) -> str:
@@ -156,22 +156,22 @@ def summarize(trace: Trace, number: int) -> str:
     device runs several operations at once, each gets its part of that time: their seconds add up to
     the time that the device was busy. Seconds of several devices are their mean.
 
-    >>> span = Phase("step", 0.0, 4e9)
+    >>> span = Span("step", 0.0, 4e9)
     >>> product = Operation("0", "f", "dot.1", "f/dot", "matrix products", 1e9, 2e9)
-    >>> print(summarize(Trace(span, [Phase("gen", 0.0, 2e9)], [product]), 5).partition("\\n\\n")[0])
+    >>> print(summarize(Trace(span, [Span("gen", 0.0, 2e9)], [product]), 5).partition("\\n\\n")[0])
     step 5: 4.000 s, devices busy 25.0 %
     phase                 seconds    share   devices busy
     gen                     2.000   50.0 %         50.0 %
     outside of phases       2.000   50.0 %          0.0 %
     """
     names = sorted({operation.device for operation in trace.operations})
-    devices = [timeline(trace, name) for name in names]
+    devices = [device_timeline(trace, name) for name in names]
     parts = (_phases(trace, devices, number), *_operations(devices))
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
-def _phases(trace: Trace, devices: Sequence[Timeline], number: int) -> list[str]:
-    def busy(spans: Sequence[Phase]) -> str:
+def _phases(trace: Trace, devices: Sequence[DeviceTimeline], number: int) -> list[str]:
+    def busy(spans: Sequence[Span]) -> str:
         times = [device.busy(span) for device in devices for span in spans]
         return _share(sum(times) / max(1, len(devices)), sum(map(_seconds, spans)))
 
@@ -186,7 +186,7 @@ def _phases(trace: Trace, devices: Sequence[Timeline], number: int) -> list[str]
     return lines
 
 
-def _operations(devices: Sequence[Timeline]) -> tuple[list[str], list[str]]:
+def _operations(devices: Sequence[DeviceTimeline]) -> tuple[list[str], list[str]]:
     spent: defaultdict[str, float] = defaultdict(float)
     runs: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
     for device in devices:
@@ -198,31 +198,31 @@ def _operations(devices: Sequence[Timeline]) -> tuple[list[str], list[str]]:
     groups += [f"{name:<20}{spent[name]:>9.3f}{_share(spent[name], total):>9}" for name in GROUPS]
     listed = [f"{'seconds':>9}{'share':>9}{'times':>8}  {'of':<16}operation"]
     longest = sorted(runs.items(), key=lambda item: -sum(item[1]))[:LISTED]
-    for (program, name, source, group), found in longest:
-        length, times = sum(found), len(found)
+    for (program, name, source, group), seconds in longest:
+        length, times = sum(seconds), len(seconds)
         line = f"{length:>9.3f}{_share(length, total):>9}{times:>8}  {group:<16}"
         listed.append(f"{line}{program} {name}  {source[-80:]}".rstrip())
     return groups, listed
 
 
-def phases_of(trace: Trace) -> dict[str, list[Phase]]:
+def phases_of(trace: Trace) -> dict[str, list[Span]]:
     """Return the spans of each phase, and those of the step that are in none; they tile the step.
 
-    >>> found = phases_of(Trace(Phase("step", 0, 9), [Phase("gen", 1, 4), Phase("adv", 4, 6)], []))
-    >>> [tuple(span) for span in found["outside of phases"]]
+    >>> spans = phases_of(Trace(Span("step", 0, 9), [Span("gen", 1, 4), Span("adv", 4, 6)], []))
+    >>> [tuple(span) for span in spans["outside of phases"]]
     [('outside of phases', 0, 1), ('outside of phases', 6, 9)]
     """
-    found: dict[str, list[Phase]] = {}
+    phases: dict[str, list[Span]] = {}
     outside, at = [], trace.step.start
     for phase in sorted(trace.phases, key=lambda phase: phase.start):
-        found.setdefault(phase.name, []).append(phase)
-        outside.append(Phase(OUTSIDE, at, phase.start))
+        phases.setdefault(phase.name, []).append(phase)
+        outside.append(Span(OUTSIDE, at, phase.start))
         at = phase.end
-    outside.append(Phase(OUTSIDE, at, trace.step.end))
-    return found | {OUTSIDE: [span for span in outside if span.end > span.start]}
+    outside.append(Span(OUTSIDE, at, trace.step.end))
+    return phases | {OUTSIDE: [span for span in outside if span.end > span.start]}
 
 
-def _seconds(span: Phase) -> float:
+def _seconds(span: Span) -> float:
     return (span.end - span.start) / 1e9
 
 

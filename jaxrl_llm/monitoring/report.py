@@ -1,4 +1,4 @@
-"""What a run leaves for people to read: answers in parquet files, and a table at the end."""
+"""The parts of a run that people read: answers in parquet files, and a table at the end."""
 
 import json
 from collections.abc import Sequence
@@ -67,9 +67,9 @@ def print_before_and_after(folder: Path, display: Display) -> None:
     names = dict.fromkeys(n for line in lines for n in line if "@" in n or n == "critic/score/mean")
     rows = []
     for name in names:
-        found = [(line["step"], line[name]) for line in lines if name in line]
-        (first, before), (last, after) = found[0], found[-1]
-        best = max(value for _, value in found)
+        values = [(line["step"], line[name]) for line in lines if name in line]
+        (first, before), (last, after) = values[0], values[-1]
+        best = max(value for _, value in values)
         rows.append(
             [name, f"{before:.3f} (step {first})", f"{after:.3f} (step {last})", f"{best:.3f}"]
         )

@@ -1,8 +1,11 @@
-"""What jax writes when it traces a step, read back: phases, and operations by kind.
+"""The trace of a step that jax writes, read back: phases, and operations by kind.
 
 jax writes a trace as an `XSpace` (a protocol buffer, `*.xplane.pb`) and as Chrome's JSON
 (`*.trace.json.gz`). `jax.profiler.ProfileData` reads the events of the first. The programs that ran
 are in it too, but only as bytes, of which `_fields` reads what tells a matrix product from a copy.
+
+`planning.program` reads the text of compiled programs instead. A trace holds no text, and jax has
+no public function that makes text of these bytes.
 """
 
 import re
@@ -16,7 +19,7 @@ from jaxrl_llm.monitoring.clock import PHASE
 
 GROUPS = ("matrix products", "attention", "collectives", "copies", "other")
 RUN = {"kernel_details", "memcpy_details", "Memset_details"}
-"""What the tracer of CUDA says of an event that took a GPU's time."""
+"""Statistics that CUDA's tracer gives events that took a GPU's time."""
 NO_WORK = {"while", "call", "conditional"}  # their time is that of what they contain
 MOVING = {
     *("copy", "copy-start", "copy-done", "transpose", "reverse", "slice", "concatenate", "pad"),
@@ -53,8 +56,8 @@ class Operation(NamedTuple):
     end: float
 
 
-class Phase(NamedTuple):
-    """A phase of a step, in nanoseconds of the trace's time."""
+class Span(NamedTuple):
+    """A step or one of its phases, in nanoseconds of the trace's time."""
 
     name: str
     start: float
@@ -62,15 +65,15 @@ class Phase(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What is read off a trace of one step."""
+    """One step, its phases, and the operations that devices ran in it."""
 
-    step: Phase
-    phases: list[Phase]
+    step: Span
+    phases: list[Span]
     operations: list[Operation]
 
 
-class Instruction(NamedTuple):
-    """What a program says of one operation.
+class HloOperation(NamedTuple):
+    """An operation of a compiled program.
 
     Attributes:
         opcodes: its own, and those of what is fused into it.
@@ -97,16 +100,16 @@ def read_trace(path: Path) -> Trace:
             operations += on_host
             for name, stats, start, end in marks:
                 if PHASE in stats:
-                    phases.append(Phase(name, start, end))
+                    phases.append(Span(name, start, end))
                 else:
-                    step = Phase(name, start, end)
+                    step = Span(name, start, end)
     if step is None:
         raise ValueError(f"{path} holds no step")
     return Trace(step, phases, [o for o in operations if o is not None])
 
 
 def _read_device(
-    plane: Any, programs: Mapping[str, Mapping[str, Instruction]]
+    plane: Any, programs: Mapping[str, Mapping[str, HloOperation]]
 ) -> Iterator[Operation | None]:
     """Yield what the streams of a GPU ran: kernels and copies, not allocations or whole graphs."""
     for line in plane.lines:
@@ -120,7 +123,7 @@ def _read_device(
 
 
 def _read_host(
-    plane: Any, programs: Mapping[str, Mapping[str, Instruction]]
+    plane: Any, programs: Mapping[str, Mapping[str, HloOperation]]
 ) -> tuple[list[Operation | None], list[tuple[str, dict[str, Any], float, float]]]:
     """Return what CPU devices ran, and the marks of steps and phases.
 
@@ -158,17 +161,17 @@ def _operation(
     device: str,
     event: str,
     stats: Mapping[str, Any],
-    programs: Mapping[str, Mapping[str, Instruction]],
+    programs: Mapping[str, Mapping[str, HloOperation]],
     start: float,
     end: float,
 ) -> Operation | None:
     """Return an event as an operation; None for one that only holds others."""
     program, name = str(stats.get("hlo_module", "")), str(stats.get("hlo_op", event))
-    said = programs.get(f"{program}({stats.get('program_id')})", {}).get(name)
-    opcodes = said.opcodes if said else frozenset({re.sub(r"[.\d]*$", "", name)})
+    instruction = programs.get(f"{program}({stats.get('program_id')})", {}).get(name)
+    opcodes = instruction.opcodes if instruction else frozenset({re.sub(r"[.\d]*$", "", name)})
     if opcodes & NO_WORK:
         return None
-    source = said.source if said else ""
+    source = instruction.source if instruction else ""
     group = group_of(f"{event} {name}", opcodes, source)
     return Operation(device, program, name, source, group, start, end)
 
@@ -186,16 +189,16 @@ def group_of(name: str, opcodes: Iterable[str], source: str = "") -> str:
     >>> group_of("nvjet_tst_128x256 custom-call.7", ["custom-call"])
     'matrix products'
     """
-    found = set(opcodes) - FREE
-    if COLLECTIVE.search(name) or any(COLLECTIVE.search(opcode) for opcode in found):
+    kinds = set(opcodes) - FREE
+    if COLLECTIVE.search(name) or any(COLLECTIVE.search(opcode) for opcode in kinds):
         return "collectives"
     if ATTENTION.search(f"{name} {source}"):
         return "attention"
-    if found & {"dot", "convolution"} or PRODUCT.search(name):
+    if kinds & {"dot", "convolution"} or PRODUCT.search(name):
         return "matrix products"
-    if "custom-call" in found and PRODUCT.search(source):
+    if "custom-call" in kinds and PRODUCT.search(source):
         return "matrix products"
-    if (found and found <= MOVING) or COPY.search(name):
+    if (kinds and kinds <= MOVING) or COPY.search(name):
         return "copies"
     return "other"
 
@@ -203,7 +206,7 @@ def group_of(name: str, opcodes: Iterable[str], source: str = "") -> str:
 # ---------------------------------------------------------------------------------- the programs
 
 
-def read_programs(data: bytes) -> dict[str, dict[str, Instruction]]:
+def read_programs(data: bytes) -> dict[str, dict[str, HloOperation]]:
     """Return the instructions of all programs in a serialized XSpace, by program and by name.
 
     Field numbers are those of `xplane.proto` and `hlo.proto`.
@@ -222,7 +225,7 @@ def read_programs(data: bytes) -> dict[str, dict[str, Instruction]]:
     return programs
 
 
-def _instructions(module: bytes) -> dict[str, Instruction]:
+def _instructions(module: bytes) -> dict[str, HloOperation]:
     inside: dict[int, frozenset[str]] = {}
     instructions = {}
     for computation in _all(module, 3):  # those that are called come first
@@ -235,7 +238,7 @@ def _instructions(module: bytes) -> dict[str, Instruction]:
             opcodes |= within
             paths = [p for metadata in _all(instruction, 7) for p in _all(metadata, 2)]
             source = " ".join(part.decode() for part in (*paths, *_all(instruction, 28)))
-            instructions[name] = Instruction(frozenset(within), source)
+            instructions[name] = HloOperation(frozenset(within), source)
         inside[_all(computation, 5)[0]] = frozenset(opcodes)
     return instructions
 

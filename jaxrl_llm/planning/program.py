@@ -4,6 +4,9 @@ XLA's own cost analysis counts the body of a loop once. Here every computation i
 as it is called: a loop as often as its known trip count says, a loop without one once. Of a
 conditional the costlier branch counts, and inside a loop it counts in one iteration: the rounds of
 `models.moe.expert_parallel` after the first are skipped when experts are balanced.
+
+The text of a program is read, which jax prints for any backend; `monitoring.trace_reader` reads the
+protocol buffers of traces, which hold no text.
 """
 
 import math

@@ -12,11 +12,11 @@ from jax.profiler import ProfileData
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.profiler import Profiler, phases_of, summarize, timeline, tracing
+from jaxrl_llm.monitoring.profiler import Profiler, device_timeline, phases_of, summarize, tracing
 from jaxrl_llm.monitoring.trace_reader import (
     GROUPS,
     Operation,
-    Phase,
+    Span,
     Trace,
     group_of,
     read_programs,
@@ -123,7 +123,7 @@ def test_operations_share_the_time_that_a_device_is_busy():
         Operation("0", "", "", "", "other", a * 1e9, b * 1e9)
         for a, b in zip(starts, ends, strict=True)
     ]
-    found = timeline(Trace(Phase("step", 0, 100e9), [], operations), "0")
+    found = device_timeline(Trace(Span("step", 0, 100e9), [], operations), "0")
     wanted, used = np.zeros(40), np.zeros(100)
     for second in range(100):
         running = (starts <= second) & (second < ends)
@@ -131,7 +131,7 @@ def test_operations_share_the_time_that_a_device_is_busy():
         wanted += running / max(1, running.sum())
     np.testing.assert_allclose(found.seconds, wanted, atol=1e-9)
     for first, last in ((0, 100), (3, 4), (10, 33), (90, 99)):
-        assert found.busy(Phase("gen", first * 1e9, last * 1e9)) == pytest.approx(
+        assert found.busy(Span("gen", first * 1e9, last * 1e9)) == pytest.approx(
             used[first:last].sum()
         )
 
@@ -250,7 +250,7 @@ def test_a_gpus_streams_are_read(tmp_path):
         ("", "MemcpyD2D", "copies"),
         ("jit_step", "all-gather.2", "collectives"),
     ]
-    found = timeline(trace, "/device:GPU:0")
+    found = device_timeline(trace, "/device:GPU:0")
     np.testing.assert_allclose(found.seconds, np.array([4.5, 1, 2.5]) / 1e6)
     assert found.busy(trace.step) == pytest.approx(8e-6)
     assert found.busy(trace.phases[0]) == pytest.approx(7e-6)
