@@ -32,16 +32,14 @@ NOT_YET_FUNCTIONS = {
     *("main", "make_learner", "run_stages", "__post_init__"),
 }
 NOT_YET_FILES = {
-    *("benchmarks/gpu/__main__.py", "benchmarks/training/grpo_step.py"),
     "jaxrl_llm/rollout/vllm/engine.py",
     *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py"),
 }
 NOT_YET_NAMES = {
-    *("Choice", "Held", "Instruction", "Job", "Machine", "Phase", "Role", "Rows", "Settings"),
-    *("Timeline", "build", "by_source", "check_model", "compile_steps", "count", "describe"),
+    *("Choice", "Job", "Machine", "Role", "Rows", "Settings"),
+    *("build", "by_source", "check_model", "compile_steps", "describe"),
     *("evaluate", "gather", "lay_out", "make", "new_folder"),
     *("open_engine", "plan", "push", "read_prompts", "run", "serve", "show", "sizes", "start"),
-    *("timeline",),
 }
 
 

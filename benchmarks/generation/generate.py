@@ -32,11 +32,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers.measure import PEERS, measure
 from benchmarks.tables import describe_run, markdown_table
-from benchmarks.training import grpo_step
+from benchmarks.training import workloads
 
 ROOT = Path(__file__).resolve().parents[2]
-CONCURRENT = grpo_step.PROMPTS * grpo_step.SAMPLES
+CONCURRENT = workloads.PROMPTS * workloads.SAMPLES
 GREEDY_PROMPTS, GREEDY_TOKENS = 4, 24
 
 
@@ -67,26 +68,26 @@ def lengths_of(workload: Workload, batches: int, new_tokens: int, seed: int = 0)
     count = batches * CONCURRENT
     if not workload.spread:
         return [[new_tokens] * CONCURRENT] * batches
-    drawn = grpo_step.lognormal_lengths(count, new_tokens, 4 * new_tokens)
+    drawn = workloads.lognormal_lengths(count, new_tokens, 4 * new_tokens)
     random.Random(seed).shuffle(drawn)
     return [drawn[first : first + CONCURRENT] for first in range(0, count, CONCURRENT)]
 
 
 def job_of(workload: Workload, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return what every system is told."""
-    prompts = grpo_step.sums(options.batches)
-    texts = [[p for p in batch for _ in range(grpo_step.SAMPLES)] for batch in prompts]
+    prompts = workloads.sums(options.batches)
+    texts = [[p for p in batch for _ in range(workloads.SAMPLES)] for batch in prompts]
     tokens = [[tokenizer(text)["input_ids"] for text in batch] for batch in texts]
     return {
         "texts": texts,
         "tokens": tokens,
         "longest_prompt": max(len(ids) for batch in tokens for ids in batch),
-        "distinct": grpo_step.PROMPTS,
+        "distinct": workloads.PROMPTS,
         "lengths": lengths_of(workload, options.batches, options.new_tokens),
         "passes": options.passes + 1,
-        "greedy": [ids for ids in tokens[0][:: grpo_step.SAMPLES][:GREEDY_PROMPTS]],
+        "greedy": [ids for ids in tokens[0][:: workloads.SAMPLES][:GREEDY_PROMPTS]],
         "greedy_tokens": GREEDY_TOKENS,
-        "rope_theta": grpo_step.ROPE_THETA,
+        "rope_theta": workloads.ROPE_THETA,
         "device": options.device,
     }
 
@@ -207,17 +208,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.work.absolute() if options.work else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = grpo_step.make_tokenizer()
+        tokenizer = workloads.make_tokenizer()
         for model in dict.fromkeys(WORKLOADS[name].model for name in options.workloads):
-            grpo_step.make_model(folder / model, grpo_step.MODELS[model], tokenizer)
+            workloads.make_model(folder / model, workloads.MODELS[model], tokenizer)
         for name in options.workloads:
             job = job_of(WORKLOADS[name], tokenizer, options)
             job["model"] = str(folder / WORKLOADS[name].model)
             results[name] = {}
             for system, python, script, environment in systems(options):
                 os.environ |= environment
-                results[name][system] = grpo_step.measure(
-                    python, grpo_step.PEERS / script, job, folder / f"{name}-{system}"
+                results[name][system] = measure(
+                    python, PEERS / script, job, folder / f"{name}-{system}"
                 )
             check(name, job, results[name])
     if options.json:

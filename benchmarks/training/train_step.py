@@ -35,7 +35,8 @@ import optax
 
 from benchmarks.peers.rate import seconds as seconds_of
 from benchmarks.tables import describe_machine, describe_run, markdown_head, markdown_row
-from benchmarks.training.grpo_step import MODELS, RATE_SHAPES, VOCABULARY, lognormal_lengths
+from benchmarks.training.grpo_tables import RATE_SHAPES
+from benchmarks.training.workloads import MODELS, VOCABULARY, lognormal_lengths
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.cli import take_huge_pages

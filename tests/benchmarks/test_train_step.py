@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.training import grpo_step, train_step
+from benchmarks.training import train_step, workloads
 
 
 def test_examples():
@@ -19,7 +19,7 @@ def test_a_case(tmp_path, capsys):
     words = "--cases test-64-spread --sequences 32 --repeats 1 --peak 1 --json"
     train_step.main([*words.split(), str(where)])
     (found,) = json.loads(where.read_text())["cases"]
-    tokens = sum(grpo_step.lognormal_lengths(32, 16, 64))
+    tokens = sum(workloads.lognormal_lengths(32, 16, 64))
     assert found["tokens"] == tokens
     assert found["padding_padded"] == pytest.approx(1 - tokens / (32 * 64))
     rows = 1 / (1 - found["padding_packed"]) * tokens / 64

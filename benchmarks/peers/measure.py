@@ -1,0 +1,33 @@
+"""Runs one system in a process of its own."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PEERS = Path(__file__).resolve().parent
+"""Folder of the scripts that a system's own interpreter runs."""
+
+
+def measure(python: str, script: Path, job: dict[str, Any], name: Path) -> dict[str, Any]:
+    """Run one system in a process of its own; return what it wrote.
+
+    Args:
+        python: its interpreter.
+        script: what it runs.
+        job: what the script is told.
+        name: of the files for the job, the result and the log, which differ in their ends.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    given, result, log = (name.with_suffix(end) for end in (".job.json", ".result.json", ".log"))
+    given.write_text(json.dumps(job))
+    result.unlink(missing_ok=True)
+    with log.open("w") as file:
+        command = [python, script, given, result]
+        done = subprocess.run(command, cwd=name.parent, stdout=file, stderr=file, check=False)
+    if done.returncode:
+        last = "\n".join(log.read_text().splitlines()[-15:])
+        raise SystemExit(f"{command} stopped with status {done.returncode}:\n{last}")
+    return json.loads(result.read_text())
