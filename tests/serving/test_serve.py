@@ -324,7 +324,7 @@ def test_help_lists_every_key(capsys):
 
 def test_the_page_names_every_key_field_metric_and_status():
     page = (ROOT / "docs/serving.md").read_text()
-    sources = [(ROOT / f"jaxrl_llm/serving/{name}.py").read_text() for name in ("ask", "app")]
+    sources = [(ROOT / f"jaxrl_llm/serving/{name}.py").read_text() for name in ("requests", "app")]
     fields = re.findall(r'(?:fields|streaming)\.(?:take|between|any_of)\(\s*"(\w+)"', sources[0])
     assert len(set(fields)) > 20
     statuses = re.findall(r"status=(\d+)", "".join(sources))
