@@ -16,10 +16,10 @@ def evaluate(config: EvaluateConfig) -> None:
     """Run a whole evaluation from its config."""
     from jaxrl_llm.sharding import distributed  # jax is slow to import, and errors should not wait
 
-    distributed.start()
+    distributed.initialize()
     from jaxrl_llm.evaluation.evaluation import run_evaluation
 
-    with distributed.together():
+    with distributed.abort_together():
         run_evaluation(config)
 
 

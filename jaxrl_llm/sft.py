@@ -12,10 +12,10 @@ def sft(config: SftConfig) -> None:
     """Run a whole supervised training from its config; continue where one left off."""
     from jaxrl_llm.sharding import distributed  # jax is slow to import, and errors should not wait
 
-    distributed.start()
+    distributed.initialize()
     from jaxrl_llm.training.supervised import run_sft
 
-    with distributed.together(agreed=(Preempted,)):
+    with distributed.abort_together(agreed=(Preempted,)):
         run_sft(config)
 
 

@@ -27,10 +27,10 @@ def run_here(config: TrainConfig) -> None:
     """Run it by this process, and the others that the environment tells of."""
     from jaxrl_llm.sharding import distributed  # jax is slow to import, a wrong key should not wait
 
-    distributed.start()
+    distributed.initialize()
     from jaxrl_llm.training.build import run_job
 
-    with distributed.together(agreed=(Preempted,)):
+    with distributed.abort_together(agreed=(Preempted,)):
         run_job(config)
 
 

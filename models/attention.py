@@ -77,16 +77,16 @@ def attend(
     scale = width**-0.5 if how.scale is None else how.scale
     blocks = next(n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
     size = length // blocks if in_blocks else length
-    found: list[Any] = []
+    outputs: list[Any] = []
     for end in range(size, length + 1, size):
         block = q[:, :, end - size : end].reshape(rows, -1, size * shared, width)
         scoring = _Scoring(scale, how.softcap, end - size)
         mixed: Any = _attend(
             scoring, block, k[..., :end], v[:, :, :end], segment_ids[:, :end], window
         )
-        found.append(mixed.reshape(rows, -1, size, shared, v.shape[3]))
-    together = jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
-    return together.swapaxes(1, 2).reshape(rows, length, heads, v.shape[3])
+        outputs.append(mixed.reshape(rows, -1, size, shared, v.shape[3]))
+    joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
+    return joined.swapaxes(1, 2).reshape(rows, length, heads, v.shape[3])
 
 
 class _Scoring(NamedTuple):

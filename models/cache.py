@@ -134,12 +134,12 @@ def extend(
         mixed_in = keys.swapaxes(2, 3) if _keys_are_values(spec) else values
         return attend_cache(q, keys, mixed_in, positions, how), (keys, values)
 
-    place = layout.place if layout else lambda x: x
-    x, kept = place(embed(params, spec, tokens, dtype=dtype)), []
+    constrain = layout.constrain if layout else lambda x: x
+    x, kept = constrain(embed(params, spec, tokens, dtype=dtype)), []
     for number, (weights, layer) in enumerate(_layers(params, spec)):
         attend_slots = functools.partial(attention, number, attending(spec, layer))
         x, of_layer, _ = decoder_layer(weights, spec, x, by.of(layer), attend_slots, layout=layout)
-        x = place(x)
+        x = constrain(x)
         kept.append(of_layer)
     keys, values = zip(*kept, strict=True)
     return final_norm(params, spec, x), Cache(keys, values)

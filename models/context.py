@@ -48,7 +48,7 @@ def attend_pieces(
         if layout.kernel is not None:
             return _on_each(layout, "tensor", how)(q, k, v, segment_ids)
         return attend(q, k, v, segment_ids, how)
-    q, k, v, segment_ids = map(layout.join, (q, k, v, segment_ids))
+    q, k, v, segment_ids = map(layout.merge_context, (q, k, v, segment_ids))
     if layout.context == "heads":
         k, v = _repeated(q, k, v, layout)
         heads = layout.sharding(BATCH, None, ("tensor", "context"), None)
@@ -63,7 +63,7 @@ def attend_pieces(
     else:
         mixed = attend(q, k, v, segment_ids, how, in_blocks=layout.context == "heads")
     own = layout.sharding(BATCH, "context", "tensor", None)
-    return layout.cut(jax.lax.with_sharding_constraint(mixed, own))
+    return layout.split_context(jax.lax.with_sharding_constraint(mixed, own))
 
 
 def _on_each(layout: Layout, heads: Any, how: Attending) -> Any:

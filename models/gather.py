@@ -23,7 +23,7 @@ def layer_gatherer(spec: ModelSpec, dtype: DTypeLike, layout: Layout) -> Callabl
     homes = {
         name: layout.sharding(*home.spec[1:])
         for stack in spec.stacks
-        for name, home in layout.working(declared[stack]).items()
+        for name, home in layout.gathered(declared[stack]).items()
     }
     kinds = {name: kind for stack in spec.stacks for name, kind in dtypes[stack].items()}
 
@@ -41,5 +41,5 @@ def gathered(params: Params, spec: ModelSpec, name: str, layout: Layout | None) 
     """Return an array that is no layer's, gathered from the devices that split tokens."""
     if layout is None:
         return params[name]
-    home = layout.working({name: declare(spec)[name]})[name]
+    home = layout.gathered({name: declare(spec)[name]})[name]
     return jax.lax.with_sharding_constraint(params[name], home)

@@ -53,8 +53,8 @@ def find_segments(segment_ids: Int[Array, "R L"], most: int = MOST_SEGMENTS) -> 
         segment_ids: As for `models.attention.attend`.
         most: Number of slots M; further segments of a row get none, but a number of M or more.
 
-    >>> found = find_segments(jnp.array([[1, 1, 2, 0, 0]]), 3)
-    >>> found.sizes.tolist(), found.starts.tolist(), found.number.tolist()
+    >>> segments = find_segments(jnp.array([[1, 1, 2, 0, 0]]), 3)
+    >>> segments.sizes.tolist(), segments.starts.tolist(), segments.number.tolist()
     ([[2, 1, -1]], [[0, 2, -1, -1]], [[0, 0, 1, 3, 3]])
     """
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -110,7 +110,7 @@ def attend_cudnn(
     # private: the public function takes no segments (jax pull request 29731 would let it)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    found = find_segments(segment_ids)
+    segments = find_segments(segment_ids)
     real = (segment_ids != 0)[:, :, None, None]
     # the kernel leaves padding as it finds it, in results and in gradients
     q, k, v = (jnp.where(real, x, jnp.zeros_like(x)) for x in (q, k, v))
@@ -118,14 +118,14 @@ def attend_cudnn(
         q,
         k,
         v,
-        q_seqlen=found.sizes,
-        kv_seqlen=found.sizes,
-        q_offsets=found.starts,
-        kv_offsets=found.starts,
+        q_seqlen=segments.sizes,
+        kv_seqlen=segments.sizes,
+        q_offsets=segments.starts,
+        kv_offsets=segments.starts,
         scale=q.shape[3] ** -0.5 if how.scale is None else how.scale,
         mask_type=MaskType.PADDING_CAUSAL,
     )
-    left_out = real & (found.number >= MOST_SEGMENTS)[:, :, None, None]
+    left_out = real & (segments.number >= MOST_SEGMENTS)[:, :, None, None]
     mixed = jnp.where(real, mixed, jnp.zeros_like(mixed))
     return jnp.where(left_out, jnp.full_like(mixed, jnp.nan), mixed)
 
@@ -133,7 +133,7 @@ def attend_cudnn(
 # -------------------------------------------------------------------------------- the decision
 
 
-class Machine(NamedTuple):
+class DeviceInfo(NamedTuple):
     """What a kernel depends on.
 
     Attributes:
@@ -147,17 +147,17 @@ class Machine(NamedTuple):
     jax: tuple[int, ...]
 
 
-def this_machine() -> Machine:
+def this_device() -> DeviceInfo:
     """Describe the first device of this process.
 
-    >>> this_machine().platform in ("cpu", "cuda", "gpu", "tpu")
+    >>> this_device().platform in ("cpu", "cuda", "gpu", "tpu")
     True
     """
     device = jax.local_devices()[0]
     version: tuple[int, ...] = jax.__version_info__
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
-        return Machine(device.platform, (), version)
-    return Machine("cuda", tuple(map(int, device.compute_capability.split("."))), version)
+        return DeviceInfo(device.platform, (), version)
+    return DeviceInfo("cuda", tuple(map(int, device.compute_capability.split("."))), version)
 
 
 class Heads(NamedTuple):
@@ -176,7 +176,7 @@ class Heads(NamedTuple):
     how: Attending
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """How attention is computed in a run.
 
     Attributes:
@@ -212,22 +212,22 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     return Heads(spec.heads // parts, keys // parts, spec.head_dim, how)
 
 
-def objection(heads: Heads, dtype: DTypeLike, machine: Machine) -> str | None:
+def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     """Return why cuDNN's packed kernel can't be used, or None if nothing speaks against trying it.
 
     >>> heads = Heads(16, 8, 128, PLAIN)
-    >>> objection(heads, "bfloat16", Machine("cpu", (), (0, 11, 2)))
+    >>> objection(heads, "bfloat16", DeviceInfo("cpu", (), (0, 11, 2)))
     'the devices are cpu, not cuda'
-    >>> objection(heads, "bfloat16", Machine("cuda", (9, 0), (0, 11, 2)))
+    >>> objection(heads, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 11, 2)))
     """
-    capability, version = (".".join(map(str, x)) for x in (machine.capability, machine.jax))
+    capability, version = (".".join(map(str, x)) for x in (device.capability, device.jax))
     least_capability, least_jax = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, LEAST_JAX))
     reasons = {
-        f"the devices are {machine.platform}, not cuda": machine.platform != "cuda",
+        f"the devices are {device.platform}, not cuda": device.platform != "cuda",
         f"compute capability {capability}, it needs {least_capability} (Hopper) or later": (
-            machine.capability < LEAST_CAPABILITY
+            device.capability < LEAST_CAPABILITY
         ),
-        f"jax {version}, it needs {least_jax} or later": machine.jax < LEAST_JAX,
+        f"jax {version}, it needs {least_jax} or later": device.jax < LEAST_JAX,
         f"the compute dtype is {jnp.dtype(dtype)}, it needs bfloat16 or float16": (
             jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16)
         ),
@@ -274,8 +274,8 @@ def difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
             mixed, backward = jax.vjp(mix, q, k, v)
             return mixed, *backward(cotangent)
 
-        found = jax.jit(run)(*(x.astype(dtype) for x in given))
-        return [x.astype(jnp.float32) for x in found]
+        outputs = jax.jit(run)(*(x.astype(dtype) for x in given))
+        return [x.astype(jnp.float32) for x in outputs]
 
     with jax.default_matmul_precision("float32"):
         wanted = results(attend, jnp.float32)
@@ -296,15 +296,15 @@ def _furthest(
     return float(jnp.max(jnp.where(where, off / jnp.maximum(size, usual), 0.0)))
 
 
-def choose(
+def choose_kernel(
     asked: str,
     spec: ModelSpec,
     layout: Layout,
     dtype: DTypeLike,
     *,
-    machine: Machine,
+    device: DeviceInfo,
     kernel: Kernel = attend_cudnn,
-) -> Choice:
+) -> KernelChoice:
     """Decide how a model attends to packed rows.
 
     cuDNN's kernel is taken where nothing speaks against it and it has just agreed with `attend` on
@@ -315,7 +315,7 @@ def choose(
         spec: The model.
         layout: Where it runs.
         dtype: Of the computation.
-        machine: The devices.
+        device: The devices.
         kernel: What is tried.
 
     Raises:
@@ -324,21 +324,21 @@ def choose(
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> spec = tiny_spec(head_dim=8)
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
-    >>> choose("auto", spec, layout, "float32", machine=Machine("cpu", (), (0, 11, 2)))
-    Choice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
+    >>> choose_kernel("auto", spec, layout, "float32", device=DeviceInfo("cpu", (), (0, 11, 2)))
+    KernelChoice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
     """
     if asked == "xla":
-        return Choice("xla", "it was asked for")
+        return KernelChoice("xla", "it was asked for")
     heads = heads_on(spec, layout)
-    against = heads if isinstance(heads, str) else objection(heads, dtype, machine)
+    against = heads if isinstance(heads, str) else objection(heads, dtype, device)
     agreed = ""
     if against is None and isinstance(heads, Heads):
         against, agreed = _tried(kernel, heads, dtype)
     if against is None:
-        return Choice("cudnn", agreed, kernel)
+        return KernelChoice("cudnn", agreed, kernel)
     if asked == "cudnn":
         raise ValueError(f"cuDNN's packed kernel can't be used: {against}; wanted auto or xla")
-    return Choice("xla", against)
+    return KernelChoice("xla", against)
 
 
 def _tried(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
@@ -346,8 +346,8 @@ def _tried(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, 
     try:
         off = difference(kernel, heads, dtype)
     except Exception as error:  # whatever stops a kernel speaks against it
-        said = (str(error).strip() or "no message").splitlines()[0]
-        return f"cuDNN's packed kernel failed: {type(error).__name__}: {said}", ""
+        message = (str(error).strip() or "no message").splitlines()[0]
+        return f"cuDNN's packed kernel failed: {type(error).__name__}: {message}", ""
     by = f"its results differ from XLA's in float32 by up to {off:.2%} of a token's"
     if not off <= TOLERANCE:
         return f"{by}, forward or backward; at most {TOLERANCE:.0%} is rounding", ""

@@ -151,7 +151,7 @@ def feed_forward(
         What is added to the residual stream, and what the experts report: the fields of
         `models.moe.balance.RouterStats`.
 
-    >>> spec = tiny_spec(width=1, ff_width=1)
+    >>> spec = tiny_spec(hidden_size=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
     >>> feed_forward(weights, spec, jnp.full((1, 1, 1), 100.0))
     (Array([[[10000.]]], dtype=float32), {})
@@ -191,7 +191,7 @@ def queries_keys_values(
     Returns:
         q, k and v; with latent attention those of `models.mla`.
 
-    >>> spec = tiny_spec(width=1, ff_width=1, qk_norm=False)
+    >>> spec = tiny_spec(hidden_size=1, ff_width=1, qk_norm=False)
     >>> weights = {name: jnp.ones((1, n, 2)) for name, n in dict(query=2, key=1, value=1).items()}
     >>> by = rotations(spec, jnp.array([[0]])).main
     >>> queries_keys_values(weights, spec, jnp.ones((1, 1, 1)), by)[0].tolist()
@@ -262,7 +262,7 @@ def norm_of(
 ) -> Float[Array, "*B D"]:
     """Norm with a model's ε and kind of scale.
 
-    >>> spec = tiny_spec(width=2)
+    >>> spec = tiny_spec(hidden_size=2)
     >>> norm_of(spec, jnp.array([3.0, -3.0]), jnp.ones(2)).round(5).tolist()
     [1.0, -1.0]
     """

@@ -38,7 +38,7 @@ def find_targets(wanted: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
     ('down', 'gate', 'query', 'up', 'value')
     """
     able = adaptable(declare(without_adapter(spec)))
-    found: set[str] = set()
+    targets: set[str] = set()
     for pattern in wanted:
         fits = {
             name
@@ -50,8 +50,8 @@ def find_targets(wanted: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
             raise ValueError(
                 f"{pattern!r} is no matrix that can have an adapter; {target_options(able)}"
             )
-        found |= fits
-    return tuple(sorted(found))
+        targets |= fits
+    return tuple(sorted(targets))
 
 
 def without_adapter(spec: ModelSpec) -> ModelSpec:
@@ -83,19 +83,19 @@ def split_adapter(params: Params) -> tuple[Params, Params]:
     return adapter, base
 
 
-def join(params: Params, rest: Params | None) -> Params:
+def combine_params(params: Params, rest: Params | None) -> Params:
     """Join two parts of a model's parameters; the inverse of `split_adapter`.
 
-    >>> join({"layers": {"up_lora_a": 3}}, {"embed": 1, "layers": {"up": 2}})
+    >>> combine_params({"layers": {"up_lora_a": 3}}, {"embed": 1, "layers": {"up": 2}})
     {'embed': 1, 'layers': {'up': 2, 'up_lora_a': 3}}
     """
     joined = dict(rest or {})
     for name, value in params.items():
-        joined[name] = join(value, joined[name]) if name in joined else value
+        joined[name] = combine_params(value, joined[name]) if name in joined else value
     return joined
 
 
-def merge(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
+def merge_adapter(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
     """Add an adapter to its base, W + scale A B, computed in float32.
 
     Args:
@@ -112,7 +112,7 @@ def merge(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
     >>> from jaxrl_llm.models.spec import LoraSpec
     >>> from jaxrl_llm.models.parameters import initialize
     >>> spec = tiny_spec(lora=LoraSpec(rank=2, alpha=4.0, targets=("up",)))
-    >>> params, alone = merge(initialize(spec, key=jax.random.key(0)), spec)
+    >>> params, alone = merge_adapter(initialize(spec, key=jax.random.key(0)), spec)
     >>> "up_lora_a" in params["layers"], alone == without_adapter(spec)
     (False, True)
     """
@@ -121,15 +121,15 @@ def merge(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
     scale = spec.lora.scale
 
     def merged(group: Params, declared: Declarations) -> Params:
-        found = {}
+        result = {}
         for name, value in group.items():
             if isinstance(value, dict):
-                found[name] = merged(value, declared[name])
+                result[name] = merged(value, declared[name])
             elif name + A in group:
-                found[name] = _add(value, group[name + A], group[name + B], declared, name, scale)
+                result[name] = _add(value, group[name + A], group[name + B], declared, name, scale)
             elif not name.endswith((A, B)):
-                found[name] = value
-        return found
+                result[name] = value
+        return result
 
     return merged(params, declare(spec)), without_adapter(spec)
 

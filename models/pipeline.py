@@ -80,4 +80,4 @@ def run_stages(
     left = left[stages - 1 :].reshape(micro, shards, pieces, *x.shape[1:])
     left = left.swapaxes(0, 1).reshape(x.shape)
     summed = jax.tree.map(lambda r: r.sum(0).reshape(layers, *r.shape[3:]), reports)
-    return layout.place(left), summed
+    return layout.constrain(left), summed

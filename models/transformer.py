@@ -45,7 +45,7 @@ def embed(
 def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """Norm the residual stream after the last layer.
 
-    >>> spec = tiny_spec(width=2)
+    >>> spec = tiny_spec(hidden_size=2)
     >>> final_norm({"final_norm": jnp.ones(2)}, spec, jnp.array([3.0, -3.0])).round(5).tolist()
     [1.0, -1.0]
     """
@@ -83,7 +83,7 @@ def forward(
         layout: How activations are split over a mesh. With sharded parameters it must be given:
             left to itself, the compiler may copy activations to all devices rather than gather
             weights. Where several devices share a row, the rows given are its pieces, as
-            `Layout.cut` makes them. None leaves everything to the compiler.
+            `Layout.split_context` makes them. None leaves everything to the compiler.
 
     Returns:
         Hidden states after the final norm, in `dtype`; meaningless at padding.
@@ -141,11 +141,11 @@ def forward_with_router(
     >>> forward_with_router(initialize(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
-    place = layout.place if layout else lambda x: x
+    constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, positions), segment_ids)
     table = gathered(params, spec, "embed", layout)
-    x = place(embed({"embed": table}, spec, tokens, dtype=dtype))
+    x = constrain(embed({"embed": table}, spec, tokens, dtype=dtype))
     reports: Router = {}
     for name, stack in zip(spec.stacks, stacked_layers(params, spec), strict=True):
         if layout and layout.stages > 1 and name == "layers":
@@ -160,7 +160,7 @@ def _layer_step(
     spec: ModelSpec, dtype: DTypeLike, remat: str, layout: Layout | None
 ) -> Callable[[Array, _Row, tuple[Params, Layer]], tuple[Array, Router]]:
     """Return the body of the scan over layers: `(x, rows, layer) -> (x, router)`."""
-    place = layout.place if layout else lambda x: x
+    constrain = layout.constrain if layout else lambda x: x
     attention = functools.partial(attend_pieces, layout=layout) if layout else attend
     gather = layer_gatherer(spec, dtype, layout) if layout else lambda weights: weights
 
@@ -176,6 +176,6 @@ def _layer_step(
             rows.segment_ids != 0,
             layout,
         )
-        return place(x), router
+        return constrain(x), router
 
     return rematerialize(body, remat)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from jaxrl_llm.sharding.offload import lent
+from jaxrl_llm.sharding.offload import on_device
 
 LARGE = 2**20  # words
 MOST_PARTS = 32
@@ -39,7 +39,7 @@ def digests(tree: Any) -> Any:
     """Return the checksum of each array of a tree, as arrays on the devices.
 
     Each is computed by a program of its own, and so at once with the others; arrays in the host's
-    memory are lent to the devices, one after another.
+    memory are copied to the devices, one after another.
 
     Args:
         tree: arrays.
@@ -52,7 +52,7 @@ def digests(tree: Any) -> Any:
     """
 
     def digest(leaf: Any) -> UInt32[Array, ""]:
-        with lent(jnp.asarray(leaf)) as array:
+        with on_device(jnp.asarray(leaf)) as array:
             value = _digest(array, parts=_parts(array))
             return value if array is leaf else value.block_until_ready()
 

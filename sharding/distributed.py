@@ -68,11 +68,11 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
     """
     given = [name for name in VARIABLES if environment.get(name)]
     if not given and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        found = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
-        assert found is not None, "Slurm names at least one node"
+        first_node = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
+        assert first_node is not None, "Slurm names at least one node"
         port = 61440 + int(environment["SLURM_JOB_ID"]) % 4096
         total, number = (environment[name] for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-        return Membership(f"{found[1]}{found[2] or ''}:{port}", int(total), int(number))
+        return Membership(f"{first_node[1]}{first_node[2] or ''}:{port}", int(total), int(number))
     if not given:
         return None
     missing = [name for name in VARIABLES if name not in given]
@@ -92,15 +92,15 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
     return Membership(address, int(total), int(number))
 
 
-def start() -> None:
+def initialize() -> None:
     """Join the other processes, if the environment says that there are any; once.
 
     It comes before anything else that uses jax's devices. Several CPU devices get threads enough: a
     collective holds one until all have come, in whatever order each device took its collectives,
-    and XLA's default of one for each device can run out. From then on a process whose `together`
-    sees an error ends the others, and one that dies is noticed by jax: at once where its connection
-    breaks, else by `HEARTBEAT_TIMEOUT_S` without a heartbeat, or by as many seconds as the variable
-    `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` says.
+    and XLA's default of one for each device can run out. From then on a process whose
+    `abort_together` sees an error ends the others, and one that dies is noticed by jax: at once
+    where its connection breaks, else by `HEARTBEAT_TIMEOUT_S` without a heartbeat, or by as many
+    seconds as the variable `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` says.
 
     Raises:
         ValueError: The environment is incomplete.
@@ -109,12 +109,12 @@ def start() -> None:
     devices = settings.jax_num_cpu_devices
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
-    found = find_membership(os.environ)
-    if found is None or found.total == 1 or global_state.client is not None:
+    membership = find_membership(os.environ)
+    if membership is None or membership.total == 1 or global_state.client is not None:
         return
     settings.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing
     jax.distributed.initialize(
-        *found,
+        *membership,
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=int(os.environ.get(HEARTBEAT, HEARTBEAT_TIMEOUT_S)),
     )
@@ -122,19 +122,19 @@ def start() -> None:
     threading.Thread(target=_watch, daemon=True, name="processes").start()
 
 
-def count() -> int:
+def process_count() -> int:
     """Return the number of processes.
 
-    >>> count()
+    >>> process_count()
     1
     """
     return global_state.num_processes or 1
 
 
-def number() -> int:
+def process_index() -> int:
     """Return which process this is, from 0 on.
 
-    >>> number()
+    >>> process_index()
     0
     """
     return global_state.process_id or 0
@@ -146,16 +146,17 @@ def is_first() -> bool:
     >>> is_first()
     True
     """
-    return number() == 0
+    return process_index() == 0
 
 
-def share(items: int) -> slice:
+def process_slice(items: int) -> slice:
     """Return this process's part of a list of so many items; the parts differ by one at most.
 
-    >>> share(3)
+    >>> process_slice(3)
     slice(0, 3, None)
     """
-    return slice(items * number() // count(), items * (number() + 1) // count())
+    index, processes = process_index(), process_count()
+    return slice(items * index // processes, items * (index + 1) // processes)
 
 
 # ------------------------------------------------------------------------------- arrays
@@ -174,7 +175,7 @@ def put(tree: Any, sharding: Any) -> Any:
     >>> put({"a": np.ones(2)}, jax.sharding.SingleDeviceSharding(jax.devices()[0]))["a"].shape
     (2,)
     """
-    if count() == 1:
+    if process_count() == 1:
         return jax.device_put(tree, sharding)
     leaves, structure = jax.tree.flatten(tree)
     one = isinstance(sharding, Sharding)
@@ -201,11 +202,11 @@ def fetch(tree: Any) -> Any:
     >>> fetch({"a": jax.numpy.ones(2)})
     {'a': array([1., 1.], dtype=float32)}
     """
-    return jax.device_get(whole(tree))
+    return jax.device_get(replicate(tree))
 
 
-def whole(tree: Any) -> Any:
-    """Gather arrays of which a process holds a part only, by one program for all of them.
+def replicate(tree: Any) -> Any:
+    """Replicate arrays of which a process holds a part only, by one program for all of them.
 
     Args:
         tree: Arrays.
@@ -213,7 +214,7 @@ def whole(tree: Any) -> Any:
     Returns:
         Arrays that this process can read; those that it could read before are the same.
 
-    >>> whole({"a": jax.numpy.arange(2)})
+    >>> replicate({"a": jax.numpy.arange(2)})
     {'a': Array([0, 1], dtype=int32)}
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -224,8 +225,8 @@ def whole(tree: Any) -> Any:
     ]
     if far:
         parts = [leaves[i] for i in far]
-        found = jax.jit(_same, out_shardings=[_everywhere(x.sharding) for x in parts])(parts)
-        for i, array in zip(far, found, strict=True):
+        replicated = jax.jit(_same, out_shardings=[_everywhere(x.sharding) for x in parts])(parts)
+        for i, array in zip(far, replicated, strict=True):
             leaves[i] = array
     return jax.tree.unflatten(structure, leaves)
 
@@ -244,28 +245,28 @@ def _everywhere(layout: Sharding) -> NamedSharding:
 # ------------------------------------------------------------------------ Python objects
 
 
-def gather(item: T) -> list[T]:
-    """Return what each process gives, in the order of the processes; all of them wait for all.
+def all_gather(item: T) -> list[T]:
+    """Return the items of all processes, in their order; all of them wait for all.
 
-    Only the main thread calls it, as `once`, and in the same order in all processes.
+    Only the main thread calls it, as `run_on_first`, and in the same order in all processes.
 
     Args:
         item: What pickle takes; megabytes at most.
 
-    >>> gather("mine")
+    >>> all_gather("mine")
     ['mine']
     """
-    if count() == 1:
+    if process_count() == 1:
         return [item]
     turn = next(_numbers)
     _send(turn, item)
-    found = [_receive(turn, sender) for sender in range(count())]
+    items = [_receive(turn, sender) for sender in range(process_count())]
     while _own_keys and _own_keys[0][0] < turn:  # everyone is here, so has read what came before
         _client().key_value_delete(_own_keys.pop(0)[1])
-    return found
+    return items
 
 
-def once(make: Callable[[], T]) -> T:
+def run_on_first(make: Callable[[], T]) -> T:
     """Call a function in the first process; the others wait for it.
 
     Args:
@@ -277,10 +278,10 @@ def once(make: Callable[[], T]) -> T:
     Raises:
         Exception: The one that it raised, in all processes.
 
-    >>> once(lambda: 3)
+    >>> run_on_first(lambda: 3)
     3
     """
-    if count() == 1:
+    if process_count() == 1:
         return make()
     turn = next(_numbers)
     if not is_first():
@@ -313,7 +314,7 @@ def _send(turn: int, item: Any) -> None:
     message = pickle.dumps(item)
     parts = [message[i : i + PART_BYTES] for i in range(0, len(message), PART_BYTES)]
     for i, part in enumerate(parts):
-        key = f"jaxrl_llm/{turn}/{number()}/{i}"
+        key = f"jaxrl_llm/{turn}/{process_index()}/{i}"
         _client().key_value_set_bytes(key, bytes([i + 1 == len(parts)]) + part)
         _own_keys.append((turn, key))
 
@@ -335,7 +336,7 @@ def _parts(turn: int, sender: int) -> Iterable[bytes]:
 
 
 @contextlib.contextmanager
-def together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def abort_together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """End all processes when this one fails: an error that leaves the block is told to the others.
 
     They print it and end with status 1, wherever they wait. This process has some seconds to clean
@@ -344,7 +345,7 @@ def together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     Args:
         agreed: Errors that all processes raise at the same place, so that nobody has to be told.
 
-    >>> with together():
+    >>> with abort_together():
     ...     pass
     """
     try:
@@ -352,18 +353,18 @@ def together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     except agreed:
         raise
     except BaseException as error:
-        if count() > 1 and not _ending.is_set():
+        if process_count() > 1 and not _ending.is_set():
             _ending.set()
             text = " ".join(f"{type(error).__name__}: {error}".split())
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
-                _client().key_value_set(FAILED, f"{number()} {text}")
+                _client().key_value_set(FAILED, f"{process_index()} {text}")
         raise
 
 
-def is_ending() -> bool:
+def is_aborting() -> bool:
     """Return whether the run has failed, so that the other processes can't be waited for.
 
-    >>> is_ending()
+    >>> is_aborting()
     False
     """
     return _ending.is_set()
@@ -381,7 +382,7 @@ def _watch() -> None:
         except AttributeError:  # so it is, and there is no client any more
             return
         if not _ending.is_set():
-            sys.stderr.write(f"process {number()} ends, as process {who} failed: {text}\n")
+            sys.stderr.write(f"process {process_index()} ends, as process {who} failed: {text}\n")
         if _ending.is_set() or is_first():  # without the first, jax aborts the others
             time.sleep(GRACE_SECONDS + is_first())
         sys.stdout.flush()

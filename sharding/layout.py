@@ -76,7 +76,7 @@ class Layout:
         """Return the layout of a tree of declared arrays: a sharding for each."""
         return shardings(declarations, self.mesh, self.rules)
 
-    def working(self, declarations: Any) -> Any:
+    def gathered(self, declarations: Any) -> Any:
         """Return the layout in which declared arrays are multiplied with tokens.
 
         Devices that split tokens hold parts of the arrays, but each needs the whole: only what is
@@ -88,16 +88,16 @@ class Layout:
             rules[axis] = tuple(n for n in names if n not in TOKENS or axis == "experts")
         return shardings(declarations, self.mesh, rules)
 
-    def cut(self, x: Array) -> Array:
+    def split_context(self, x: Array) -> Array:
         """Cut rows [R, L, …] into pieces [R c, L/c, …]."""
         rows, length = x.shape[:2]
         return x.reshape(rows * self.pieces, length // self.pieces, *x.shape[2:])
 
-    def join(self, x: Array) -> Array:
-        """Join pieces [R c, L/c, …] into rows [R, L, …]; the inverse of `cut`."""
+    def merge_context(self, x: Array) -> Array:
+        """Join pieces [R c, L/c, …] into rows [R, L, …]; the inverse of `split_context`."""
         rows, length = x.shape[:2]
         return x.reshape(rows // self.pieces, length * self.pieces, *x.shape[2:])
 
-    def place(self, x: Array) -> Array:
+    def constrain(self, x: Array) -> Array:
         """Keep the first axis of x, pieces of rows or tokens, split over the mesh."""
         return jax.lax.with_sharding_constraint(x, self.sharding(TOKENS))

@@ -63,13 +63,13 @@ def to_device(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def lent(tree: Any) -> Iterator[Any]:
-    """Lend arrays to the devices: a copy there of those in host memory, deleted in the end.
+def on_device(tree: Any) -> Iterator[Any]:
+    """Copy arrays in host memory to their devices for the time of a block.
 
     Args:
-        tree: arrays; those in device memory are lent as they are.
+        tree: arrays; those in device memory are given as they are.
 
-    >>> with lent(to_host({"w": jax.numpy.arange(2)})) as held:
+    >>> with on_device(to_host({"w": jax.numpy.arange(2)})) as held:
     ...     held["w"]
     Array([0, 1], dtype=int32)
     """

@@ -152,12 +152,12 @@ def fallbacks(
     >>> fallbacks({"embed": table}, mesh)
     {'embed': (Fallback(axis='vocab', size=5, mesh_axes=('tensor',), devices=2),)}
     """
-    found = {}
+    missing = {}
     for path, decl in jax.tree_util.tree_leaves_with_path(declarations):
         _, missed = partition_spec(decl.axes, rules, mesh, decl.shape)
         if missed:
-            found[jax.tree_util.keystr(path, simple=True, separator="/")] = missed
-    return found
+            missing[jax.tree_util.keystr(path, simple=True, separator="/")] = missed
+    return missing
 
 
 def _mesh_axes(axis: str, rules: Rules) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ NOT_YET_FILES = {
     *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py"),
 }
 NOT_YET_NAMES = {
-    *("Choice", "Job", "Machine", "Role", "Rows", "Settings"),
+    *("Job", "Role", "Rows", "Settings"),
     *("build", "by_source", "check_model", "compile_steps", "describe"),
     *("evaluate", "gather", "lay_out", "make", "new_folder"),
     *("open_engine", "plan", "push", "read_prompts", "run", "serve", "show", "sizes", "start"),

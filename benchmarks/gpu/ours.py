@@ -28,13 +28,13 @@ from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import PLAIN, attend
 from jaxrl_llm.models.kernels import (
-    Choice,
     Heads,
+    KernelChoice,
     attend_cudnn,
-    choose,
+    choose_kernel,
     difference,
     objection,
-    this_machine,
+    this_device,
 )
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -84,11 +84,11 @@ def batch_of(job: dict[str, Any]) -> Batch:
     return Batch(np.where(at < sizes[:, None], tokens, 0).astype(np.int32), sizes, fields)
 
 
-def learner_of(job: dict[str, Any]) -> tuple[Any, Any, Choice]:
+def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
     """Return a learner of the library, its state, and how it attends."""
     spec, mesh = spec_of(job["shape"]), make_mesh({}, jax.devices()[:1])
     layout = Layout(mesh)
-    choice = choose(job["attention"], spec, layout, "bfloat16", machine=this_machine())
+    choice = choose_kernel(job["attention"], spec, layout, "bfloat16", device=this_device())
     split = layout.of(declare(spec))
     params = jax.jit(lambda key: initialize(spec, key=key), out_shardings=split)(jax.random.key(0))
     shape = row_shape(
@@ -183,7 +183,7 @@ def attention(job: dict[str, Any]) -> dict[str, Any]:
     of = Heads(heads, keys, width, PLAIN)
     kernel = attend
     if job["by"] == "cudnn":
-        against = objection(of, "bfloat16", this_machine())
+        against = objection(of, "bfloat16", this_device())
         if against is not None:
             return {"error": f"not possible: {against}"}
         kernel = attend_cudnn

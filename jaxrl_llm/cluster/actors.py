@@ -240,7 +240,7 @@ class EngineHost(_Process):
         from jaxrl_llm.training.layouts import open_layout
 
         quiet_libraries()
-        distributed.start()
+        distributed.initialize()
         config = self._config
         folder = Path(config.run_dir) / f"engine_{self._index}"
         folder.mkdir(parents=True, exist_ok=True)

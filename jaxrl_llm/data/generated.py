@@ -20,7 +20,7 @@ def prepare_files(spec: FunctionSpec | None, files: tuple[str, ...]) -> None:
         ConfigError: it failed, or left a file unwritten.
     """
     if spec is not None:
-        distributed.once(functools.partial(_prepare_files, spec, files))
+        distributed.run_on_first(functools.partial(_prepare_files, spec, files))
 
 
 def _prepare_files(spec: FunctionSpec, files: tuple[str, ...]) -> None:
@@ -71,6 +71,6 @@ def build_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
             remove_partials(directory.parent)
         return directory.exists()
 
-    if not distributed.once(is_made):
+    if not distributed.run_on_first(is_made):
         make()
-        distributed.once(lambda: write_text(stamp, digest(recipe)))
+        distributed.run_on_first(lambda: write_text(stamp, digest(recipe)))

@@ -40,7 +40,7 @@ Report = dict[str, Any]
 def run_evaluation(config: EvaluateConfig) -> Report:
     """Sample, score, print and write; return what is in metrics.json."""
     quiet_libraries()
-    out = distributed.once(functools.partial(new_folder, config.out))
+    out = distributed.run_on_first(functools.partial(new_folder, config.out))
     with contextlib.ExitStack() as stack:
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)

@@ -10,7 +10,7 @@ from jaxrl_llm.sharding import distributed
 def quiet_libraries() -> None:
     """Keep libraries' chatter off the screen; warnings and errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    who = f"process {distributed.number()} " if distributed.count() > 1 else ""
+    who = f"process {distributed.process_index()} " if distributed.process_count() > 1 else ""
     log_to_stderr(logging.WARNING, f"%(levelname)s {who}%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax raises its errors, too
     logging.getLogger("jaxrl_llm").setLevel(

@@ -107,8 +107,8 @@ def make_function_scoring(
     def score(rollouts: Rollouts) -> list[Score]:
         pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
         items = [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
-        own, retried_before = distributed.share(len(items)), pool.counts.get("retried", 0)
-        parts = distributed.gather(pool.score(items[own], first=own.start))
+        own, retried_before = distributed.process_slice(len(items)), pool.counts.get("retried", 0)
+        parts = distributed.all_gather(pool.score(items[own], first=own.start))
         context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
         return [result for part in parts for result in part]
 

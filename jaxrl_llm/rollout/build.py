@@ -39,10 +39,10 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
     """
     if config.rollout.engine == "native":
         return native_engine(config, spec, layout)
-    if distributed.count() > 1:
+    if distributed.process_count() > 1:
         raise ConfigError(
-            f"rollout.engine is vllm, but the run has {distributed.count()} training processes: "
-            "give vLLM nodes of its own (rollout.nodes), or train by one process"
+            f"rollout.engine is vllm, but the run has {distributed.process_count()} training "
+            "processes: give vLLM nodes of its own (rollout.nodes), or train by one process"
         )
     from jaxrl_llm.rollout.vllm.engine import VllmEngine
 

@@ -63,7 +63,7 @@ class RemoteEngine:
         published = publish(
             self._job.coordinator, params, self._plan, sync=sync, process=self._job.process_index
         )
-        receipts: list[Receipt] = distributed.once(lambda: get_results(tasks))
+        receipts: list[Receipt] = distributed.run_on_first(lambda: get_results(tasks))
         if len({receipt[:2] for receipt in receipts}) > 1:
             raise EngineError(f"engines hold different weights after one sync: {receipts}")
         self._references, self._loaded = published, (sync, version)
@@ -78,7 +78,7 @@ class RemoteEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one answer; only where one process trains. Cancelling does not reach the host."""
-        if distributed.count() > 1:
+        if distributed.process_count() > 1:
             raise EngineError("only `sample` can be called where several processes train")
         self._check(request)
         weights = self._require_weights()
@@ -119,7 +119,7 @@ class RemoteEngine:
 
     def _on_first_process(self, make: Callable[[], T]) -> T:
         """Call a function in the first process; the others get its result by the object stores."""
-        if distributed.count() == 1:
+        if distributed.process_count() == 1:
             return make()
         key, made, coordinator = next(self._object_keys), [], self._job.coordinator
 
@@ -127,7 +127,7 @@ class RemoteEngine:
             made.append(make())
             ray.get(coordinator.put.remote(key, [ray.put(made[0])]))
 
-        distributed.once(put)  # what is large does not go through jax's service
+        distributed.run_on_first(put)  # what is large does not go through jax's service
         return made[0] if made else ray.get(ray.get(coordinator.get.remote(key)))
 
     def _sample(self, requests: Sequence[Request], weights: tuple[int, int]) -> list[Completion]:

@@ -116,7 +116,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """Return the newest checkpoint's step; what was not written to its end is none."""
-        return distributed.once(self._manager.latest_step)
+        return distributed.run_on_first(self._manager.latest_step)
 
     def save(
         self, step: int, state: Any, extra: dict[str, Any], metrics: dict[str, float] | None = None
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, then release the directory; a run that has failed waits for no other process."""
-        if not distributed.is_ending():
+        if not distributed.is_aborting():
             self.wait()
             self._manager.close()
 
@@ -265,7 +265,7 @@ class Checkpoints:
     def _whole_before(self, step: int, like: Any, *, partial: bool) -> int | None:
         """Return the newest earlier step that can be read; several processes would not agree."""
         for earlier in sorted(self._manager.all_steps(), reverse=True):
-            if earlier < step and distributed.count() == 1:
+            if earlier < step and distributed.process_count() == 1:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     if not isinstance(self._attempt(earlier, like, partial=partial), str):
                         return earlier
@@ -276,7 +276,7 @@ class Checkpoints:
         if whole is not None:
             return f"{text}; step {whole} is whole: remove the folder {step} to continue from it"
         earlier = [known for known in sorted(self._manager.all_steps()) if known < step]
-        if distributed.count() > 1 and earlier:
+        if distributed.process_count() > 1 and earlier:
             return f"{text}; remove that folder to continue from an earlier one: {earlier}"
         return f"{text}; there is no earlier one that is whole"
 

@@ -69,7 +69,7 @@ def run_folder(run_dir: str | Path, config: TrainConfig | SftConfig) -> Iterator
     """
     folder = Path(run_dir)
     with contextlib.ExitStack() as stack:
-        distributed.once(lambda: stack.enter_context(_locked(folder, config)))
+        distributed.run_on_first(lambda: stack.enter_context(_locked(folder, config)))
         if config.compilation_cache:
             stack.enter_context(use_compilation_cache(compilation_cache_of(folder)))
         yield folder

@@ -62,7 +62,7 @@ class Preemption:
 
     def requested(self) -> bool:
         """Return whether any process of the run was told to end; all of them ask together."""
-        return any(distributed.gather(self.is_told() or context.is_stop_requested()))
+        return any(distributed.all_gather(self.is_told() or context.is_stop_requested()))
 
     def _take(self) -> None:
         """Take signals until `close`, or until the grace is over."""

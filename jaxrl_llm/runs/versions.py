@@ -34,6 +34,6 @@ def collect_versions(seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": [d.device_kind for d in jax.devices()],
-        "processes": distributed.count(),
+        "processes": distributed.process_count(),
         "seed": seed,
     }

@@ -27,7 +27,7 @@ from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.rows import check_prompt_row, load_rows
 from jaxrl_llm.evaluation.validation import validation_metrics
-from jaxrl_llm.models.lora import join, merge, without_adapter
+from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.logs import quiet_libraries
@@ -44,7 +44,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.offload import lent, to_host
+from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.experience import (
     ScoreError,
@@ -77,7 +77,7 @@ def run_job(config: TrainConfig) -> Progress:
     warm_start(config)
     with (
         contextlib.ExitStack() as stack,
-        distributed.together((Preempted,)),
+        distributed.abort_together((Preempted,)),
         context.reporting_failure(),
     ):
         watchdog = stack.enter_context(open_watchdog(config))
@@ -169,7 +169,7 @@ def build(
         # elsewhere than on the devices, and not together with other processes
         scored_aside=reward_model is None
         and config.reward.workers > 0
-        and distributed.count() == 1,
+        and distributed.process_count() == 1,
         lay_out=arrange,
         add_scores=add_scores,
         keep=keep and whole_groups(keep, config.rollout.samples_per_prompt),
@@ -425,7 +425,7 @@ def whole_model(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
 
     @functools.partial(jax.jit, out_shardings=layout)
     def merged(adapter: Any, frozen: Any) -> Any:
-        return cast_tree(merge(join(adapter, frozen), spec)[0], dtypes)
+        return cast_tree(merge_adapter(combine_params(adapter, frozen), spec)[0], dtypes)
 
     return lambda adapter: merged(adapter, frozen)
 
@@ -471,7 +471,7 @@ def make_reference(
         params = to_host(params)
 
     def ask(batch: Batch) -> dict[str, np.ndarray]:
-        with lent(params) as held:
+        with on_device(params) as held:
             return infer(held, batch)
 
     return ask

@@ -27,7 +27,8 @@ class ForwardConfig:
 
     `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
     update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
-    (`sharding.layout.Layout`), and `kernel` what computes it (`models.kernels.choose`; None: XLA).
+    (`sharding.layout.Layout`), and `kernel` what computes it (`models.kernels.choose_kernel`;
+    None: XLA).
     """
 
     spec: ModelSpec
@@ -99,7 +100,8 @@ def hidden_states(
     """Return the hidden states of the rows, in pieces where devices share a row."""
     layout = Layout(mesh, model.context, kernel=model.kernel)
     tokens, positions, segments = (
-        layout.cut(jnp.asarray(x)) for x in (rows.tokens, rows.positions, rows.segment_ids)
+        layout.split_context(jnp.asarray(x))
+        for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
     hidden, router = forward_with_router(
         params,

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.lora import join
+from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.moe.balance import RouterStats, balance_weights
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig, router_totals, token_fields, value_fields
@@ -44,7 +44,7 @@ def logprob_pass(
     """
 
     def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
-        stats = token_fields(join(params, rest), rows, model, mesh)._asdict()
+        stats = token_fields(combine_params(params, rest), rows, model, mesh)._asdict()
         return {name: stats[name] for name in names}
 
     return Inference(infer, shape, mesh, frozen or {})
@@ -54,7 +54,7 @@ def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference"
     """Return a function from a critic's parameters and a batch to its `values` [B T]."""
 
     def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
-        return {"values": value_fields(join(params, rest), rows, model, mesh)}
+        return {"values": value_fields(combine_params(params, rest), rows, model, mesh)}
 
     return Inference(infer, shape, mesh, {})
 
@@ -105,7 +105,7 @@ def balance_pass(
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
-        return router_totals(join(params, rest), rows, model, mesh)
+        return router_totals(combine_params(params, rest), rows, model, mesh)
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def weigh(total: RouterStats) -> Array:

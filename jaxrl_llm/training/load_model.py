@@ -14,8 +14,14 @@ from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.kernels import Choice, choose, heads_on, this_machine
-from jaxrl_llm.models.lora import find_targets, join, merge, split_adapter, without_adapter
+from jaxrl_llm.models.kernels import KernelChoice, choose_kernel, heads_on, this_device
+from jaxrl_llm.models.lora import (
+    combine_params,
+    find_targets,
+    merge_adapter,
+    split_adapter,
+    without_adapter,
+)
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
@@ -147,7 +153,7 @@ def merged_into_base(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(base: Any, adapter: Any) -> Any:
-        return merge(join(adapter, base), spec)[0]
+        return merge_adapter(combine_params(adapter, base), spec)[0]
 
     return run(base, adapter), alone
 
@@ -194,12 +200,12 @@ def forward_config(
     )
 
 
-_DECIDED: dict[tuple[Any, ...], Choice] = {}
+_DECIDED: dict[tuple[Any, ...], KernelChoice] = {}
 
 _DECIDING = threading.Lock()  # steps are also lowered by the thread that compiles ahead
 
 
-def choose_attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Choice:
+def choose_attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> KernelChoice:
     """Decide how a model attends to packed rows in training, and log it, once.
 
     Several processes decide alike: cuDNN's kernel is taken where it is possible in all of them.
@@ -211,10 +217,12 @@ def choose_attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Ch
     with _DECIDING:
         if case not in _DECIDED:
             with config_errors_at(f"model.attention={config.attention}"):
-                own = choose(config.attention, spec, layout, config.dtype, machine=this_machine())
-            others = distributed.gather((own.name, own.reason))
+                own = choose_kernel(
+                    config.attention, spec, layout, config.dtype, device=this_device()
+                )
+            others = distributed.all_gather((own.name, own.reason))
             against = [reason for name, reason in others if name == "xla"]
-            _DECIDED[case] = Choice("xla", against[0]) if against else own
+            _DECIDED[case] = KernelChoice("xla", against[0]) if against else own
             log.info("attention by %s: %s", *_DECIDED[case][:2])
         return _DECIDED[case]
 

@@ -29,7 +29,7 @@ from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.offload import lent, to_device, to_host
+from jaxrl_llm.sharding.offload import on_device, to_device, to_host
 from jaxrl_llm.training.experience import add_to_scores, penalize
 from jaxrl_llm.training.objective import LossError, per_token
 from jaxrl_llm.training.roles import Role
@@ -228,12 +228,12 @@ def assess(
     batch, metrics = job.lay_out(rollouts), {}
 
     def infer(role: Role) -> dict[str, np.ndarray]:
-        with lent(states[role.name].params) as params:
+        with on_device(states[role.name].params) as params:
             return role.infer(params, batch)
 
     if job.old_logprobs is not None:
         with clock("old_log_prob"):
-            with lent(states["actor"].params) as params:
+            with on_device(states["actor"].params) as params:
                 batch, probe = job.old_logprobs(params, batch)
             metrics |= check_agreement(probe, step, job.config.rollout.logprob_tolerance)
     if job.reference is not None:
@@ -295,7 +295,7 @@ def put_away(state: TrainState, offload: OffloadConfig) -> TrainState:
 
 def push(job: Job, states: States, step: int) -> dict[str, float]:
     """Give the engine the current weights, and compare its echo with what was sent."""
-    with lent(states["actor"].params) as held:
+    with on_device(states["actor"].params) as held:
         params = job.whole(held)
         receipt = job.engine.load(params, version=step)
         echoed = receipt.checksum  # None: the engine has compared by itself

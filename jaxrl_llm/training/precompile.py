@@ -46,7 +46,7 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
     settings: Any = jax.config
     into = compilation_cache_of(folder)
     is_kept = settings.jax_compilation_cache_dir == str(into) and not into.exists()
-    if not is_kept or distributed.count() > 1 or not is_large(config.model):
+    if not is_kept or distributed.process_count() > 1 or not is_large(config.model):
         yield lambda: None
         return
     stopped = Event()

@@ -41,7 +41,7 @@ def score_pass(
     @jax.jit
     def compute(params: Params, rows: Rows) -> Array:
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
-        return sequence_scores(params, layout.join(hidden), *map(jnp.asarray, rows[3:]))
+        return sequence_scores(params, layout.merge_context(hidden), *map(jnp.asarray, rows[3:]))
 
     rehearse = BucketWarmup(shape, layout.mesh)
 

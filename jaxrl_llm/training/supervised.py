@@ -44,9 +44,9 @@ def run_sft(config: SftConfig) -> None:
     quiet_libraries()
     optimizer, schedule = make_optimizer(config.optim)
     prepare_files(config.data.prepare, config.data.train)
-    if distributed.once(Path(config.export_to).exists):
+    if distributed.run_on_first(Path(config.export_to).exists):
         raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
-    with contextlib.ExitStack() as stack, distributed.together((Preempted,)):
+    with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
         folder = stack.enter_context(run_folder(config.run_dir, config))
         params, spec, base = _train(config, optimizer, schedule, folder, stack)
         if base is not None:

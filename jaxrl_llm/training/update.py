@@ -23,7 +23,7 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import describe
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.lora import join
+from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss, router_metrics, update_bias
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig
@@ -193,7 +193,7 @@ def _differentiator(
         params: Params, rest: Params, micro: MicroBatch, coefs: Fields
     ) -> tuple[tuple[Params, Fields], Fields]:
         def loss(params: Params) -> tuple[Array, Fields]:
-            return objective(join(params, rest), micro, coefs, model, mesh)
+            return objective(combine_params(params, rest), micro, coefs, model, mesh)
 
         grads, metrics = jax.grad(loss, has_aux=True)(params)
         said = metrics.pop("policy", {})

@@ -16,7 +16,7 @@ from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, 
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.sharding.distributed import share
+from jaxrl_llm.sharding.distributed import process_slice
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
 NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
@@ -55,7 +55,7 @@ def load_params(
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
     stored = find_arrays(where)
     _check_arrays(where, stored, spec)
-    check_contents(list(stored.items())[share(len(stored))])
+    check_contents(list(stored.items())[process_slice(len(stored))])
 
     def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
         if place is None:

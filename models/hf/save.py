@@ -19,7 +19,7 @@ from jaxrl_llm.models.hf.files import check_new_directory, whole_directory, writ
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.sharding.distributed import gather, is_first, once, whole
+from jaxrl_llm.sharding.distributed import all_gather, is_first, replicate, run_on_first
 
 ALWAYS_FLOAT32 = "e_score_correction_bias"  # also in transformers, whatever the model's dtype
 COMPANION_FILES = (
@@ -70,7 +70,7 @@ def save_params(
             dtype cannot be saved.
     """
     directory, source = Path(directory), source if source is None else resolve(source)
-    once(lambda: check_new_directory(directory, dtype))
+    run_on_first(lambda: check_new_directory(directory, dtype))
     declarations = declare(spec)
     _check_params(params, declarations)
     config = config_to_save(spec, source, np.dtype(dtype))
@@ -81,7 +81,7 @@ def save_params(
     if not is_first():
         for _ in arrays:  # this process's part in gathering them
             pass
-        gather("saved")
+        all_gather("saved")
         return
     with whole_directory(directory) as place:
         (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -95,7 +95,7 @@ def save_params(
         for name in COMPANION_FILES:
             if source is not None and (source / name).exists():
                 shutil.copyfile(source / name, place / name)
-    gather("saved")
+    all_gather("saved")
 
 
 def host_arrays(
@@ -110,10 +110,10 @@ def host_arrays(
         if not declaration.stacked:
             [(name, _)] = declaration.hf_indices()
             kept = leaf if dtype is None else leaf.astype(dtype)
-            yield name, to_hf(declaration, np.asarray(whole(kept)))
+            yield name, to_hf(declaration, np.asarray(replicate(kept)))
             continue
         for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
-            values = np.asarray(whole(_layer(leaf, layer, dtype)))
+            values = np.asarray(replicate(_layer(leaf, layer, dtype)))
             for name, index in names:
                 yield name, to_hf(declaration, values[index[1:]])
 

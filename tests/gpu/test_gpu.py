@@ -16,10 +16,10 @@ from jaxrl_llm.models.kernels import (
     TOLERANCE,
     Heads,
     attend_cudnn,
-    choose,
+    choose_kernel,
     difference,
     objection,
-    this_machine,
+    this_device,
 )
 from jaxrl_llm.models.parameters import declare, initialize
 from jaxrl_llm.models.spec import ModelSpec
@@ -137,7 +137,7 @@ WIDE = Heads(16, 8, 128, Attending(scale=0.1))
 @pytest.fixture
 def hopper():
     """Skip where the kernel can't be used, with the reason."""
-    reason = objection(WIDE, "bfloat16", this_machine())
+    reason = objection(WIDE, "bfloat16", this_device())
     if reason is not None:
         pytest.skip(reason)
 
@@ -193,7 +193,7 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
 @pytest.mark.usefixtures("hopper")
 def test_log_probs_with_the_packed_kernel_equal_those_without():
     mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "bfloat16")
-    choice = choose("cudnn", SPEC, Layout(mesh), "bfloat16", machine=this_machine())
+    choice = choose_kernel("cudnn", SPEC, Layout(mesh), "bfloat16", device=this_device())
     settings = ForwardConfig(spec=SPEC, dtype="bfloat16", temperature=0.8, kernel=choice.kernel)
     again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
     assert np.abs(again["logprobs"] - found)[batch["mask"]].mean() < 5e-3

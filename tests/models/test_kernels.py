@@ -15,10 +15,10 @@ from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.kernels import (
     MOST_SEGMENTS,
+    DeviceInfo,
     Heads,
-    Machine,
     attend_cudnn,
-    choose,
+    choose_kernel,
     find_segments,
     heads_on,
     objection,
@@ -28,7 +28,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training import load_model
 
-HOPPER = Machine("cuda", (9, 0), (0, 11, 2))
+HOPPER = DeviceInfo("cuda", (9, 0), (0, 11, 2))
 SPEC = ModelSpec(
     vocab_size=8,
     hidden_size=4,
@@ -139,10 +139,10 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
     ("heads", "dtype", "machine", "wanted"),
     [
         (PLAIN_HEADS, "bfloat16", HOPPER, None),
-        (PLAIN_HEADS, "float16", Machine("cuda", (10, 0), (0, 12, 0)), None),
-        (PLAIN_HEADS, "bfloat16", Machine("cpu", (), (0, 11, 2)), "cpu, not cuda"),
-        (PLAIN_HEADS, "bfloat16", Machine("cuda", (8, 9), (0, 11, 2)), "capability 8.9"),
-        (PLAIN_HEADS, "bfloat16", Machine("cuda", (9, 0), (0, 10, 2)), "jax 0.10.2"),
+        (PLAIN_HEADS, "float16", DeviceInfo("cuda", (10, 0), (0, 12, 0)), None),
+        (PLAIN_HEADS, "bfloat16", DeviceInfo("cpu", (), (0, 11, 2)), "cpu, not cuda"),
+        (PLAIN_HEADS, "bfloat16", DeviceInfo("cuda", (8, 9), (0, 11, 2)), "capability 8.9"),
+        (PLAIN_HEADS, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 10, 2)), "jax 0.10.2"),
         (PLAIN_HEADS, "float32", HOPPER, "dtype is float32"),
         (PLAIN_HEADS._replace(width=100), "bfloat16", HOPPER, "100 wide"),
         (PLAIN_HEADS._replace(width=264), "bfloat16", HOPPER, "264 wide"),
@@ -193,17 +193,17 @@ def broken(q, k, v, segment_ids, how=PLAIN):
     ],
 )
 def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kernel, name, reason):
-    found = choose("auto", SPEC, one_device(), "bfloat16", machine=HOPPER, kernel=kernel)
+    found = choose_kernel("auto", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=kernel)
     assert found.name == name
     assert found.kernel is (kernel if name == "cudnn" else None)
     assert reason in found.reason
 
 
 def test_xla_is_not_questioned_and_cudnn_is_no_wish():
-    found = choose("xla", SPEC, one_device(), "bfloat16", machine=HOPPER, kernel=broken)
+    found = choose_kernel("xla", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
     assert (found.name, found.kernel) == ("xla", None)
     with pytest.raises(ValueError, match=r"failed: RuntimeError.*wanted auto or xla"):
-        choose("cudnn", SPEC, one_device(), "bfloat16", machine=HOPPER, kernel=broken)
+        choose_kernel("cudnn", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 2, "context": 2}])
@@ -221,7 +221,7 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
 
     def run(layout):
         def loss(q, k, v):
-            pieces = [layout.cut(x) for x in (q, k, v, ids)]
+            pieces = [layout.split_context(x) for x in (q, k, v, ids)]
             mixed = attend_pieces(*pieces, layout=layout)
             real = (pieces[3] != 0)[:, :, None, None]
             return jnp.square(jnp.where(real, mixed, 0)).sum()

@@ -20,7 +20,13 @@ from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec, save_adapter
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.lora import find_targets, join, merge, split_adapter, without_adapter
+from jaxrl_llm.models.lora import (
+    combine_params,
+    find_targets,
+    merge_adapter,
+    split_adapter,
+    without_adapter,
+)
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
@@ -201,9 +207,9 @@ def test_an_adapter_of_peft_is_ours(family, kind, tmp_path):
     theirs.save_pretrained(tmp_path / "adapter")
     spec = read_adapter_spec(tmp_path / "adapter", read_spec(tmp_path / "base"))
     adapter = load_adapter(tmp_path / "adapter", spec)
-    params = join(adapter, load_params(tmp_path / "base", without_adapter(spec)))
+    params = combine_params(adapter, load_params(tmp_path / "base", without_adapter(spec)))
     close(our_logits(params, spec), their_logits(theirs))
-    close(our_logits(*merge(params, spec)), their_logits(theirs))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
     assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
 
 
@@ -216,10 +222,10 @@ def test_an_adapter_of_ours_is_pefts(base, kind, tmp_path):
     save_adapter(tmp_path / "adapter", adapter, spec, base=str(base), dtype=np.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
-    params = join(adapter, load_params(base, without_adapter(spec)))
+    params = combine_params(adapter, load_params(base, without_adapter(spec)))
     close(our_logits(params, spec), their_logits(theirs))
     merged = theirs.merge_and_unload()
-    close(our_logits(*merge(params, spec)), their_logits(merged))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(merged))
 
 
 @pytest.mark.parametrize("kind", ROUTED_KINDS)
@@ -235,8 +241,10 @@ def test_an_adapter_of_peft_over_routed_experts_is_ours(family, kind, tmp_path):
     theirs = with_peft(model, r=3, lora_alpha=5, **how)
     theirs.save_pretrained(tmp_path / "adapter")
     spec = read_adapter_spec(tmp_path / "adapter", base)
-    params = join(load_adapter(tmp_path / "adapter", spec), load_params(tmp_path / "base", base))
-    close(our_logits(*merge(params, spec)), their_logits(theirs))
+    params = combine_params(
+        load_adapter(tmp_path / "adapter", spec), load_params(tmp_path / "base", base)
+    )
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
     assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
 
 
@@ -253,13 +261,13 @@ def test_an_adapter_of_ours_over_routed_experts_is_pefts(family, kind, tmp_path)
     save_adapter(tmp_path / "adapter", adapter, spec, base="b", dtype=np.float32)
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     frozen = load_params(tmp_path / "base", alone)
-    close(our_logits(*merge(join(adapter, frozen), spec)), their_logits(theirs))
+    close(our_logits(*merge_adapter(combine_params(adapter, frozen), spec)), their_logits(theirs))
     if kind == "all":
-        close(our_logits(join(adapter, frozen), spec), their_logits(theirs))
+        close(our_logits(combine_params(adapter, frozen), spec), their_logits(theirs))
     again = read_adapter_spec(tmp_path / "adapter", alone)
     assert (again == spec) == (kind == "all")
-    same = join(load_adapter(tmp_path / "adapter", again), frozen)
-    close(our_logits(*merge(same, again)), their_logits(theirs))
+    same = combine_params(load_adapter(tmp_path / "adapter", again), frozen)
+    close(our_logits(*merge_adapter(same, again)), their_logits(theirs))
 
 
 def test_fused_experts_that_can_not_be_split_are_refused(tmp_path):
@@ -287,7 +295,9 @@ def test_ranks_and_alphas_by_pattern_become_one(base, tmp_path):
     theirs.save_pretrained(tmp_path / "a")
     spec = read_adapter_spec(tmp_path / "a", read_spec(base))
     assert (spec.lora.rank, spec.lora.scale) == (4, 1.5)
-    params = join(load_adapter(tmp_path / "a", spec), load_params(base, without_adapter(spec)))
+    params = combine_params(
+        load_adapter(tmp_path / "a", spec), load_params(base, without_adapter(spec))
+    )
     close(our_logits(params, spec), their_logits(theirs))
 
 
@@ -403,14 +413,14 @@ def test_what_can_have_no_adapter_is_refused(spec, name):
 def test_merged_is_unmerged(spec, params):
     both = adapted(spec, "all-linear")
     adapter = random_adapter(both)
-    whole = join(adapter, params)
-    close(our_logits(*merge(whole, both)), our_logits(whole, both))
+    whole = combine_params(adapter, params)
+    close(our_logits(*merge_adapter(whole, both)), our_logits(whole, both))
     assert np.abs(our_logits(whole, both) - our_logits(params, spec)).max() > 0.1
     scale, layer = 8.0 / 4, 1
     a, b = (np.asarray(adapter["layers"][f"output_lora_{x}"][layer], np.float64) for x in "ab")
     wanted = np.asarray(params["layers"]["output"][layer], np.float64)
     wanted = wanted + scale * np.einsum("nhr,rd->nhd", a, b)
-    found = merge(whole, both)[0]["layers"]["output"][layer]
+    found = merge_adapter(whole, both)[0]["layers"]["output"][layer]
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     assert bits(split_adapter(whole)[1]) == bits(params)
 
@@ -441,8 +451,8 @@ def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
     }[kind]
     both = adapted(dataclasses.replace(spec, vocab_size=61, **changes), "all-linear")
     assert both.lora.targets == tuple(wanted.split())
-    whole = join(random_adapter(both), draw(without_adapter(both)))
-    close(our_logits(*merge(whole, both)), our_logits(whole, both))
+    whole = combine_params(random_adapter(both), draw(without_adapter(both)))
+    close(our_logits(*merge_adapter(whole, both)), our_logits(whole, both))
     with pytest.raises(ValueError, match="'router' is no matrix"):
         find_targets(["router"], both)
 
@@ -450,7 +460,7 @@ def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
 def test_merging_keeps_the_dtypes_of_the_base(spec, params):
     both = adapted(spec, "all-linear")
     low = cast_tree(params, compute_dtypes(spec, jnp.bfloat16))
-    merged, alone = merge(join(random_adapter(both), low), both)
+    merged, alone = merge_adapter(combine_params(random_adapter(both), low), both)
     assert alone == spec
     assert jax.tree.map(lambda x: x.dtype, merged) == compute_dtypes(spec, jnp.bfloat16)
 
@@ -501,7 +511,7 @@ def learn(spec, adapter, frozen, mesh, optimizer):
 @pytest.fixture(scope="module")
 def whole(spec, params):
     both = adapted(spec, "all-linear")
-    return both, join(random_adapter(both), params)
+    return both, combine_params(random_adapter(both), params)
 
 
 @pytest.fixture(scope="module")
@@ -529,7 +539,7 @@ def test_an_update_is_that_of_the_whole_model_without_the_rest(whole, one_device
     """With plain gradient descent, freezing the base must not change the adapter's gradient."""
     spec, params = whole
     adapter, frozen = place(params, spec, one_device)
-    everything = join(adapter, frozen)
+    everything = combine_params(adapter, frozen)
     part = learn(spec, adapter, frozen, one_device, optax.sgd(0.1))
     full = learn(spec, everything, None, one_device, optax.sgd(0.1))
     found, _ = part.update(part.init(adapter), make_batch(), {})

@@ -238,7 +238,9 @@ def traced(spec, sizes, by="heads"):
 
     def run(params, tokens, positions, segments):
         layout = Layout(mesh, by)
-        return forward(params, spec, *map(layout.cut, (tokens, positions, segments)), layout=layout)
+        return forward(
+            params, spec, *map(layout.split_context, (tokens, positions, segments)), layout=layout
+        )
 
     return jax.eval_shape(run, params, rows, rows, rows)
 
@@ -388,7 +390,7 @@ def test_context_divides_the_memory_of_activations(by):
         )
 
         def total(params, *rows):
-            pieces = map(layout.cut, rows)
+            pieces = map(layout.split_context, rows)
             return forward(params, DENSE, *pieces, layout=layout, remat="full").sum()
 
         lowered = jax.jit(jax.grad(total)).lower(params, row, row, row)

@@ -31,10 +31,10 @@ SLURM = {
 def test_simulated_devices_get_threads_to_wait_in(monkeypatch):
     """XLA reads their number when it makes the devices; what the user has set stays."""
     monkeypatch.delenv("PJRT_NPROC")
-    distributed.start()
+    distributed.initialize()
     assert os.environ["PJRT_NPROC"] == str(16 * len(jax.devices()))
     monkeypatch.setenv("PJRT_NPROC", "9")
-    distributed.start()
+    distributed.initialize()
     assert os.environ["PJRT_NPROC"] == "9"
 
 
@@ -111,12 +111,12 @@ def test_an_error_that_cannot_travel_is_named():
 
 def program():
     """Check everything from inside; the processes' standard error shows what was wrong."""
-    distributed.start()
-    distributed.start()  # again: nothing happens
-    me = distributed.number()
+    distributed.initialize()
+    distributed.initialize()  # again: nothing happens
+    me = distributed.process_index()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     assert not int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1, "SIGTERM would do nothing"
-    assert (distributed.count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
+    assert (distributed.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
     mesh = make_mesh({"fsdp": -1})
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     tree = {"a": np.arange(8.0, dtype=np.float32), "b": np.ones((4, 3), bool)}
@@ -129,19 +129,19 @@ def program():
 
     large = bytes([me]) * (3 * distributed.PART_BYTES + 7)
     for _ in range(3):
-        assert distributed.gather(large) == [b"\0" * len(large), b"\1" * len(large)]
+        assert distributed.all_gather(large) == [b"\0" * len(large), b"\1" * len(large)]
     assert len({turn for turn, _ in distributed._own_keys}) == 1  # what was read is removed
-    parts = distributed.gather(list(range(7))[distributed.share(7)])
+    parts = distributed.all_gather(list(range(7))[distributed.process_slice(7)])
     assert parts == [[0, 1, 2], [3, 4, 5, 6]]
 
-    assert distributed.once(lambda: me) == 0
+    assert distributed.run_on_first(lambda: me) == 0
 
     def fail():
         raise KeyError(f"process {me}")
 
     for _ in range(2):
         try:
-            distributed.once(fail)
+            distributed.run_on_first(fail)
         except KeyError as error:
             assert error.args == ("process 0",)
         else:
@@ -165,7 +165,7 @@ def checkpoint(folder, mesh):
     saved = Checkpoints(folder / "two", keep=1)
     for step in (1, 2):
         donated = distributed.put({"w": WEIGHTS * step}, like(both, "fsdp")["w"].sharding)
-        saved.save(step, donated, {"by": f"process {distributed.number()}"})
+        saved.save(step, donated, {"by": f"process {distributed.process_index()}"})
         jax.block_until_ready(jax.jit(jnp.negative, donate_argnums=0)(donated["w"]))
     saved.close()
 
