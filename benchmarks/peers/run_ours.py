@@ -24,7 +24,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 import jax
 
 from jaxrl_llm.config.cli import take_huge_pages
-from jaxrl_llm.config.load import apply_override, build
+from jaxrl_llm.config.load import apply_override, from_tree
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.monitoring.logs import quiet_libraries
@@ -128,7 +128,7 @@ def settings(job: dict[str, Any], folder: Path) -> TrainConfig:
     }
     for override in job["overrides"]:
         apply_override(tree, override)
-    return build(TrainConfig, tree)
+    return from_tree(TrainConfig, tree)
 
 
 def medians(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
-from jaxrl_llm.config.load import apply_override, build, describe, read_yaml, to_yaml
+from jaxrl_llm.config.keys import Section
+from jaxrl_llm.config.load import apply_override, describe, from_tree, read_yaml, to_yaml
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Section)
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -32,7 +33,7 @@ def config_main(
     `flags` are keys with options of their own, such as `--model`, by argparse's action ("store" or
     "append"); a program that has some needs no `--config`.
 
-    Errors are one line on stderr: with status 2 for a config that can't be run, with status 1 for a
+    Errors are lines on stderr: with status 2 for a config that can't be run, with status 1 for a
     run that fails (`RunError`, or a full disk). Status 75 is a run that was told to end and has
     saved (`Preempted`), Ctrl-C is 130. Bugs keep their traceback.
     """
@@ -67,7 +68,7 @@ def config_main(
 
 
 def _parser(
-    program: str, about: str, cls: type, flags: Mapping[str, str] | None
+    program: str, about: str, cls: type[Section], flags: Mapping[str, str] | None
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
@@ -93,7 +94,7 @@ def _config(cls: type[Config], options: argparse.Namespace, flags: Iterable[str]
     tree |= {flag: value for flag, value in given.items() if value is not None}
     for override in options.overrides:
         apply_override(tree, override)
-    return build(cls, tree)
+    return from_tree(cls, tree)
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -117,11 +118,13 @@ def take_huge_pages() -> None:
 
 
 def _report(error: Exception, status: int) -> int:
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    lines = error.args if isinstance(error, ConfigError) else [error]
+    for line in lines:
+        sys.stderr.write(f"error: {' '.join(str(line).split())}\n")
     return status
 
 
-def _help_lines(cls: type) -> list[str]:
+def _help_lines(cls: type[Section]) -> list[str]:
     lines = []
     for key, default, meaning in describe(cls, optional=True):
         shown = default if default == "(required)" else f"(default {default})"

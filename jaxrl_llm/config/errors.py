@@ -5,7 +5,11 @@ from collections.abc import Iterator
 
 
 class ConfigError(ValueError):
-    """A config that can't be run; the message is one line that names the key and the fix."""
+    """A config that can't be run; each argument is a line that names the key and the fix."""
+
+    def __str__(self) -> str:
+        """Return the lines."""
+        return "\n".join(map(str, self.args))
 
 
 class RunError(RuntimeError):

@@ -1,26 +1,24 @@
 """From a YAML file and `a.b=c` overrides to frozen records, with every key checked.
 
-A config is a tree of frozen dataclasses; `key(default, "meaning")` declares a leaf, so that
-`--help` can print every key with its default and its meaning. Functions are `FunctionSpec`s.
+A config is a tree of frozen dataclasses (`keys.py`), so that `--help` can print every key with its
+default and its meaning. Functions are `FunctionSpec`s.
 """
 
-import copy
 import dataclasses
-import functools
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic import ValidationError
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.functions import FunctionSpec, closest
-from jaxrl_llm.config.renamed import renamed
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import Section, group_of
+from jaxrl_llm.config.violations import violations
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,7 +37,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """The inverse of `_Loader`: the text "1e-6" gets quotes."""
+    """The inverse of `_Loader`: the text "1e-6" gets quotes, and so do uncommon ends of lines."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Quote a text that has ends of lines which YAML reads as spaces."""
+        quoted = not {"\x85", "\u2028", "\u2029"}.isdisjoint(data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 for _end in (_Loader, _Dumper):
@@ -48,24 +54,6 @@ for _end in (_Loader, _Dumper):
         re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
         list("-+0123456789."),
     )
-
-
-def key(default: Any, meaning: str) -> Any:
-    """Declare a config key with a default and its meaning (printed by `--help`)."""
-    if isinstance(default, FunctionSpec | dict | list):
-        copies = functools.partial(copy.deepcopy, default)
-        return dataclasses.field(default_factory=copies, metadata={"help": meaning})
-    return dataclasses.field(default=default, metadata={"help": meaning})
-
-
-def required(meaning: str) -> Any:
-    """Declare a config key that has no default."""
-    return dataclasses.field(metadata={"help": meaning})
-
-
-def section(cls: type) -> Any:
-    """Declare a nested group of keys."""
-    return dataclasses.field(default_factory=cls)
 
 
 def load(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -77,7 +65,7 @@ def load(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> 
     tree = read_yaml(path)
     for override in overrides:
         apply_override(tree, override)
-    return build(cls, tree)
+    return from_tree(cls, tree)
 
 
 def read_yaml(path: str | Path) -> dict[Any, Any]:
@@ -121,91 +109,42 @@ def apply_override(tree: dict[Any, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def build(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> Config:
+def from_tree(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> Config:
     """Build the frozen record `cls` from a nested mapping.
 
+    Args:
+        cls: of the config.
+        tree: its keys.
+        prefix: of the keys' names in messages, with a dot.
+
     Raises:
-        ConfigError: unknown key (with the nearest real one), wrong type or missing key.
+        ConfigError: a line for each unknown key (with the nearest real one), wrong type, value out
+            of bounds and missing key; where there is none, for each contradiction between keys.
     """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-    values = {}
-    for name, value in tree.items():
-        if name not in fields:
-            unknown = f"unknown key {prefix + str(name)!r}; {closest(str(name), fields)}"
-            raise ConfigError(renamed(f"{prefix}{name}") or unknown)
-        values[name] = _convert(
-            hints[name], _with_default(hints[name], fields[name], value), prefix + name
-        )
-    for name, field in fields.items():
-        if name in values or field.default is not dataclasses.MISSING:
-            continue
-        if field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{prefix}{name} is missing: {field.metadata['help']}")
-        if dataclasses.is_dataclass(hints[name]) and hints[name] is not FunctionSpec:
-            values[name] = _convert(hints[name], None, prefix + name)
-    return cls(**values)
+    try:
+        return cls(**_complete(cls, tree))
+    except ValidationError as error:
+        raise ConfigError(*violations(cls, error, prefix)) from None
 
 
-def _with_default(hint: Any, field: dataclasses.Field, value: Any) -> Any:
-    """Let keywords without a name, as in `loss.clip_high=0.3`, go to the default's function."""
-    make = field.default_factory
-    named = not isinstance(value, Mapping) or "fn" in value
-    if named or hint is not FunctionSpec or make is dataclasses.MISSING:
-        return value
-    return {**as_tree(make()), **value}
+def _complete(cls: type[Section], tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the mapping with text keys, empty groups for missing ones, and functions' names.
 
-
-def _convert(hint: Any, value: Any, name: str) -> Any:
-    if isinstance(hint, types.UnionType):  # `T | None`
-        (hint,) = (h for h in typing.get_args(hint) if h is not type(None))
-        if value is None:
-            return None
-    if hint is FunctionSpec:
-        return _function_spec(value, name)
-    if dataclasses.is_dataclass(hint):
-        tree = {} if value is None else value
-        return build(typing.cast(type, hint), _mapping(tree, name, "a group of keys"), f"{name}.")
-    if typing.get_origin(hint) is dict:
-        return {str(k): v for k, v in _mapping(value, name, "a mapping").items()}
-    if typing.get_origin(hint) is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_convert(typing.get_args(hint)[0], item, name) for item in items)
-    return _scalar(hint, value, name)
-
-
-def _mapping(value: Any, name: str, wanted: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}: got {_shown(value)}, wanted {wanted}")
-    return value
-
-
-def _scalar(hint: type, value: Any, name: str) -> Any:
-    if hint is float and type(value) is int:
-        return float(value)
-    fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    if not fits or value != value:  # NaN is no setting
-        raise ConfigError(f"{name}: got {_shown(value)}, wanted {_words(hint)}")
-    return value
-
-
-def _function_spec(value: Any, name: str) -> FunctionSpec:
-    if isinstance(value, str):
-        return FunctionSpec(value)
-    if isinstance(value, Mapping) and isinstance(value.get("fn"), str):
-        return FunctionSpec(value["fn"], {str(k): v for k, v in value.items() if k != "fn"})
-    raise ConfigError(
-        f"{name}: got {_shown(value)}, wanted a function's name or {{fn: NAME, keyword: …}}"
-    )
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
-
-
-def _words(hint: type) -> str:
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return plain[hint]
+    A group that is null counts as missing. Keywords without a name, as in `loss.clip_high=0.3`, go
+    to the default's function.
+    """
+    values = {str(name): value for name, value in tree.items()}
+    for name, field in cls.__pydantic_fields__.items():
+        value = values.get(name)
+        if group := group_of(field.annotation):
+            if value is None and field.default is not None:
+                value = {}
+            if isinstance(value, Mapping):
+                values[name] = _complete(group, value)
+        elif isinstance(field.default, FunctionSpec) and isinstance(value, Mapping):
+            named = "fn" in value
+            values[name] = value if named else {**field.default.as_config(), **value}
+    return values
 
 
 def as_tree(config: Any) -> Any:
@@ -241,7 +180,9 @@ def changes(before: Any, after: Any, prefix: str = "") -> list[str]:
     return [] if before == after else [f"{prefix}: {before} -> {after}"]
 
 
-def describe(cls: type, prefix: str = "", *, optional: bool = False) -> list[tuple[str, str, str]]:
+def describe(
+    cls: type[Section], prefix: str = "", *, optional: bool = False
+) -> list[tuple[str, str, str]]:
     """Return (key, default, meaning) for every key of a config, in order.
 
     A default is YAML on one line; a key without one has "(required)" in its place.
@@ -252,22 +193,13 @@ def describe(cls: type, prefix: str = "", *, optional: bool = False) -> list[tup
         optional: also the keys of groups that are null by default.
     """
     rows = []
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
-            rows += describe(typing.cast(type, hint), f"{prefix}{field.name}.", optional=optional)
-            continue
-        if field.default is not dataclasses.MISSING:
-            default = _one_line(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            default = _one_line(field.default_factory())
-        else:
-            default = "(required)"
-        rows.append((prefix + field.name, default, field.metadata["help"]))
-        for group in typing.get_args(hint) if optional else ():
-            if dataclasses.is_dataclass(group) and group is not FunctionSpec:
-                rows += describe(typing.cast(type, group), f"{prefix}{field.name}.", optional=True)
+    for name, field in cls.__pydantic_fields__.items():
+        group = group_of(field.annotation)
+        if group is None or field.default is None:
+            default = "(required)" if field.is_required() else _one_line(field.default)
+            rows.append((prefix + name, default, field.description or ""))
+        if group is not None and (optional or field.default is not None):
+            rows += describe(group, f"{prefix}{name}.", optional=optional)
     return rows
 
 

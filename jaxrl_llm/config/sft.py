@@ -1,50 +1,67 @@
 """A whole run of `jaxrl_llm.sft`: its keys, and the rules between them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrl_llm.config.checks import at_least, require
-from jaxrl_llm.config.load import key, required, section
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from jaxrl_llm.config.keys import STRICT, Number, Section
+from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.sections.batch import SftBatchConfig
 from jaxrl_llm.config.sections.checkpoint import CheckpointConfig
 from jaxrl_llm.config.sections.data import SftDataConfig
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
-from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections.model import (
+    ModelConfig,
+    adapter_has_a_kept_base,
+    adapter_is_new_or_given,
+)
 from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.config.shared import COMPILATION_CACHE, STALL_TIMEOUT, check_shared
+from jaxrl_llm.config.shared import COMPILATION_CACHE, STALL_TIMEOUT, profiled_steps_are_steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SftConfig(Section):
     """A whole run of `jaxrl_llm.sft`."""
 
-    run_dir: str = required("directory for everything that the run writes")
-    export_to: str = required("Hugging Face directory to write at the end")
-    seed: int = key(0, "seed of the data order and of random weights")
-    steps: int | None = key(None, "updates in all; null takes epochs")
-    epochs: int = key(1, "passes over the examples, where steps is null")
-    model: ModelConfig = section(ModelConfig)
-    data: SftDataConfig = section(SftDataConfig)
-    optim: OptimConfig = section(OptimConfig)
-    batch: SftBatchConfig = section(SftBatchConfig)
-    mesh: SftMeshConfig = section(SftMeshConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-    compilation_cache: bool = key(True, COMPILATION_CACHE)
-    log: LogConfig = section(LogConfig)
-    stall_timeout_s: float | None = key(3600.0, STALL_TIMEOUT)
+    run_dir: str = Field(description="directory for everything that the run writes")
+    export_to: str = Field(description="Hugging Face directory to write at the end")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="seed of the data order and of random weights"
+    )
+    steps: int | None = Field(default=None, ge=1, description="updates in all; null takes epochs")
+    epochs: int = Field(
+        default=1, ge=1, description="passes over the examples, where steps is null"
+    )
+    model: ModelConfig
+    data: SftDataConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    batch: SftBatchConfig = Field(default_factory=SftBatchConfig)
+    mesh: SftMeshConfig = Field(default_factory=SftMeshConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    log: LogConfig = Field(default_factory=LogConfig)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        at_least(self, 1, "batch.examples_per_step data.max_tokens")
-        require(
-            self.mesh.train.context != 1
-            or self.batch.max_tokens_per_device >= self.data.max_tokens,
-            f"batch.max_tokens_per_device={self.batch.max_tokens_per_device} can't hold the "
-            f"longest example: data.max_tokens={self.data.max_tokens}",
+        check(self, longest_example_fits, folders_are_two, profiled_steps_are_steps)
+        check(self.model, adapter_is_new_or_given, adapter_has_a_kept_base)
+
+
+def longest_example_fits(config: SftConfig) -> Iterator[str]:
+    """Require room for the longest example, unless devices share a row."""
+    room = config.batch.max_tokens_per_device
+    if config.mesh.train.context == 1 and room < config.data.max_tokens:
+        yield (
+            f"batch.max_tokens_per_device={room} can't hold the longest example: "
+            f"data.max_tokens={config.data.max_tokens}"
         )
-        require(
-            Path(self.export_to).resolve() != Path(self.run_dir).resolve(),
-            f"export_to and run_dir are both {self.run_dir!r}: name two folders",
-        )
-        check_shared(self)
+
+
+def folders_are_two(config: SftConfig) -> Iterator[str]:
+    """Refuse to export into the folder of the run."""
+    if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
+        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"

@@ -1,9 +1,12 @@
 """A whole run of `jaxrl_llm.train`: its keys, and the rules between them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from jaxrl_llm.config.checks import above_zero, at_least, require
-from jaxrl_llm.config.load import key, required, section
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from jaxrl_llm.config.keys import STRICT, Number, Section
+from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.batch import BatchConfig
 from jaxrl_llm.config.sections.checkpoint import CheckpointConfig
@@ -13,172 +16,218 @@ from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sections.mesh import MeshConfig
-from jaxrl_llm.config.sections.model import PolicyConfig
+from jaxrl_llm.config.sections.model import (
+    PolicyConfig,
+    adapter_has_a_kept_base,
+    adapter_is_new_or_given,
+)
 from jaxrl_llm.config.sections.offload import OffloadConfig
-from jaxrl_llm.config.sections.optim import OptimConfig, check_clip
-from jaxrl_llm.config.sections.reward import RewardConfig, check_reward
+from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sections.reward import (
+    RewardConfig,
+    components_are_reported,
+    something_scores,
+)
 from jaxrl_llm.config.sections.rollout import RolloutConfig, VllmConfig
 from jaxrl_llm.config.sections.validation import ValidationConfig
-from jaxrl_llm.config.shared import COMPILATION_CACHE, STALL_TIMEOUT, check_shared
+from jaxrl_llm.config.shared import COMPILATION_CACHE, STALL_TIMEOUT, profiled_steps_are_steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig(Section):
     """A whole run of `jaxrl_llm.train`."""
 
-    run_dir: str = required("directory for everything that the run writes")
-    seed: int = key(0, "seed of the data order and of sampling")
-    steps: int | None = key(None, "steps in all; null takes epochs")
-    epochs: int = key(1, "passes over the prompts, where steps is null")
-    model: PolicyConfig = section(PolicyConfig)
-    data: DataConfig = section(DataConfig)
-    rollout: RolloutConfig = section(RolloutConfig)
-    reward: RewardConfig = section(RewardConfig)
-    algorithm: AlgorithmConfig = section(AlgorithmConfig)
-    optim: OptimConfig = section(OptimConfig)
-    critic: CriticConfig = section(CriticConfig)
-    implicit_reward_model: ImplicitRewardModelConfig = section(ImplicitRewardModelConfig)
-    batch: BatchConfig = section(BatchConfig)
-    mesh: MeshConfig = section(MeshConfig)
-    offload: OffloadConfig = section(OffloadConfig)
-    validation: ValidationConfig = section(ValidationConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-    compilation_cache: bool = key(True, COMPILATION_CACHE)
-    log: LogConfig = section(LogConfig)
-    stall_timeout_s: float | None = key(3600.0, STALL_TIMEOUT)
-    cluster: ClusterConfig | None = key(None, "run on a Ray cluster; null: on this machine")
+    run_dir: str = Field(description="directory for everything that the run writes")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="seed of the data order and of sampling"
+    )
+    steps: int | None = Field(default=None, ge=1, description="steps in all; null takes epochs")
+    epochs: int = Field(default=1, ge=1, description="passes over the prompts, where steps is null")
+    model: PolicyConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    implicit_reward_model: ImplicitRewardModelConfig = Field(
+        default_factory=ImplicitRewardModelConfig
+    )
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    log: LogConfig = Field(default_factory=LogConfig)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
+    cluster: ClusterConfig | None = Field(
+        default=None, description="run on a Ray cluster; null: on this machine"
+    )
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        batch, rollout = self.batch, self.rollout
-        at_least(
+        check(
             self,
-            1,
-            "rollout.samples_per_prompt rollout.max_new_tokens rollout.max_running_sequences",
+            minibatches_divide_the_step,
+            longest_sequence_fits,
+            validation_samples_differ,
+            validation_has_data,
+            kl_is_in_loss_or_reward,
+            correction_has_something_to_correct,
+            filtered_runs_have_steps,
+            profiled_steps_are_steps,
         )
-        at_least(self, 1, "batch.prompts_per_step batch.epochs_per_step data.max_prompt_tokens")
-        at_least(self, 1, "batch.prompts_per_minibatch validation.samples validation.rows")
-        at_least(self, 0, "reward.workers validation.every rollout.dump_every")
-        at_least(self, 0, "validation.temperature rollout.top_k algorithm.kl_coef")
-        at_least(self, 0, "critic.warmup_steps critic.optim.max_skipped")
-        at_least(self, 0, "implicit_reward_model.optim.max_skipped")
-        at_least(self, 1, "algorithm.max_generation_batches")
-        minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
-        require(
-            batch.prompts_per_step % minibatch == 0,
-            f"batch.prompts_per_step={batch.prompts_per_step} is not a multiple of "
+        check(self.model, adapter_is_new_or_given, adapter_has_a_kept_base)
+        check(self.reward, something_scores, components_are_reported)
+        check(self, vllm_keys_have_vllm, sidecars_share_evenly, launch_commands_fit)
+        check(self, engines_have_nodes, devices_are_of_engines, sidecars_fit_devices)
+        check(self, reward_tasks_divide, vllm_has_one_trainer_or_nodes)
+
+
+def minibatches_divide_the_step(config: TrainConfig) -> Iterator[str]:
+    """Require equal mini-batches."""
+    prompts = config.batch.prompts_per_step
+    minibatch = config.batch.prompts_per_minibatch or prompts
+    if prompts % minibatch:
+        yield (
+            f"batch.prompts_per_step={prompts} is not a multiple of "
             f"batch.prompts_per_minibatch={minibatch}; "
-            f"take one of {', '.join(map(str, divisors(batch.prompts_per_step)))}",
+            f"take one of {', '.join(map(str, divisors(prompts)))}"
         )
-        require(
-            rollout.kv_cache_gb is None or rollout.kv_cache_gb > 0,
-            f"rollout.kv_cache_gb={rollout.kv_cache_gb}, wanted a number above 0 or null",
+
+
+def longest_sequence_fits(config: TrainConfig) -> Iterator[str]:
+    """Require room for the longest sequence, unless devices share a row."""
+    room = config.batch.max_tokens_per_device
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.mesh.train.context == 1 and room < longest:
+        yield (
+            f"batch.max_tokens_per_device={room} can't hold the longest "
+            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
         )
-        longest = self.data.max_prompt_tokens + rollout.max_new_tokens
-        require(
-            self.mesh.train.context != 1 or batch.max_tokens_per_device >= longest,
-            f"batch.max_tokens_per_device={batch.max_tokens_per_device} can't hold the longest "
-            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+
+
+def validation_samples_differ(config: TrainConfig) -> Iterator[str]:
+    """Refuse several samples of the likeliest answer."""
+    if config.validation.samples > 1 and config.validation.temperature == 0:
+        yield (
+            f"validation.samples={config.validation.samples} at validation.temperature=0 draws the "
+            "same answer each time: raise the temperature, or take one sample"
         )
-        require(
-            self.validation.samples == 1 or self.validation.temperature > 0,
-            f"validation.samples={self.validation.samples} at validation.temperature=0 draws the "
-            "same answer each time: raise the temperature, or take one sample",
+
+
+def validation_has_data(config: TrainConfig) -> Iterator[str]:
+    """Require data where validation is asked for."""
+    if config.validation.every and not config.data.validation:
+        yield (
+            f"validation.every={config.validation.every} but data.validation names no file: "
+            "name one, or set validation.every to 0"
         )
-        require(
-            rollout.temperature > 0,
-            f"rollout.temperature={rollout.temperature}, wanted a number above 0, to explore",
-        )
-        check_reward(self.reward)
-        for name, top_p in (("rollout", rollout.top_p), ("validation", self.validation.top_p)):
-            require(0 < top_p <= 1, f"{name}.top_p={top_p}, wanted a number in (0, 1]")
-        require(
-            not (self.validation.every and not self.data.validation),
-            f"validation.every={self.validation.every} but data.validation names no file: "
-            "name one, or set validation.every to 0",
-        )
-        require(
-            not (self.algorithm.kl_loss and self.algorithm.kl_reward),
-            "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null",
-        )
-        require(
-            not (self.algorithm.use_rollout_logprobs and self.algorithm.correction),
+
+
+def kl_is_in_loss_or_reward(config: TrainConfig) -> Iterator[str]:
+    """Refuse two KL terms, which would share a weight."""
+    if config.algorithm.kl_loss and config.algorithm.kl_reward:
+        yield "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null"
+
+
+def correction_has_something_to_correct(config: TrainConfig) -> Iterator[str]:
+    """Refuse a correction between log-probs that are the same."""
+    if config.algorithm.use_rollout_logprobs and config.algorithm.correction:
+        yield (
             "algorithm.use_rollout_logprobs takes the engine's log-probs as the old ones, so that "
-            "algorithm.correction has nothing to correct: remove one of them",
+            "algorithm.correction has nothing to correct: remove one of them"
         )
-        require(
-            self.algorithm.group_filter is None or self.steps is not None,
+
+
+def filtered_runs_have_steps(config: TrainConfig) -> Iterator[str]:
+    """Require a number of steps where a filter makes that of an epoch's unknown."""
+    if config.algorithm.group_filter is not None and config.steps is None:
+        yield (
             "algorithm.group_filter draws as many prompts as it needs, so epochs say no number of "
-            "steps: set steps",
+            "steps: set steps"
         )
-        check_engine(self)
-        check_cluster(self)
-        for name in ("critic", "implicit_reward_model"):
-            check_clip(f"{name}.optim.grad_clip", getattr(self, name).optim.grad_clip)
-        check_shared(self)
 
 
-def check_engine(config: TrainConfig) -> None:
-    """Refuse an engine that there is not, and contradictions in its keys."""
+def vllm_keys_have_vllm(config: TrainConfig) -> Iterator[str]:
+    """Refuse keys of vLLM where another engine samples."""
+    if config.rollout.engine != "vllm" and config.rollout.vllm != VllmConfig():
+        yield (
+            "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove "
+            "rollout.vllm"
+        )
+
+
+def sidecars_share_evenly(config: TrainConfig) -> Iterator[str]:
+    """Require as many sequences for each sidecar."""
+    sequences, sidecars = config.rollout.max_running_sequences, config.rollout.vllm.sidecars
+    if sequences % sidecars:
+        yield (
+            f"rollout.max_running_sequences={sequences} can't be shared evenly by "
+            f"the {sidecars} sidecars of rollout.vllm.sidecars"
+        )
+
+
+def launch_commands_fit(config: TrainConfig) -> Iterator[str]:
+    """Require one command for all sidecars, or one for each."""
+    commands, sidecars = len(config.rollout.vllm.launch), config.rollout.vllm.sidecars
+    if commands not in (0, 1, sidecars):
+        yield (
+            f"rollout.vllm.launch has {commands} commands: expected one for all sidecars, or one "
+            f"for each of the {sidecars}"
+        )
+
+
+def engines_have_nodes(config: TrainConfig) -> Iterator[str]:
+    """Require a cluster where engines have nodes of their own."""
+    if config.rollout.nodes > 0 and config.cluster is None:
+        yield (
+            f"rollout.nodes={config.rollout.nodes} needs a cluster: set cluster.nodes to the nodes "
+            "that train"
+        )
+
+
+def devices_are_of_engines(config: TrainConfig) -> Iterator[str]:
+    """Refuse devices of engines that have no nodes."""
+    if config.rollout.devices is not None and config.rollout.nodes == 0:
+        yield (
+            f"rollout.devices={config.rollout.devices} is of engines on nodes of their own: set "
+            "rollout.nodes"
+        )
+
+
+def sidecars_fit_devices(config: TrainConfig) -> Iterator[str]:
+    """Require as many devices as the sidecars of an engine take."""
     rollout = config.rollout
-    require(
-        rollout.engine in ("native", "vllm"),
-        f"rollout.engine={rollout.engine!r}, wanted native or vllm",
-    )
-    how = rollout.vllm
-    require(
-        rollout.engine == "vllm" or how == VllmConfig(),
-        "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove rollout.vllm",
-    )
-    at_least(config, 1, "rollout.vllm.sidecars rollout.vllm.tensor_parallel")
-    at_least(config, 0, "rollout.vllm.restarts rollout.vllm.first_device")
-    above_zero(config, "rollout.vllm.start_timeout_s rollout.vllm.timeout_s")
-    require(
-        rollout.max_running_sequences % how.sidecars == 0,
-        f"rollout.max_running_sequences={rollout.max_running_sequences} can't be shared evenly by "
-        f"the {how.sidecars} sidecars of rollout.vllm.sidecars",
-    )
-    require(
-        len(how.launch) in (0, 1, how.sidecars),
-        f"rollout.vllm.launch has {len(how.launch)} commands, wanted one for all sidecars, or one "
-        f"for each of the {how.sidecars}",
-    )
+    taken = rollout.vllm.sidecars * rollout.vllm.tensor_parallel
+    if config.cluster and rollout.devices is not None and taken > rollout.devices:
+        yield (f"rollout.devices={rollout.devices}, but the sidecars of rollout.vllm take {taken}")
 
 
-def check_cluster(config: TrainConfig) -> None:
-    """Refuse a cluster that can't be, and keys that need one."""
-    cluster, rollout = config.cluster, config.rollout
-    at_least(config, 0, "rollout.nodes")
-    at_least(config, 1, "rollout.devices")
-    require(
-        rollout.nodes == 0 or cluster is not None,
-        f"rollout.nodes={rollout.nodes} needs a cluster: set cluster.nodes to the nodes that train",
-    )
-    require(
-        rollout.devices is None or rollout.nodes > 0,
-        f"rollout.devices={rollout.devices} is of engines on nodes of their own: set rollout.nodes",
-    )
-    if cluster is None:
-        return
-    at_least(config, 1, "cluster.nodes cluster.processes_per_node cluster.devices cluster.cpus")
-    at_least(config, 0, "cluster.restarts cluster.reward_tasks cluster.backoff_s")
-    above_zero(config, "cluster.start_timeout_s")
-    processes = cluster.nodes * cluster.processes_per_node
-    require(
-        cluster.reward_tasks % processes == 0,
-        f"cluster.reward_tasks={cluster.reward_tasks}, wanted a multiple of the {processes} "
-        "training processes",
-    )
-    sidecars = rollout.vllm.sidecars * rollout.vllm.tensor_parallel
-    require(
-        rollout.engine == "native" or rollout.nodes > 0 or processes == 1,
-        f"rollout.engine is vllm, but there are {processes} training processes: give vLLM nodes of "
-        "its own (rollout.nodes), or train by one process",
-    )
-    require(
-        rollout.devices is None or sidecars <= rollout.devices,
-        f"rollout.devices={rollout.devices}, but the sidecars of rollout.vllm take {sidecars}",
-    )
+def reward_tasks_divide(config: TrainConfig) -> Iterator[str]:
+    """Require as many tasks for each training process."""
+    cluster = config.cluster
+    if cluster and cluster.reward_tasks % training_processes(cluster):
+        yield (
+            f"cluster.reward_tasks: expected a multiple of the {training_processes(cluster)} "
+            f"training processes, got {cluster.reward_tasks}"
+        )
+
+
+def vllm_has_one_trainer_or_nodes(config: TrainConfig) -> Iterator[str]:
+    """Refuse several training processes that each start vLLM."""
+    processes = training_processes(config.cluster) if config.cluster else 1
+    if config.rollout.engine == "vllm" and config.rollout.nodes == 0 and processes > 1:
+        yield (
+            f"rollout.engine is vllm, but there are {processes} training processes: give vLLM "
+            "nodes of its own (rollout.nodes), or train by one process"
+        )
+
+
+def training_processes(cluster: ClusterConfig) -> int:
+    """Return how many processes train."""
+    return cluster.nodes * cluster.processes_per_node
 
 
 def divisors(n: int) -> list[int]:

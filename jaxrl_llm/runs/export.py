@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import build, read_yaml
+from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.sections.model import LoraConfig
 from jaxrl_llm.models.hf.adapter import save_adapter
 from jaxrl_llm.models.hf.config import read_spec
@@ -119,4 +119,4 @@ def export_model(
 def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:
     """Return the keys of a run's model that say which adapter it trained."""
     lora = model.get("lora")  # runs of earlier versions have no such key
-    return lora and build(LoraConfig, lora, "model.lora."), model.get("adapter")
+    return lora and from_tree(LoraConfig, lora, "model.lora."), model.get("adapter")

@@ -19,7 +19,7 @@ from jaxrl_llm.cluster.job import RayJob, query_job
 from jaxrl_llm.cluster.resources import LostError
 from jaxrl_llm.cluster.watch import check_exit
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.load import build
+from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
 
 
@@ -172,7 +172,7 @@ def launched(monkeypatch):
         monkeypatch.setattr("time.sleep", waits.append)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
         tree |= {"cluster": {"restarts": restarts, "backoff_s": 3}}
-        launch.launch(build(TrainConfig, tree | {"reward": {"function": "arithmetic"}}))
+        launch.launch(from_tree(TrainConfig, tree | {"reward": {"function": "arithmetic"}}))
         return seen, waits
 
     return run

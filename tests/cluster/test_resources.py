@@ -16,7 +16,7 @@ from jaxrl_llm.cluster.resources import (
     wait_for_nodes,
 )
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import build
+from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.sharding.distributed import find_membership
 
@@ -27,7 +27,7 @@ NODE = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}
 def config(cluster, **rollout):
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
     tree |= {"reward": {"function": "arithmetic"}, "cluster": cluster, "rollout": rollout}
-    return build(TrainConfig, tree)
+    return from_tree(TrainConfig, tree)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_several_nodes_need_a_cluster(monkeypatch):
     [
         (None, {"nodes": 1}, "rollout.nodes=1 needs a cluster"),
         ({}, {"devices": 1}, "rollout.devices=1 is of engines"),
-        ({"nodes": 0}, {}, "cluster.nodes=0, wanted 1 or more"),
-        ({"restarts": -1}, {}, "cluster.restarts=-1, wanted 0 or more"),
-        ({"start_timeout_s": 0}, {}, "cluster.start_timeout_s=0.0, wanted a number above 0"),
-        ({"nodes": 4, "reward_tasks": 2}, {}, "reward_tasks=2, wanted a multiple of the 4"),
+        ({"nodes": 0}, {}, "cluster.nodes: expected 1 or more, got 0"),
+        ({"restarts": -1}, {}, "cluster.restarts: expected 0 or more, got -1"),
+        ({"start_timeout_s": 0}, {}, "start_timeout_s: expected a number above 0, got 0"),
+        ({"nodes": 4, "reward_tasks": 2}, {}, "reward_tasks: expected a multiple of the 4"),
         ({"nodes": 2}, {"engine": "vllm"}, "there are 2 training processes"),
         (
             {"nodes": 1},

@@ -131,9 +131,9 @@ def test_main_runs_what_it_should(name, config_file, monkeypatch):
     ("overrides", "said"),
     [
         (["sed=1"], "error: unknown key 'sed'; did you mean 'seed'?"),
-        (["seed=one"], "error: seed: got 'one' (str), wanted a whole number"),
+        (["seed=one"], "error: seed: expected a whole number, got 'one' (str)"),
         (["seed"], "error: override 'seed': wanted key=value, as in seed=1"),
-        (["checkpoint.keep=0"], "error: checkpoint.keep=0, wanted 1 or more"),
+        (["checkpoint.keep=0"], "error: checkpoint.keep: expected 1 or more, got 0 (int)"),
     ],
 )
 def test_errors_of_the_user_are_one_line_and_status_2(name, overrides, said, config_file, capsys):

@@ -248,8 +248,8 @@ def test_a_base_in_bfloat16(workshop, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.lora={rank: 0}"], "model.lora.rank=0, wanted 1 or more"),
-        (["model.lora={alpha: 0}"], "model.lora.alpha=0.0, wanted a number above 0"),
+        (["model.lora={rank: 0}"], "model.lora.rank: expected 1 or more, got 0"),
+        (["model.lora={alpha: 0}"], "model.lora.alpha: expected a number above 0, got 0"),
         (["model.lora={targets: []}"], "model.lora.targets names no matrix"),
         (["model.lora={targets: lm_head}"], "model.lora: 'lm_head' is no matrix"),
         (["model.lora={ranks: 1}"], "unknown key 'model.lora.ranks'"),

@@ -27,7 +27,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import build
+from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.save import save_params
@@ -555,7 +555,7 @@ def test_a_gpu_is_shared_and_sleep_is_for_gpus():
 
 def config_with(**changed):
     tree = {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}}
-    return build(TrainConfig, tree | changed)
+    return from_tree(TrainConfig, tree | changed)
 
 
 def test_vllms_answers_are_corrected_unless_the_config_says_otherwise():
@@ -571,10 +571,13 @@ def test_vllms_answers_are_corrected_unless_the_config_says_otherwise():
 @pytest.mark.parametrize(
     ("rollout", "told"),
     [
-        ({"engine": "sglang"}, "wanted native or vllm"),
+        ({"engine": "sglang"}, "expected native or vllm"),
         ({"vllm": {"sidecars": 2}}, "rollout.engine is native"),
-        ({"engine": "vllm", "vllm": {"sidecars": 0}}, "rollout.vllm.sidecars=0, wanted 1 or more"),
-        ({"engine": "vllm", "vllm": {"timeout_s": 0}}, "rollout.vllm.timeout_s=0.0"),
+        ({"engine": "vllm", "vllm": {"sidecars": 0}}, "rollout.vllm.sidecars: expected 1 or more"),
+        (
+            {"engine": "vllm", "vllm": {"timeout_s": 0}},
+            "rollout.vllm.timeout_s: expected a number above 0",
+        ),
         (
             {"engine": "vllm", "max_running_sequences": 10, "vllm": {"sidecars": 3}},
             "can't be shared evenly",

@@ -21,7 +21,7 @@ import transformers
 
 from jaxrl_llm import serve
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import build, describe
+from jaxrl_llm.config.load import describe, from_tree
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, open_served_model
@@ -68,7 +68,7 @@ def directory(model, tmp_path_factory, tokenizer_files):
 def opened(directory):
     """What is served, and the engine, on two of the devices."""
     sizes = {"rollout": {"devices": 2}}
-    made = build(
+    made = from_tree(
         ServeConfig,
         {"model": str(directory), "name": "tiny", "max_running_sequences": 8, "mesh": sizes},
     )
@@ -356,4 +356,4 @@ def test_an_address_that_is_taken_is_said_before_the_model_is_read():
 )
 def test_keys_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="wanted"):
-        build(ServeConfig, {"model": "m"} | wrong)
+        from_tree(ServeConfig, {"model": "m"} | wrong)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import build
+from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
@@ -16,7 +16,7 @@ from jaxrl_llm.training.loop import extra_metrics
 
 
 def config_of(**tree):
-    return build(
+    return from_tree(
         TrainConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, **tree}
     )
 

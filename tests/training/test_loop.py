@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.load import build
+from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
@@ -44,7 +44,7 @@ def test_answers_are_scored_while_the_devices_compute():
     with ThreadPoolExecutor(1) as aside:
         job = Mock(
             spec=Job,
-            config=build(TrainConfig, tree),
+            config=from_tree(TrainConfig, tree),
             sample=lambda prompts, step, draw: drawn,
             score=score,
             aside=aside,

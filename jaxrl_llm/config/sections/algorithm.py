@@ -1,42 +1,59 @@
 """The keys of the algorithm."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AlgorithmConfig(Section):
     """What is optimised. Each function's keyword arguments are its keys."""
 
-    advantage: FunctionSpec = key(FunctionSpec("grpo"), "function in algorithms.advantages")
-    loss: FunctionSpec = key(FunctionSpec("ppo_clip"), "function in algorithms.losses")
-    reduce: FunctionSpec = key(FunctionSpec("token_mean"), "function in algorithms.reduce")
-    kl_loss: FunctionSpec | None = key(None, "KL to the reference in the loss: algorithms.kl")
-    kl_reward: FunctionSpec | None = key(None, "KL to the reference in the reward: algorithms.kl")
-    kl_coef: float = key(0.001, "weight of the KL term")
-    kl_controller: FunctionSpec = key(
-        FunctionSpec("fixed"), "how kl_coef moves from step to step: algorithms.kl"
+    advantage: Function = function_key(
+        kinds.ADVANTAGES, "grpo", "function in algorithms.advantages"
     )
-    entropy_coef: float = key(0.0, "weight of the entropy bonus")
-    correction: tuple[FunctionSpec, ...] | None = key(
+    loss: Function = function_key(kinds.LOSSES, "ppo_clip", "function in algorithms.losses")
+    reduce: Function = function_key(kinds.REDUCTIONS, "token_mean", "function in algorithms.reduce")
+    kl_loss: Function | None = function_key(
+        kinds.KLS, None, "KL to the reference in the loss: algorithms.kl"
+    )
+    kl_reward: Function | None = function_key(
+        kinds.KLS, None, "KL to the reference in the reward: algorithms.kl"
+    )
+    kl_coef: Number = Field(default=0.001, ge=0, description="weight of the KL term")
+    kl_controller: Function = function_key(
+        kinds.KLS, "fixed", "how kl_coef moves from step to step: algorithms.kl"
+    )
+    entropy_coef: Number = Field(default=0.0, description="weight of the entropy bonus")
+    correction: Several[Function] | None = function_key(
+        kinds.CORRECTIONS,
         None,
         "functions in algorithms.correction; their weights multiply those of the loss; null takes "
         "truncated_token where vLLM samples, and none else",
     )
-    use_rollout_logprobs: bool = key(
-        False, "take the engine's log-probs as the old ones, without a second pass"
+    use_rollout_logprobs: bool = Field(
+        default=False,
+        description="take the engine's log-probs as the old ones, without a second pass",
     )
-    high_covariance: FunctionSpec | None = key(
-        None, "what marks tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov"
+    high_covariance: Function | None = function_key(
+        kinds.LOSSES,
+        None,
+        "what marks tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov",
     )
-    penalty: FunctionSpec | None = key(
-        None, "function in algorithms.shaping; what it returns [B] is added to the scores"
+    penalty: Function | None = function_key(
+        kinds.SHAPING,
+        None,
+        "function in algorithms.shaping; what it returns [B] is added to the scores",
     )
-    group_filter: FunctionSpec | None = key(
-        None, "which groups to train on, in algorithms.shaping; more are drawn for the others"
+    group_filter: Function | None = function_key(
+        kinds.SHAPING,
+        None,
+        "which groups to train on, in algorithms.shaping; more are drawn for the others",
     )
-    max_generation_batches: int = key(
-        10, "batches of prompts that a step may draw to keep enough groups"
+    max_generation_batches: int = Field(
+        default=10,
+        ge=1,
+        description="batches of prompts that a step may draw to keep enough groups",
     )

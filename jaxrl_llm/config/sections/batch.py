@@ -1,27 +1,32 @@
 """The keys of how data are cut."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config.keys import STRICT, Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BatchConfig(Section):
     """How a step's data are cut."""
 
-    prompts_per_step: int = key(64, "P: prompts sampled in a step")
-    prompts_per_minibatch: int | None = key(None, "prompts in one update; null takes all of them")
-    epochs_per_step: int = key(1, "passes over a step's data")
-    max_tokens_per_device: int = key(
-        16384, "tokens in one forward and backward pass: a limit of memory, never exceeded"
+    prompts_per_step: int = Field(default=64, ge=1, description="P: prompts sampled in a step")
+    prompts_per_minibatch: int | None = Field(
+        default=None, ge=1, description="prompts in one update; null takes all of them"
+    )
+    epochs_per_step: int = Field(default=1, ge=1, description="passes over a step's data")
+    max_tokens_per_device: int = Field(
+        default=16384,
+        description="tokens in one forward and backward pass: a limit of memory, never exceeded",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftBatchConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SftBatchConfig(Section):
     """How the examples are cut."""
 
-    examples_per_step: int = key(64, "examples in one update")
-    max_tokens_per_device: int = key(
-        16384, "tokens in one forward and backward pass: a limit of memory, never exceeded"
+    examples_per_step: int = Field(default=64, ge=1, description="examples in one update")
+    max_tokens_per_device: int = Field(
+        default=16384,
+        description="tokens in one forward and backward pass: a limit of memory, never exceeded",
     )

@@ -1,28 +1,51 @@
 """The keys of a Ray cluster."""
 
-from dataclasses import dataclass
-from typing import Any
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config.keys import STRICT, Number, Section, Table
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ClusterConfig(Section):
     """The nodes of a Ray cluster, and what happens when one is lost."""
 
-    address: str | None = key(
-        None, "host:port, ray://host:port or auto; null: RAY_ADDRESS, else this machine alone"
+    address: str | None = Field(
+        default=None,
+        description=(
+            "host:port, ray://host:port or auto; null: RAY_ADDRESS, else this machine alone"
+        ),
     )
-    nodes: int = key(1, "nodes that train")
-    processes_per_node: int = key(1, "training processes on each of them")
-    devices: int | None = key(
-        None, "devices of each training process; null: its part of the node's GPUs"
+    nodes: int = Field(default=1, ge=1, description="nodes that train")
+    processes_per_node: int = Field(
+        default=1, ge=1, description="training processes on each of them"
     )
-    cpus: int = key(1, "CPUs that Ray sets aside for each process and engine")
-    reward_tasks: int = key(
-        0, "answers scored at once, in tasks on all nodes; 0: reward.workers of each process do it"
+    devices: int | None = Field(
+        default=None,
+        ge=1,
+        description="devices of each training process; null: its part of the node's GPUs",
     )
-    env: dict[str, Any] = key({}, "environment variables for all processes")
-    start_timeout_s: float = key(300.0, "seconds for Ray and all nodes to be there")
-    restarts: int = key(3, "times that the job, or an engine, is started again when one is lost")
-    backoff_s: float = key(10.0, "seconds before the first new start; each further one waits twice")
+    cpus: int = Field(
+        default=1, ge=1, description="CPUs that Ray sets aside for each process and engine"
+    )
+    reward_tasks: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "answers scored at once, in tasks on all nodes; 0: reward.workers of each process do it"
+        ),
+    )
+    env: Table = Field(default={}, description="environment variables for all processes")
+    start_timeout_s: Number = Field(
+        default=300.0, gt=0, description="seconds for Ray and all nodes to be there"
+    )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="times that the job, or an engine, is started again when one is lost",
+    )
+    backoff_s: Number = Field(
+        default=10.0,
+        ge=0,
+        description="seconds before the first new start; each further one waits twice",
+    )

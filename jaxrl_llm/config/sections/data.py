@@ -1,38 +1,54 @@
 """The keys of data to train on."""
 
-from dataclasses import dataclass
-from typing import Any
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import key, required
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.keys import STRICT, Function, Section, Several, Table, function_key
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig(Section):
     """Prompts to train and validate on."""
 
-    train: tuple[str, ...] = required("parquet or jsonl files with verl's columns")
-    validation: tuple[str, ...] = key((), "held-out files of the same kind")
-    prepare: FunctionSpec | None = key(
-        None, "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"
+    train: Several[str] = Field(
+        min_length=1, description="parquet or jsonl files with verl's columns"
     )
-    dataset: FunctionSpec = key(FunctionSpec("verl_rows"), "function from files to rows")
-    max_prompt_tokens: int = key(512, "the longest prompt, in tokens of the chat template's text")
-    filter_overlong: bool = key(False, "drop longer prompts; false makes them an error")
-    shuffle: bool = key(True, "a new order in every epoch, from the seed")
-    chat_template_kwargs: dict[str, Any] = key({}, "keywords for the chat template")
+    validation: Several[str] = Field(default=(), description="held-out files of the same kind")
+    prepare: Function | None = function_key(
+        kinds.PREPARATIONS,
+        None,
+        "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
+    )
+    dataset: Function = function_key(kinds.DATASETS, "verl_rows", "function from files to rows")
+    max_prompt_tokens: int = Field(
+        default=512, ge=1, description="the longest prompt, in tokens of the chat template's text"
+    )
+    filter_overlong: bool = Field(
+        default=False, description="drop longer prompts; false makes them an error"
+    )
+    shuffle: bool = Field(default=True, description="a new order in every epoch, from the seed")
+    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftDataConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SftDataConfig(Section):
     """Examples to imitate."""
 
-    train: tuple[str, ...] = required("parquet or jsonl files with columns prompt and response")
-    prepare: FunctionSpec | None = key(
-        None, "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"
+    train: Several[str] = Field(
+        min_length=1, description="parquet or jsonl files with columns prompt and response"
     )
-    dataset: FunctionSpec = key(FunctionSpec("sft_rows"), "function from files to rows")
-    max_tokens: int = key(1024, "the longest example, prompt and response")
-    filter_overlong: bool = key(False, "drop longer examples; false makes them an error")
-    shuffle: bool = key(True, "a new order in every epoch, from the seed")
-    chat_template_kwargs: dict[str, Any] = key({}, "keywords for the chat template")
+    prepare: Function | None = function_key(
+        kinds.PREPARATIONS,
+        None,
+        "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
+    )
+    dataset: Function = function_key(kinds.DATASETS, "sft_rows", "function from files to rows")
+    max_tokens: int = Field(
+        default=1024, ge=1, description="the longest example, prompt and response"
+    )
+    filter_overlong: bool = Field(
+        default=False, description="drop longer examples; false makes them an error"
+    )
+    shuffle: bool = Field(default=True, description="a new order in every epoch, from the seed")
+    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")

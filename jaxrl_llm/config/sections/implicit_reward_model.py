@@ -1,19 +1,24 @@
 """The keys of the implicit reward model."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import key, section
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.keys import STRICT, Function, Section, function_key
 from jaxrl_llm.config.sections.optim import OptimConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImplicitRewardModelConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ImplicitRewardModelConfig(Section):
     """The implicit reward model, where a function asks for reward_logprobs."""
 
-    path: str | None = key(None, "Hugging Face directory; null takes model.path")
-    loss: FunctionSpec = key(FunctionSpec("implicit_reward_loss"), "function in algorithms.values")
-    reduce: FunctionSpec = key(
-        FunctionSpec("sequence_mean_token_mean"), "function in algorithms.reduce"
+    path: str | None = Field(
+        default=None, description="Hugging Face directory; null takes model.path"
     )
-    optim: OptimConfig = section(OptimConfig)
+    loss: Function = function_key(
+        kinds.VALUES, "implicit_reward_loss", "function in algorithms.values"
+    )
+    reduce: Function = function_key(
+        kinds.REDUCTIONS, "sequence_mean_token_mean", "function in algorithms.reduce"
+    )
+    optim: OptimConfig = Field(default_factory=OptimConfig)

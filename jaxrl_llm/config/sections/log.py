@@ -1,16 +1,22 @@
 """The keys of what a run logs."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config.keys import STRICT, Section, Several
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LogConfig(Section):
     """What a run says of itself, besides run_dir/metrics.jsonl."""
 
-    tensorboard: bool = key(True, "write run_dir/tensorboard")
-    wandb: str | None = key(None, "project at Weights & Biases; null does not log there")
-    profile_steps: tuple[int, ...] = key(
-        (), "steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"
+    tensorboard: bool = Field(default=True, description="write run_dir/tensorboard")
+    wandb: str | None = Field(
+        default=None, description="project at Weights & Biases; null does not log there"
+    )
+    profile_steps: Several[int] = Field(
+        default=(),
+        description=(
+            "steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"
+        ),
     )

@@ -1,86 +1,106 @@
 """The keys of a model."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Literal
 
-from jaxrl_llm.config.checks import require
-from jaxrl_llm.config.load import key, required
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from jaxrl_llm.config.keys import STRICT, Number, Section, Several
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig(Section):
     """A low-rank adapter, trained while the model's own weights are frozen."""
 
-    rank: int = key(16, "r: inner width of the adapter")
-    alpha: float = key(32.0, "what the adapter adds is scaled by alpha / rank")
-    targets: tuple[str, ...] = key(
-        ("all-linear",), "adapted matrices: all-linear, or names or patterns such as q_proj, *_proj"
+    rank: int = Field(default=16, ge=1, description="r: inner width of the adapter")
+    alpha: Number = Field(
+        default=32.0, gt=0, description="what the adapter adds is scaled by alpha / rank"
     )
-    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
+    targets: Several[str] = Field(
+        default=("all-linear",),
+        min_length=1,
+        description="adapted matrices: all-linear, or names or patterns such as q_proj, *_proj",
+    )
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig(Section):
     """The policy's model."""
 
-    path: str = required("Hugging Face directory: config.json, safetensors, tokenizer")
-    random_init: bool = key(False, "draw the weights at random; the directory then needs none")
-    dtype: str = key("float32", "compute dtype, float32 or bfloat16; master weights are float32")
-    remat: str = key(
-        "none", "what of a layer is stored for the backward pass: none (all), dots or full (least)"
+    path: str = Field(description="Hugging Face directory: config.json, safetensors, tokenizer")
+    random_init: bool = Field(
+        default=False, description="draw the weights at random; the directory then needs none"
     )
-    logprob_chunk: int = key(1024, "tokens whose logits are alive at once")
-    attention: str = key(
-        "auto",
-        "what attends to packed rows in training: xla, cudnn (Hopper GPUs and later), or auto, "
-        "which takes cudnn where it is possible and agrees with xla",
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="compute dtype, float32 or bfloat16; master weights are float32",
     )
-    router_loss_coef: float = key(
-        0.0,
-        "weight of the load-balance loss of a mixture of experts, 0.001 in many families; it takes "
-        "one more forward pass in each update",
+    remat: Literal["none", "dots", "full"] = Field(
+        default="none",
+        description=(
+            "what of a layer is stored for the backward pass: none (all), dots or full (least)"
+        ),
     )
-    router_bias_rate: float = key(
-        0.001,
-        "how far each update moves the bias of sigmoid routers against the load; 0 freezes it",
+    logprob_chunk: int = Field(
+        default=1024, ge=1, description="tokens whose logits are alive at once"
     )
-    lora: LoraConfig | None = key(
-        None,
-        "train a low-rank adapter {rank: 16, alpha: 32, targets: all-linear, rslora: false} over "
-        "the frozen model; null trains every weight",
+    attention: Literal["auto", "xla", "cudnn"] = Field(
+        default="auto",
+        description=(
+            "what attends to packed rows in training: xla, cudnn (Hopper GPUs and later), or auto, "
+            "which takes cudnn where it is possible and agrees with xla"
+        ),
     )
-    adapter: str | None = key(
-        None, "directory of an adapter in PEFT's format to train on, in place of a new one"
+    router_loss_coef: Number = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "weight of the load-balance loss of a mixture of experts, 0.001 in many families; it "
+            "takes one more forward pass in each update"
+        ),
+    )
+    router_bias_rate: Number = Field(
+        default=0.001,
+        ge=0,
+        description=(
+            "how far each update moves the bias of sigmoid routers against the load; 0 freezes it"
+        ),
+    )
+    lora: LoraConfig | None = Field(
+        default=None,
+        description=(
+            "train a low-rank adapter {rank: 16, alpha: 32, targets: all-linear, rslora: false} "
+            "over the frozen model; null trains every weight"
+        ),
+    )
+    adapter: str | None = Field(
+        default=None,
+        description="directory of an adapter in PEFT's format to train on, in place of a new one",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyConfig(ModelConfig):
     """The policy's model in RL."""
 
-    warm_start: str | None = key(
-        None, "config for jaxrl_llm.sft that makes model.path when there is nothing there"
+    warm_start: str | None = Field(
+        default=None,
+        description="config for jaxrl_llm.sft that makes model.path when there is nothing there",
     )
 
 
-def check_adapter(model: ModelConfig) -> None:
-    """Refuse contradictions between a model's adapter and its other keys."""
-    if model.lora is not None:
-        require(model.lora.rank >= 1, f"model.lora.rank={model.lora.rank}, wanted 1 or more")
-        alpha = model.lora.alpha
-        require(alpha > 0, f"model.lora.alpha={alpha}, wanted a number above 0")
-        require(len(model.lora.targets) > 0, "model.lora.targets names no matrix")
-    require(
-        not (model.lora and model.adapter),
-        "model.adapter brings its own rank, alpha and targets: remove model.lora",
-    )
-    require(
-        not (model.random_init and (model.lora or model.adapter)),
-        "model.random_init draws a model that is not kept, so that no adapter fits it later: "
-        "remove model.lora and model.adapter, or name a model that has weights",
-    )
+def adapter_is_new_or_given(model: ModelConfig) -> Iterator[str]:
+    """Refuse a new adapter beside a given one."""
+    if model.lora and model.adapter:
+        yield "model.adapter brings its own rank, alpha and targets: remove model.lora"
 
 
-def check_dtype(name: str, dtype: str) -> None:
-    """Refuse a compute dtype that is none."""
-    fits = dtype in ("float32", "bfloat16")
-    require(fits, f"{name}={dtype!r}, wanted float32 or bfloat16")
+def adapter_has_a_kept_base(model: ModelConfig) -> Iterator[str]:
+    """Refuse an adapter of a model whose weights are drawn anew by every run."""
+    if model.random_init and (model.lora or model.adapter):
+        yield (
+            "model.random_init draws a model that is not kept, so that no adapter fits it later: "
+            "remove model.lora and model.adapter, or name a model that has weights"
+        )

@@ -1,14 +1,15 @@
 """The keys of what waits in the host's memory."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config.keys import STRICT, Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OffloadConfig(Section):
     """What waits in the host's memory while it is not used."""
 
-    params: bool = key(False, "weights of the models that are trained")
-    optimizer: bool = key(False, "the optimizers' states")
-    reference: bool = key(False, "weights of the reference")
+    params: bool = Field(default=False, description="weights of the models that are trained")
+    optimizer: bool = Field(default=False, description="the optimizers' states")
+    reference: bool = Field(default=False, description="weights of the reference")

@@ -1,29 +1,34 @@
 """The keys of an optimizer."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.checks import require
+from jaxrl_llm.config import kinds
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, function_key
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimConfig(Section):
     """The optimizer."""
 
-    optimizer: FunctionSpec = key(
-        FunctionSpec("adamw"),
+    optimizer: Function = function_key(
+        kinds.OPTIMIZERS,
+        "adamw",
         "optax optimizer; mu_dtype: bfloat16 is a keyword of adamw's that halves its first moment",
+        passed=("learning_rate",),
     )
-    schedule: FunctionSpec = key(
+    schedule: Function = function_key(
+        kinds.SCHEDULES,
         FunctionSpec("constant_schedule", {"value": 1e-6}),
         "optax schedule: learning rate by update",
+        passed=(),
     )
-    grad_clip: float | None = key(1.0, "largest global gradient norm; null does not clip")
-    max_skipped: int = key(
-        3, "stop when more updates in a row had a non-finite gradient and were skipped"
+    grad_clip: Number | None = Field(
+        default=1.0, gt=0, description="largest global gradient norm; null does not clip"
     )
-
-
-def check_clip(name: str, clip: float | None) -> None:
-    require(clip is None or clip > 0, f"{name}={clip}, wanted a number above 0 or null")
+    max_skipped: int = Field(
+        default=3,
+        ge=0,
+        description="stop when more updates in a row had a non-finite gradient and were skipped",
+    )

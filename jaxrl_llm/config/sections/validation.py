@@ -1,17 +1,22 @@
 """The keys of validation."""
 
-from dataclasses import dataclass
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.load import key
+from jaxrl_llm.config.keys import STRICT, Number, Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ValidationConfig(Section):
     """Validation on data.validation."""
 
-    before: bool = key(True, "validate before the first step")
-    every: int = key(0, "validate every n steps; 0 only at the end")
-    samples: int = key(1, "k: answers per prompt, for mean@k, best@k, maj@k")
-    temperature: float = key(0.0, "0 takes the likeliest token")
-    top_p: float = key(1.0, "nucleus mass")
-    rows: int | None = key(None, "the first n rows only; null takes all")
+    before: bool = Field(default=True, description="validate before the first step")
+    every: int = Field(default=0, ge=0, description="validate every n steps; 0 only at the end")
+    samples: int = Field(
+        default=1, ge=1, description="k: answers per prompt, for mean@k, best@k, maj@k"
+    )
+    temperature: Number = Field(default=0.0, ge=0, description="0 takes the likeliest token")
+    top_p: Number = Field(default=1.0, gt=0, le=1, description="nucleus mass")
+    rows: int | None = Field(
+        default=None, ge=1, description="the first n rows only; null takes all"
+    )

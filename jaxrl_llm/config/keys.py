@@ -1,0 +1,103 @@
+"""The types of config keys, and how a group of keys is declared.
+
+A group is a frozen dataclass of pydantic's, whose keys are `Field(default, ge=…, description=…)`.
+Types are strict: YAML's `yes` or a quoted "3" is no number. An int is taken for a float.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerializer
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from jaxrl_llm.config.functions import FunctionSpec
+
+Item = TypeVar("Item")
+
+STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
+
+
+class Section:
+    """The base of all groups of keys, whole configs included."""
+
+    __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Let a mapping stand for a group, which strict types would refuse."""
+        schema = handler(source)
+        inner = handler.resolve_ref_schema(schema)
+        while inner["type"] != "dataclass":
+            inner = inner["schema"]
+        inner["strict"] = False
+        return schema
+
+
+def group_of(annotation: Any) -> type[Section] | None:
+    """Return the group of keys that an annotation names, `T` or `T | None`.
+
+    >>> group_of(int) is None, group_of(Section | None).__name__
+    (True, 'Section')
+    """
+    options = (annotation, *get_args(annotation))
+    groups = [t for t in options if isinstance(t, type) and issubclass(t, Section)]
+    return groups[0] if groups else None
+
+
+def function_key(
+    home: str,
+    default: FunctionSpec | str | None,
+    description: str,
+    *,
+    passed: tuple[str, ...] | None = None,
+) -> Any:
+    """Declare a key that names a function.
+
+    Args:
+        home: module in which a bare name is looked up.
+        default: the function, by name or with keywords.
+        description: what it is for.
+        passed: parameters that a config may not set; None where they are the positional ones
+            without a default.
+    """
+    spec = FunctionSpec(default) if isinstance(default, str) else default
+    home_of_names = {"home": home, "passed": passed and list(passed)}
+    return Field(spec, description=description, json_schema_extra={"function": home_of_names})
+
+
+def _as_spec(value: Any) -> Any:
+    if isinstance(value, str):
+        return FunctionSpec(value)
+    if isinstance(value, Mapping) and isinstance(value.get("fn"), str):
+        return FunctionSpec(value["fn"], {str(k): v for k, v in value.items() if k != "fn"})
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _with_text_keys(value: Any) -> Any:
+    return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def _no_nan(value: float) -> float:
+    if value != value:
+        raise PydanticCustomError("float_type", "NaN is no setting")
+    return value
+
+
+Number = Annotated[float, AfterValidator(_no_nan)]
+"""A float that is no NaN."""
+
+Function = Annotated[
+    InstanceOf[FunctionSpec], BeforeValidator(_as_spec), PlainSerializer(FunctionSpec.as_config)
+]
+"""A function's name, or `{fn: NAME, keyword: value, …}`."""
+
+Several = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]
+"""A list; one item may stand for a list of one."""
+
+Table = Annotated[dict[str, Any], BeforeValidator(_with_text_keys)]
+"""A mapping whose keys are not ours."""
