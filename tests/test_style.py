@@ -29,7 +29,7 @@ NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py
 
 NOT_YET_FUNCTIONS = {
     *("_parallel_update", "build"),
-    *("main", "make_learner", "run_stages", "__post_init__"),
+    *("make_learner", "run_stages", "__post_init__"),
 }
 NOT_YET_FILES = {
     "jaxrl_llm/rollout/vllm/engine.py",

@@ -10,9 +10,7 @@ padding and of the end of sequence, which its masks would drop, are forbidden.
 from meter import Meter, read_job  # isort: skip  (first: it starts the clock)
 
 import importlib.metadata
-import json
 import sys
-from pathlib import Path
 
 
 def main() -> None:
@@ -20,24 +18,12 @@ def main() -> None:
     import jax
     from transformers import AutoTokenizer
     from tunix.generate.sampler import CacheConfig, Sampler
-    from tunix.models.qwen3 import model as qwen3
     from tunix.models.qwen3 import params as qwen3_params
+    from tunix_model import model_config
 
     job = read_job()
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    hf = json.loads((Path(job["model"]) / "config.json").read_text())
-    settings = qwen3.ModelConfig(
-        num_layers=hf["num_hidden_layers"],
-        vocab_size=hf["vocab_size"],
-        embed_dim=hf["hidden_size"],
-        hidden_dim=hf["intermediate_size"],
-        num_heads=hf["num_attention_heads"],
-        head_dim=hf["head_dim"],
-        num_kv_heads=hf["num_key_value_heads"],
-        norm_eps=hf["rms_norm_eps"],
-        rope_theta=int(job["rope_theta"]),
-        use_tied_embedding=True,
-    )
+    settings = model_config(job)
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model = qwen3_params.create_model_from_safe_tensors(job["model"], settings, mesh)
     longest = max(map(max, job["lengths"]))

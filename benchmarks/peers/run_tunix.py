@@ -12,97 +12,84 @@ from meter import Meter, read_job, reward, since_begin  # isort: skip  (first: i
 
 import functools
 import importlib.metadata
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from transformers import AutoTokenizer
+from tunix.generate import sampler as sampling
+from tunix.models.qwen3 import params as qwen3_params
+from tunix.rl import rl_cluster
+from tunix.rl.grpo import grpo_learner
+from tunix.rl.rollout import base_rollout
+from tunix_model import model_config
 
-def main() -> None:  # noqa: PLR0915
-    """Run all steps and write what they took."""
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-    from transformers import AutoTokenizer
-    from tunix.generate import sampler as sampling
-    from tunix.models.qwen3 import model as qwen3
-    from tunix.models.qwen3 import params as qwen3_params
-    from tunix.rl import rl_cluster
-    from tunix.rl.grpo import grpo_learner
-    from tunix.rl.rollout import base_rollout
 
-    job = read_job()
-    meter = Meter()
-    steps, prompts_per_step = len(job["prompts"]), len(job["prompts"][0])
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    forbidden = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    sampling.Sampler.__call__ = functools.partialmethod(
-        sampling.Sampler.__call__, forbidden_tokens=forbidden
+def cluster_config(job: dict[str, Any], mesh: Any) -> Any:
+    """Return the settings of Tunix's cluster of one device."""
+    prompts_per_step = len(job["prompts"][0])
+    return rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys(
+            (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh
+        ),
+        rollout_engine="vanilla",
+        offload_to_cpu=False,
+        training_config=rl_cluster.RLTrainingConfig(
+            actor_optimizer=optax.chain(
+                optax.clip_by_global_norm(job["grad_clip"]),
+                optax.adamw(job["learning_rate"], weight_decay=0.0),
+            ),
+            eval_every_n_steps=10**9,
+            max_steps=len(job["prompts"]),
+            mini_batch_size=prompts_per_step,
+            train_micro_batch_size=job["microbatch"],
+            rollout_micro_batch_size=prompts_per_step,
+            compute_logps_micro_batch_size=job["microbatch"],
+        ),
+        rollout_config=base_rollout.RolloutConfig(
+            max_tokens_to_generate=job["max_new_tokens"],
+            max_prompt_length=job["longest_prompt"],
+            kv_cache_size=job["longest_prompt"] + job["max_new_tokens"],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=None,
+            eos_tokens=[-1],
+        ),
     )
-    hf = json.loads((Path(job["model"]) / "config.json").read_text())
-    settings = qwen3.ModelConfig(
-        num_layers=hf["num_hidden_layers"],
-        vocab_size=hf["vocab_size"],
-        embed_dim=hf["hidden_size"],
-        hidden_dim=hf["intermediate_size"],
-        num_heads=hf["num_attention_heads"],
-        head_dim=hf["head_dim"],
-        num_kv_heads=hf["num_key_value_heads"],
-        norm_eps=hf["rms_norm_eps"],
-        rope_theta=int(job["rope_theta"]),
-        use_tied_embedding=True,
-    )
+
+
+def make_cluster(job: dict[str, Any], tokenizer: Any) -> Any:
+    """Load actor and reference onto one device."""
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    settings = model_config(job)
     actor, reference = (
         qwen3_params.create_model_from_safe_tensors(job["model"], settings, mesh) for _ in range(2)
     )
-    cluster = rl_cluster.RLCluster(
+    return rl_cluster.RLCluster(
         actor=actor,
         reference=reference,
         tokenizer=tokenizer,
-        cluster_config=rl_cluster.ClusterConfig(
-            role_to_mesh=dict.fromkeys(
-                (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh
-            ),
-            rollout_engine="vanilla",
-            offload_to_cpu=False,
-            training_config=rl_cluster.RLTrainingConfig(
-                actor_optimizer=optax.chain(
-                    optax.clip_by_global_norm(job["grad_clip"]),
-                    optax.adamw(job["learning_rate"], weight_decay=0.0),
-                ),
-                eval_every_n_steps=10**9,
-                max_steps=steps,
-                mini_batch_size=prompts_per_step,
-                train_micro_batch_size=job["microbatch"],
-                rollout_micro_batch_size=prompts_per_step,
-                compute_logps_micro_batch_size=job["microbatch"],
-            ),
-            rollout_config=base_rollout.RolloutConfig(
-                max_tokens_to_generate=job["max_new_tokens"],
-                max_prompt_length=job["longest_prompt"],
-                kv_cache_size=job["longest_prompt"] + job["max_new_tokens"],
-                temperature=1.0,
-                top_p=1.0,
-                top_k=None,
-                eos_tokens=[-1],
-            ),
-        ),
+        cluster_config=cluster_config(job, mesh),
     )
-    rewards: list[float] = []
+
+
+def make_learner(job: dict[str, Any], cluster: Any, rewards: list[float]) -> Any:
+    """Make the learner, which appends each step's mean reward to `rewards`."""
 
     def reward_all(prompts: Any, completions: list[str], **_: Any) -> list[float]:
-        found = [reward(text) for text in completions]
-        rewards.append(sum(found) / len(found))
-        return found
+        values = [reward(text) for text in completions]
+        rewards.append(sum(values) / len(values))
+        return values
 
-    learner = grpo_learner.GRPOLearner(
+    return grpo_learner.GRPOLearner(
         rl_cluster=cluster,
         algo_config=grpo_learner.GRPOConfig(
             num_generations=job["samples"],
@@ -114,25 +101,33 @@ def main() -> None:  # noqa: PLR0915
         reward_fns=reward_all,
     )
 
-    def wait() -> None:
-        jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model)))
 
-    generate, all_lengths = cluster.generate, iter(job["lengths"])
+def metered_generate(
+    cluster: Any, tokenizer: Any, lengths: Iterator[list[int]], meter: Meter
+) -> Callable[..., Any]:
+    """Return the cluster's `generate`, timed, with answers cut to their lengths."""
+    generate = cluster.generate
 
-    def metered_generate(*args: Any, **kwargs: Any) -> Any:
-        wait()
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wait_for(cluster)
         start = time.perf_counter()
-        found = generate(*args, **kwargs)
-        found.tokens = [
-            tokens[:length] for tokens, length in zip(found.tokens, next(all_lengths), strict=True)
+        answers = generate(*args, **kwargs)
+        answers.tokens = [
+            tokens[:length] for tokens, length in zip(answers.tokens, next(lengths), strict=True)
         ]
-        found.text = [tokenizer.decode(tokens) for tokens in found.tokens]
-        meter.add(generation_s=time.perf_counter() - start, generated=sum(map(len, found.tokens)))
-        return found
+        answers.text = [tokenizer.decode(tokens) for tokens in answers.tokens]
+        seconds = time.perf_counter() - start
+        meter.add(generation_s=seconds, generated=sum(map(len, answers.tokens)))
+        return answers
 
-    prepare, run_step = learner._generate_and_compute_advantage, learner._run_global_step
+    return run
 
-    def metered_prepare(*args: Any, **kwargs: Any) -> Any:
+
+def metered_prepare(learner: Any, meter: Meter) -> Callable[..., Any]:
+    """Return the learner's preparation of a batch, with its tokens counted."""
+    prepare = learner._generate_and_compute_advantage
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         example = prepare(*args, **kwargs)
         if example.ref_per_token_logps is None:
             raise RuntimeError("the learner has no reference, but its loss has a KL term")
@@ -140,16 +135,36 @@ def main() -> None:  # noqa: PLR0915
         meter.add(trained=trained, tokens=trained + int(example.prompt_mask.sum()))
         return example
 
-    first_s = []
+    return run
+
+
+def wait_for(cluster: Any) -> None:
+    """Wait until the actor's parameters are computed."""
+    jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model)))
+
+
+def main() -> None:
+    """Run all steps and write what they took."""
+    job = read_job()
+    meter = Meter()
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    forbidden = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    sampling.Sampler.__call__ = functools.partialmethod(
+        sampling.Sampler.__call__, forbidden_tokens=forbidden
+    )
+    cluster = make_cluster(job, tokenizer)
+    rewards: list[float] = []
+    learner = make_learner(job, cluster, rewards)
+    run_step, first_s = learner._run_global_step, []
 
     def metered_step(*args: Any, **kwargs: Any) -> None:
         run_step(*args, **kwargs)  # raises StopIteration when the prompts are used up
-        wait()
+        wait_for(cluster)
         meter.end_step()
         first_s.append(since_begin())
 
-    cluster.generate = metered_generate
-    learner._generate_and_compute_advantage = metered_prepare
+    cluster.generate = metered_generate(cluster, tokenizer, iter(job["lengths"]), meter)
+    learner._generate_and_compute_advantage = metered_prepare(learner, meter)
     learner._run_global_step = metered_step
 
     def batches() -> Iterator[dict[str, Any]]:
