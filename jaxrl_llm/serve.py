@@ -69,14 +69,14 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     from jaxrl_llm.rollout.build import loaded_engine
     from jaxrl_llm.rollout.engine import EngineSettings
     from jaxrl_llm.serving.length import text_limit
-    from jaxrl_llm.serving.requests import Served
+    from jaxrl_llm.serving.requests import ServedModel
     from jaxrl_llm.training.layouts import open_layout
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)
     policy = read_policy(config.model, layout)
     max_tokens = config.max_tokens or policy.spec.max_positions
-    served = Served(
+    served = ServedModel(
         name=config.name or config.model,
         tokenizer=policy.tokenizer,
         stop_ids=policy.stops,

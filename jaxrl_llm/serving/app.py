@@ -19,14 +19,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.serving.answers import Choice, Envelope, event
-from jaxrl_llm.serving.fields import Refusal, parse
-from jaxrl_llm.serving.limits import Disconnected, Gate, all_answers, all_pieces, attended
-from jaxrl_llm.serving.requests import Ask, Served, read_chat, read_completion
+from jaxrl_llm.serving.fields import APIError, parse_body
+from jaxrl_llm.serving.limits import (
+    AdmissionLimiter,
+    Disconnected,
+    all_answers,
+    all_pieces,
+    while_connected,
+)
+from jaxrl_llm.serving.requests import GenerationRequest, ServedModel, parse_chat, parse_completion
+from jaxrl_llm.serving.responses import Envelope, ResponseChoice, event
 from jaxrl_llm.serving.text import Vocabulary
 
 CLIENT_GONE = 499
-LAST_WORDS_S = 1.0  # for the error that ends a stream whose client does not read
+ERROR_SEND_TIMEOUT_S = 1.0  # for the error that ends a stream whose client does not read
 
 GAUGES = {
     "running": "answers that are decoded",
@@ -62,7 +68,7 @@ class Server:
 
     _limits: LimitsConfig
 
-    def __init__(self, engine: ServedEngine, served: Served, limits: LimitsConfig) -> None:
+    def __init__(self, engine: ServedEngine, served: ServedModel, limits: LimitsConfig) -> None:
         """Begin without a request."""
         self._engine, self._served, self._limits = engine, served, limits
         self._created = int(time.time())
@@ -70,14 +76,14 @@ class Server:
         self._decode = functools.partial(
             served.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        self.gate = Gate(limits.max_running, limits.max_waiting)
+        self.limiter = AdmissionLimiter(limits.max_running, limits.max_waiting)
         self.responses: Counter[tuple[str, int]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     async def generate(self, request: Request) -> Any:
         """Answer `/v1/completions` or `/v1/chat/completions`."""
         deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
-        self.gate.check()
+        self.limiter.check()
         is_chat = request.url.path.startswith("/v1/chat")
         replies = self._replies(await self._body(request), chat=is_chat)
 
@@ -86,9 +92,11 @@ class Server:
 
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(contextlib.aclosing(replies))
-            ask: Ask = await attended(reply(), request.receive, deadline)
-            if not ask.stream:
-                return JSONResponse(await attended(reply(), request.receive, deadline))
+            generation: GenerationRequest = await while_connected(
+                reply(), request.receive, deadline
+            )
+            if not generation.stream:
+                return JSONResponse(await while_connected(reply(), request.receive, deadline))
             stack.pop_all()
         return EventStream(replies, deadline)
 
@@ -96,13 +104,13 @@ class Server:
         """Read a request's body.
 
         Raises:
-            Refusal: it is no JSON, too large, or takes too long.
+            APIError: it is no JSON, too large, or takes too long.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which no foreign web page may send
-            raise Refusal(f"got content-type {kind!r}, wanted application/json", status=415)
+            raise APIError(f"got content-type {kind!r}, wanted application/json", status=415)
         most = int(self._limits.max_body_mb * 1e6)
-        refusal = Refusal(f"the body has more than {most} bytes", status=413)
+        refusal = APIError(f"the body has more than {most} bytes", status=413)
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > most:
             raise refusal
@@ -114,46 +122,46 @@ class Server:
                     if len(body) > most:
                         raise refusal
         except TimeoutError as error:
-            raise Refusal("the body took too long", status=408) from error
+            raise APIError("the body took too long", status=408) from error
         except ClientDisconnect as error:
             raise Disconnected from error
         return bytes(body)
 
-    def _choice(self, ask: Ask, index: int) -> Choice:
-        return Choice(ask, index, self._vocabulary, self._decode)
+    def _choice(self, generation: GenerationRequest, index: int) -> ResponseChoice:
+        return ResponseChoice(generation, index, self._vocabulary, self._decode)
 
     async def _replies(self, body: bytes, *, chat: bool) -> AsyncGenerator[Any, None]:
         """Yield what a body asks for, and then the answer, or the events of its stream.
 
         All is done inside the gate. What takes the processor's time is not done on the event loop.
         """
-        read = read_chat if chat else read_completion
-        async with self.gate:
-            ask = await asyncio.to_thread(lambda: read(parse(body), self._served))
+        read = parse_chat if chat else parse_completion
+        async with self.limiter:
+            generation = await asyncio.to_thread(lambda: read(parse_body(body), self._served))
             del body
-            yield ask
-            if not ask.stream:
-                yield await self._answer(ask)
+            yield generation
+            if not generation.stream:
+                yield await self._answer(generation)
                 return
-            async with contextlib.aclosing(self._events(ask)) as events:
+            async with contextlib.aclosing(self._events(generation)) as events:
                 async for text in events:
                     yield text
 
-    async def _answer(self, ask: Ask) -> dict[str, Any]:
-        with refused_by_engine():
-            answers = await all_answers(self._engine, ask.requests())
+    async def _answer(self, generation: GenerationRequest) -> dict[str, Any]:
+        with engine_errors_as_api_errors():
+            answers = await all_answers(self._engine, generation.requests())
         choices, tokens = [], 0
         for index, answer in enumerate(answers):
-            choices.append(self._choice(ask, index).take(answer, first=True, whole=True))
+            choices.append(self._choice(generation, index).take(answer, first=True, whole=True))
             tokens += len(answer.tokens)
-        return Envelope(ask, self._served.name).answer(choices, tokens)
+        return Envelope(generation, self._served.name).answer(choices, tokens)
 
-    async def _events(self, ask: Ask) -> AsyncGenerator[str, None]:
-        envelope, requests = Envelope(ask, self._served.name), ask.requests()
-        choices = [self._choice(ask, index) for index in range(len(requests))]
+    async def _events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
+        envelope, requests = Envelope(generation, self._served.name), generation.requests()
+        choices = [self._choice(generation, index) for index in range(len(requests))]
         begun = [False] * len(requests)
         pieces = all_pieces(self._engine, requests)
-        with refused_by_engine():
+        with engine_errors_as_api_errors():
             async with contextlib.aclosing(pieces):
                 async for index, piece in pieces:
                     if choices[index].ended:
@@ -176,7 +184,7 @@ class Server:
         }
         name = request.path_params.get("name")
         if name not in (None, self._served.name):
-            raise Refusal(
+            raise APIError(
                 f"got model {name!r}, wanted {self._served.name!r}",
                 status=404,
                 code="model_not_found",
@@ -195,8 +203,10 @@ class Server:
             lines += family(f"engine_{name}", "gauge", meaning, {"": stats[name]})
         for name, meaning in COUNTERS.items():
             lines += family(f"engine_{name}_total", "counter", meaning, {"": stats[name]})
-        lines += family("requests_running", "gauge", "requests at work", {"": self.gate.running})
-        lines += family("requests_waiting", "gauge", "requests that wait", {"": self.gate.waiting})
+        lines += family("requests_running", "gauge", "requests at work", {"": self.limiter.running})
+        lines += family(
+            "requests_waiting", "gauge", "requests that wait", {"": self.limiter.waiting}
+        )
         counts = {f'{{path="{p}",status="{s}"}}': n for (p, s), n in self.responses.items()}
         lines += family("responses_total", "counter", "responses, by path and status", counts)
         seconds = {f'{{path="{path}"}}': value for path, value in self.seconds.items()}
@@ -221,12 +231,12 @@ def family(name: str, kind: str, meaning: str, samples: Mapping[str, int | float
 
 
 @contextlib.contextmanager
-def refused_by_engine() -> Iterator[None]:
+def engine_errors_as_api_errors() -> Iterator[None]:
     """Turn an engine's error into a refusal."""
     try:
         yield
     except EngineError as error:
-        raise Refusal(str(error)) from error
+        raise APIError(str(error)) from error
 
 
 class EventStream:
@@ -245,15 +255,15 @@ class EventStream:
         """Send the events; an error of the first one has a status of its own."""
         try:
             async with contextlib.aclosing(self._events):
-                await attended(self._send_all(send), receive, self._deadline)
+                await while_connected(self._send_all(send), receive, self._deadline)
         except Disconnected:
             if not self._begun:
                 raise
-        except Refusal as refusal:
+        except APIError as refusal:
             if not self._begun:
                 raise
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
                     await send(part(event(refusal.body)))
                     await send(part("", more=False))
 
@@ -281,7 +291,7 @@ def part(text: str, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
 
 
-class Front:
+class AuthMiddleware:
     """Asks for the API key below `/v1`, and counts responses.
 
     Args:
@@ -311,10 +321,10 @@ class Front:
             await send(message)
 
         try:
-            if self._may_pass(scope):
+            if self._is_authorized(scope):
                 await self._app(scope, receive, note)
             else:
-                await answer_refusal(KEYLESS)(scope, receive, note)
+                await error_response(UNAUTHORIZED)(scope, receive, note)
         except Exception:
             status = 500
             raise
@@ -322,7 +332,7 @@ class Front:
             self._server.responses[path, status] += 1
             self._server.seconds[path] += time.monotonic() - started
 
-    def _may_pass(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         if self._api_key is None or not scope["path"].startswith("/v1"):
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -331,7 +341,7 @@ class Front:
         return is_key and scheme.lower() == b"bearer"  # RFC 9110, 11.1: in any case
 
 
-KEYLESS = Refusal(
+UNAUTHORIZED = APIError(
     "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
     status=401,
     code="invalid_api_key",
@@ -339,13 +349,13 @@ KEYLESS = Refusal(
 )
 
 
-def answer_refusal(refusal: Refusal) -> JSONResponse:
+def error_response(refusal: APIError) -> JSONResponse:
     """Return the response that says no."""
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
 def make_app(
-    engine: ServedEngine, served: Served, limits: LimitsConfig, api_key: str | None
+    engine: ServedEngine, served: ServedModel, limits: LimitsConfig, api_key: str | None
 ) -> Starlette:
     """Return the ASGI application.
 
@@ -366,19 +376,19 @@ def make_app(
     ]
 
     async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, Refusal):
-            return answer_refusal(error)
+        if isinstance(error, APIError):
+            return error_response(error)
         if isinstance(error, HTTPException):
             where = f"{request.method} {request.url.path}"
-            return answer_refusal(Refusal(f"{where}: {error.detail}", status=error.status_code))
+            return error_response(APIError(f"{where}: {error.detail}", status=error.status_code))
         if isinstance(error, Disconnected):
             return Response(status_code=CLIENT_GONE)
-        return answer_refusal(Refusal("the server failed; its log says why", status=500))
+        return error_response(APIError("the server failed; its log says why", status=500))
 
-    kinds = (Refusal, HTTPException, Disconnected, Exception)
+    kinds = (APIError, HTTPException, Disconnected, Exception)
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
         exception_handlers=dict.fromkeys(kinds, refuse),
-        middleware=[Middleware(Front, server, api_key, paths)],
+        middleware=[Middleware(AuthMiddleware, server, api_key, paths)],
     )

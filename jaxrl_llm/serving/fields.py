@@ -28,7 +28,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 KINDS |= {list: "a list", dict: "an object"}
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """A request that is answered with an error.
 
     Args:
@@ -58,7 +58,7 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         """Return the answer in OpenAI's format.
 
-        >>> Refusal("n=0, wanted 1 or more", param="n").body["error"]["type"]
+        >>> APIError("n=0, wanted 1 or more", param="n").body["error"]["type"]
         'invalid_request_error'
         """
         kinds = {429: "rate_limit_error", 500: "server_error", 504: "timeout_error"}
@@ -91,7 +91,7 @@ class Fields:
         """Return a field, or the default where there is none.
 
         Raises:
-            Refusal: it is of another kind.
+            APIError: it is of another kind.
         """
         if name not in self._left:
             return default
@@ -106,7 +106,7 @@ class Fields:
         """Return a number from `low` to `high`.
 
         Raises:
-            Refusal: it is none.
+            APIError: it is none.
         """
         value = self.take(name, kind, default)
         if value is not None and not low <= value <= high:
@@ -118,9 +118,9 @@ class Fields:
         """Return a field of any kind, or None."""
         return self._left.pop(name, None)
 
-    def refuse(self, name: str, value: Any, wanted: str) -> Refusal:
+    def refuse(self, name: str, value: Any, wanted: str) -> APIError:
         """Return the refusal of a value."""
-        return Refusal(
+        return APIError(
             f"{self._prefix}{name}: got {shown(value)}, wanted {wanted}", param=self._prefix + name
         )
 
@@ -128,18 +128,18 @@ class Fields:
         """Refuse what was not taken, unless it changes nothing.
 
         Raises:
-            Refusal: a field is unknown or asks for what is not supported.
+            APIError: a field is unknown or asks for what is not supported.
         """
         for name, value in self._left.items():
             if name in NOTHING_CHANGES and not self._prefix:
                 continue
             if name not in NEUTRAL or self._prefix:
-                raise Refusal(
+                raise APIError(
                     f"unknown field {self._prefix + name!r}: it is not supported; remove it",
                     param=self._prefix + name,
                 )
             if not any(value == neutral for neutral in NEUTRAL[name]):
-                raise Refusal(
+                raise APIError(
                     f"{name}: got {shown(value)}, but it is not supported; remove it", param=name
                 )
 
@@ -172,19 +172,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request's body.
 
     Raises:
-        Refusal: it is none.
+        APIError: it is none.
 
-    >>> parse(b'{"n": 1}')
+    >>> parse_body(b'{"n": 1}')
     {'n': 1}
     """
     try:
         tree = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is not JSON: {error}") from error
+        raise APIError(f"the body is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise Refusal(f"the body is {shown(tree)}, wanted a JSON object")
+        raise APIError(f"the body is {shown(tree)}, wanted a JSON object")
     return tree

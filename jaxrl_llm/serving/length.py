@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.serving.fields import Refusal
+from jaxrl_llm.serving.fields import APIError
 from jaxrl_llm.serving.text import BYTE_OF
 
 COMPOSED = 4  # code points that a composing normal form of Unicode makes one of, at most
@@ -40,7 +40,7 @@ class TextLimit:
         """Refuse a text that can't fit.
 
         Raises:
-            Refusal: with the code that a sequence of too many tokens has.
+            APIError: with the code that a sequence of too many tokens has.
 
         >>> TextLimit(2, 3, 1, spaces=True).check("abcdef", "prompt")
         """
@@ -51,7 +51,7 @@ class TextLimit:
             most *= self.composed
         count = len(text) if self.spaces else len("".join(text.split()))
         if count > most:
-            raise Refusal(
+            raise APIError(
                 f"{param}: got {count} characters, wanted at most {most}: the model takes "
                 f"{self.tokens} tokens, and none of its tokens is longer than {self.longest}",
                 param=param,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request
-from jaxrl_llm.serving.fields import Refusal
+from jaxrl_llm.serving.fields import APIError
 
 T = TypeVar("T")
 
@@ -15,7 +15,7 @@ class Disconnected(Exception):
     """The client has gone: nobody reads the answer."""
 
 
-class Gate:
+class AdmissionLimiter:
     """Lets so many requests in at once, makes some others wait, and refuses the rest.
 
     Args:
@@ -23,12 +23,12 @@ class Gate:
         waiting: requests that wait.
 
     >>> async def two():
-    ...     gate = Gate(1, 0)
-    ...     async with gate:
-    ...         gate.check()
+    ...     limiter = AdmissionLimiter(1, 0)
+    ...     async with limiter:
+    ...         limiter.check()
     >>> asyncio.run(two())
     Traceback (most recent call last):
-    jaxrl_llm.serving.fields.Refusal: 1 requests run and 0 wait already: try again later
+    jaxrl_llm.serving.fields.APIError: 1 requests run and 0 wait already: try again later
     """
 
     def __init__(self, running: int, waiting: int) -> None:
@@ -40,10 +40,10 @@ class Gate:
         """Refuse a request where there is no room for it.
 
         Raises:
-            Refusal: with status 429.
+            APIError: with status 429.
         """
         if self._free.locked() and self.waiting >= self._most:
-            raise Refusal(
+            raise APIError(
                 f"{self.running} requests run and {self.waiting} wait already: try again later",
                 status=429,
                 code="rate_limit_exceeded",
@@ -66,7 +66,7 @@ class Gate:
         self._free.release()
 
 
-async def attended(
+async def while_connected(
     work: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]], deadline: float
 ) -> T:
     """Do work as long as its client is there; cancel it when its time is over.
@@ -78,7 +78,7 @@ async def attended(
 
     Raises:
         Disconnected: the client has gone.
-        Refusal: with status 504, out of time.
+        APIError: with status 504, out of time.
     """
 
     async def gone() -> None:
@@ -95,12 +95,12 @@ async def attended(
             return tasks[0].result()
         if done:
             raise Disconnected
-        raise Refusal("the request took too long and was given up", status=504, code="timeout")
+        raise APIError("the request took too long and was given up", status=504, code="timeout")
     finally:
-        await given_up(tasks)
+        await cancel_all(tasks)
 
 
-async def given_up(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
@@ -113,7 +113,7 @@ async def all_answers(engine: Engine, requests: Sequence[Request]) -> list[Compl
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await given_up(tasks)
+        await cancel_all(tasks)
 
 
 async def all_pieces(
@@ -143,4 +143,4 @@ async def all_pieces(
             await tasks[index]  # raises what it failed with
             left -= 1
     finally:
-        await given_up(tasks)
+        await cancel_all(tasks)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.data.chat import encode_prompt, render_prompt
 from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.serving.fields import Fields, Refusal, is_a, shown
+from jaxrl_llm.serving.fields import APIError, Fields, is_a, shown
 from jaxrl_llm.serving.length import TextLimit
 
 MOST_LOGPROBS = 20
@@ -19,7 +19,7 @@ MOST_STOPS = 16
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI; a chat's answer may fill what is left
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """The model that is served.
 
     Attributes:
@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """What one request asks for.
 
     Attributes:
@@ -88,29 +88,29 @@ def choice_seeds(seed: int, count: int) -> list[int]:
     return np.random.SeedSequence(seed % 2**64).generate_state(count).tolist()
 
 
-def read_completion(tree: Mapping[str, Any], served: Served) -> Ask:
+def parse_completion(tree: Mapping[str, Any], served: ServedModel) -> GenerationRequest:
     """Translate a request of `/v1/completions`.
 
     Raises:
-        Refusal: a field is wrong, unknown or not supported, or the request does not fit the model.
+        APIError: a field is wrong, unknown or not supported, or the request does not fit the model.
     """
     fields = Fields(tree)
-    check_model(fields, served)
-    prompts = read_prompts(fields, served)
+    check_model_name(fields, served)
+    prompts = parse_prompts(fields, served)
     tops = fields.between("logprobs", int, None, 0, MOST_LOGPROBS)
     wanted = fields.between("max_tokens", int, DEFAULT_MAX_TOKENS, 1, math.inf)
-    return read_rest(fields, served, prompts, wanted, chat=False, tops=tops)
+    return parse_common(fields, served, prompts, wanted, chat=False, tops=tops)
 
 
-def read_chat(tree: Mapping[str, Any], served: Served) -> Ask:
+def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationRequest:
     """Translate a request of `/v1/chat/completions`.
 
     Raises:
-        Refusal: as `read_completion`, or the chat template refuses the messages.
+        APIError: as `parse_completion`, or the chat template refuses the messages.
     """
     fields = Fields(tree)
-    check_model(fields, served)
-    messages = [read_message(m, i) for i, m in enumerate(fields.take("messages", list, []))]
+    check_model_name(fields, served)
+    messages = [parse_message(m, i) for i, m in enumerate(fields.take("messages", list, []))]
     if not messages:
         raise fields.refuse("messages", [], "a list with a message or more")
     template = fields.take("chat_template_kwargs", dict, {})
@@ -120,7 +120,7 @@ def read_chat(tree: Mapping[str, Any], served: Served) -> Ask:
         raise fields.refuse("tool_choice", choice, "auto or none")
     if tools and choice == "auto":
         template = template | {"tools": tools}
-    prompt = read_messages(messages, template, served)
+    prompt = tokenize_messages(messages, template, served)
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -132,23 +132,23 @@ def read_chat(tree: Mapping[str, Any], served: Served) -> Ask:
     if older not in (None, wanted):
         raise fields.refuse("max_tokens", older, f"max_completion_tokens={wanted}, or none")
     left = max(1, served.max_tokens - len(prompt))
-    return read_rest(fields, served, (prompt,), wanted or left, chat=True, tops=tops)
+    return parse_common(fields, served, (prompt,), wanted or left, chat=True, tops=tops)
 
 
-def read_rest(
+def parse_common(
     fields: Fields,
-    served: Served,
+    served: ServedModel,
     prompts: tuple[tuple[int, ...], ...],
     max_new_tokens: int,
     *,
     chat: bool,
     tops: int | None,
-) -> Ask:
+) -> GenerationRequest:
     """Read the fields that both APIs have, refuse all others, and check that it fits."""
     n = fields.between("n", int, 1, 1, math.inf)
     if n * len(prompts) > served.max_answers:
         count = n * len(prompts)
-        raise Refusal(f"got {count} answers to give, wanted at most {served.max_answers}: see n")
+        raise APIError(f"got {count} answers to give, wanted at most {served.max_answers}: see n")
     for prompt in prompts:
         check_fit(len(prompt), max_new_tokens, served.max_tokens)
     stream = fields.take("stream", bool, False)
@@ -159,10 +159,10 @@ def read_rest(
     streaming.take("include_obfuscation", bool)
     include_usage = streaming.take("include_usage", bool, False)
     streaming.end()
-    ask = Ask(
+    request = GenerationRequest(
         chat=chat,
         prompts=prompts,
-        sampling=read_sampling(fields, served, max_new_tokens, tops or 0),
+        sampling=parse_sampling(fields, served, max_new_tokens, tops or 0),
         n=n,
         seed=fields.take("seed", int, secrets.randbits(64)),
         logprobs=tops is not None,
@@ -171,10 +171,12 @@ def read_rest(
         include_usage=include_usage,
     )
     fields.end()
-    return ask
+    return request
 
 
-def read_sampling(fields: Fields, served: Served, max_new_tokens: int, tops: int) -> SamplingParams:
+def parse_sampling(
+    fields: Fields, served: ServedModel, max_new_tokens: int, tops: int
+) -> SamplingParams:
     """Read how to sample."""
     top_p = fields.between("top_p", float, 1.0, 0, 1)
     penalty = fields.between("repetition_penalty", float, 1.0, 0, math.inf)
@@ -191,18 +193,18 @@ def read_sampling(fields: Fields, served: Served, max_new_tokens: int, tops: int
         top_k=max(0, fields.between("top_k", int, 0, -1, math.inf)),
         min_p=fields.between("min_p", float, 0.0, 0, 1),
         repetition_penalty=penalty,
-        logit_bias=read_bias(fields, served),
+        logit_bias=parse_logit_bias(fields, served),
         stop_ids=tuple(sorted({*known, *more})),
-        stop=read_stops(fields),
+        stop=parse_stops(fields),
         top_logprobs=tops,
     )
 
 
-def check_model(fields: Fields, served: Served) -> None:
+def check_model_name(fields: Fields, served: ServedModel) -> None:
     """Refuse another model's name; none is good, too."""
     name = fields.take("model", str, served.name)
     if name != served.name:
-        raise Refusal(
+        raise APIError(
             f"model: got {shown(name)}, wanted {served.name!r}",
             param="model",
             status=404,
@@ -210,7 +212,7 @@ def check_model(fields: Fields, served: Served) -> None:
         )
 
 
-def read_prompts(fields: Fields, served: Served) -> tuple[tuple[int, ...], ...]:
+def parse_prompts(fields: Fields, served: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Read a text, a list of texts, token ids, or a list of lists of token ids."""
     given = fields.any_of("prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and is_a(given[0], int)):
@@ -218,13 +220,13 @@ def read_prompts(fields: Fields, served: Served) -> tuple[tuple[int, ...], ...]:
     if not isinstance(given, list) or not given:
         raise fields.refuse("prompt", given, "a text, token ids, or a list of one of these")
     if len(given) > served.max_answers:
-        raise Refusal(
+        raise APIError(
             f"got {len(given)} prompts, wanted at most {served.max_answers}", param="prompt"
         )
-    return tuple(read_prompt(one, served) for one in given)
+    return tuple(parse_prompt(one, served) for one in given)
 
 
-def read_prompt(given: Any, served: Served) -> tuple[int, ...]:
+def parse_prompt(given: Any, served: ServedModel) -> tuple[int, ...]:
     """Read a text or token ids."""
     if isinstance(given, str):
         if served.text_limit is not None:
@@ -232,17 +234,17 @@ def read_prompt(given: Any, served: Served) -> tuple[int, ...]:
         try:
             given = served.tokenizer(given, add_special_tokens=True)["input_ids"]
         except (ValueError, TypeError) as error:
-            raise Refusal(f"prompt: {shown(given)} is no text: {error}", param="prompt") from error
+            raise APIError(f"prompt: {shown(given)} is no text: {error}", param="prompt") from error
     elif isinstance(given, list):
         check_fit(len(given), 0, served.max_tokens)  # before each of them is looked at
         check_tokens("prompt", given, served)
     else:
-        raise Refusal(f"prompt: got {shown(given)}, wanted a text or token ids", param="prompt")
+        raise APIError(f"prompt: got {shown(given)}, wanted a text or token ids", param="prompt")
     return tuple(given)
 
 
-def read_messages(
-    messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], served: Served
+def tokenize_messages(
+    messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], served: ServedModel
 ) -> tuple[int, ...]:
     """Tokenise a chat, unless the text that the template makes of it is too long."""
     try:
@@ -251,14 +253,14 @@ def read_messages(
             served.text_limit.check(text, "messages")
         return tuple(encode_prompt(served.tokenizer, messages, **template))
     except (ValueError, TypeError) as error:
-        raise Refusal(f"messages: {error}", param="messages") from error
+        raise APIError(f"messages: {error}", param="messages") from error
 
 
-def check_tokens(name: str, tokens: Sequence[Any], served: Served) -> None:
+def check_tokens(name: str, tokens: Sequence[Any], served: ServedModel) -> None:
     """Refuse what is no token id of the model."""
     for token in tokens:
         if not is_a(token, int) or not 0 <= token < served.vocab_size:
-            raise Refusal(
+            raise APIError(
                 f"{name}: got {shown(token)}, wanted token ids from 0 to {served.vocab_size - 1}",
                 param=name,
             )
@@ -270,16 +272,16 @@ def check_fit(prompt: int, max_new_tokens: int, most: int) -> None:
     >>> check_fit(10, 6, 16)
     """
     if prompt == 0:
-        raise Refusal("a prompt has no token, wanted one or more", param="prompt")
+        raise APIError("a prompt has no token, wanted one or more", param="prompt")
     if prompt + max_new_tokens > most:
-        raise Refusal(
+        raise APIError(
             f"a prompt of {prompt} tokens and an answer of {max_new_tokens} make "
             f"{prompt + max_new_tokens}, wanted at most {most}",
             code="context_length_exceeded",
         )
 
 
-def read_stops(fields: Fields) -> tuple[str, ...]:
+def parse_stops(fields: Fields) -> tuple[str, ...]:
     """Read a stop text or a list of them."""
     given = fields.any_of("stop")
     stops = [given] if isinstance(given, str) else [] if given is None else given
@@ -289,60 +291,60 @@ def read_stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def read_bias(fields: Fields, served: Served) -> tuple[tuple[int, float], ...]:
+def parse_logit_bias(fields: Fields, served: ServedModel) -> tuple[tuple[int, float], ...]:
     """Read an object from token ids to what is added to their logits."""
-    found = {}
+    biases = {}
     for name, value in fields.take("logit_bias", dict, {}).items():
         if not name.isdecimal() or len(name) > 9 or not is_a(value, float) or abs(value) > 100:
             raise fields.refuse("logit_bias", {name: value}, "token ids and numbers of -100 to 100")
         check_tokens("logit_bias", [int(name)], served)
-        found[int(name)] = float(value)
-    return tuple(sorted(found.items()))
+        biases[int(name)] = float(value)
+    return tuple(sorted(biases.items()))
 
 
-def read_message(message: Any, index: int) -> dict[str, Any]:
+def parse_message(message: Any, index: int) -> dict[str, Any]:
     """Return a message as chat templates want it: content a text, tools' arguments an object.
 
-    >>> read_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
+    >>> parse_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
     {'role': 'user', 'content': 'Hi'}
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Refusal(f"{where}: got {shown(message)}, wanted an object with a role", param=where)
+        raise APIError(f"{where}: got {shown(message)}, wanted an object with a role", param=where)
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(read_part(part, where) for part in content)
+        content = "\n".join(parse_part(part, where) for part in content)
     elif content is None:
         content = ""
     elif not isinstance(content, str):
-        raise Refusal(f"{where}.content: got {shown(content)}, wanted a text", param=where)
+        raise APIError(f"{where}.content: got {shown(content)}, wanted a text", param=where)
     calls = message.get("tool_calls")
     if calls is None:
         return {**message, "content": content}
     if not isinstance(calls, list):
-        raise Refusal(f"{where}.tool_calls: got {shown(calls)}, wanted a list", param=where)
-    return {**message, "content": content, "tool_calls": [read_call(c, where) for c in calls]}
+        raise APIError(f"{where}.tool_calls: got {shown(calls)}, wanted a list", param=where)
+    return {**message, "content": content, "tool_calls": [parse_tool_call(c, where) for c in calls]}
 
 
-def read_part(part: Any, where: str) -> str:
+def parse_part(part: Any, where: str) -> str:
     """Return the text of a part of a message."""
     is_text = isinstance(part, dict) and part.get("type") == "text"
     if not is_text or not isinstance(part.get("text"), str):
-        raise Refusal(f"{where}.content: got {shown(part)}, wanted parts of text", param=where)
+        raise APIError(f"{where}.content: got {shown(part)}, wanted parts of text", param=where)
     return part["text"]
 
 
-def read_call(call: Any, where: str) -> dict[str, Any]:
+def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object; OpenAI writes them as a text of JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise Refusal(f"{where}.tool_calls: got {shown(call)}, wanted a function", param=where)
+        raise APIError(f"{where}.tool_calls: got {shown(call)}, wanted a function", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"{where}.tool_calls: arguments are no JSON: {error}", param=where) from (
-                error
-            )
+            raise APIError(
+                f"{where}.tool_calls: arguments are no JSON: {error}", param=where
+            ) from (error)
     return {**call, "function": {**function, "arguments": arguments}}

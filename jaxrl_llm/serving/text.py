@@ -50,10 +50,10 @@ class AnswerText:
         fresh = self._read(tokens, last)
         self.length += len(fresh)
         text = self._held + fresh
-        found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(starts)]
         keep = 0 if last else longest_beginning(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

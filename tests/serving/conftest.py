@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.length import text_limit
-from jaxrl_llm.serving.requests import Served
+from jaxrl_llm.serving.requests import ServedModel
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 NAME, KEY, MAX_TOKENS = "tiny", "secret", 256
@@ -154,7 +154,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def served(tokenizer):
     limit = text_limit(tokenizer, MAX_TOKENS)
-    return Served(NAME, tokenizer, stop_ids(tokenizer, QUICKSTART), 264, MAX_TOKENS, 8, limit)
+    return ServedModel(NAME, tokenizer, stop_ids(tokenizer, QUICKSTART), 264, MAX_TOKENS, 8, limit)
 
 
 @pytest.fixture(scope="session")

@@ -360,7 +360,7 @@ def ask_for(prompt, *, stream=False):
 
 @contextlib.contextmanager
 def asking(address, body):
-    """Ask in a thread, and yield the list that gets the answer."""
+    """GenerationRequest in a thread, and yield the list that gets the answer."""
     answers = []
     thread = threading.Thread(target=lambda: answers.append(post(address, body)))
     thread.start()
@@ -400,8 +400,8 @@ def test_what_can_not_fit_is_refused_before_it_is_tokenised(
 def test_others_are_answered_while_a_request_is_read(watching, watched, monkeypatch, costly):
     address = watching()
     if costly == "parsing":
-        parse = app.parse
-        monkeypatch.setattr(app, "parse", lambda b: watched.may_go_on.wait(20) and parse(b))
+        parse = app.parse_body
+        monkeypatch.setattr(app, "parse_body", lambda b: watched.may_go_on.wait(20) and parse(b))
     watched.may_go_on.clear()
     with asking(address, ask_for("slow")) as answers:
         for _ in range(3):
@@ -449,7 +449,7 @@ def test_a_client_that_goes_while_its_text_is_tokenised_leaves_the_gate(
 
 
 def test_a_reader_that_stands_still_leaves_the_gate_in_time(engine, served, monkeypatch):
-    monkeypatch.setattr(app, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(app, "ERROR_SEND_TIMEOUT_S", 0.05)
     server = app.Server(engine, served, LimitsConfig(max_running=1))
 
     async def forever(*_):
@@ -458,10 +458,10 @@ def test_a_reader_that_stands_still_leaves_the_gate_in_time(engine, served, monk
     async def run():
         replies = server._replies(ask_for("Hi", stream=True), chat=False)
         assert (await anext(replies)).stream
-        assert server.gate.running == 1
+        assert server.limiter.running == 1
         stream = EventStream(replies, asyncio.get_running_loop().time() + 0.2)
         await stream({}, forever, forever)
-        assert server.gate.running == 0
+        assert server.limiter.running == 0
 
     asyncio.run(run())
 
@@ -491,7 +491,7 @@ def test_a_client_that_goes_takes_its_request_along(connect, engine, wait_until,
 
 
 def test_a_reader_that_stands_still_does_not_outlive_its_time(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.serving.app.LAST_WORDS_S", 0.05)
+    monkeypatch.setattr("jaxrl_llm.serving.app.ERROR_SEND_TIMEOUT_S", 0.05)
     sent, closed = [], []
 
     async def events():

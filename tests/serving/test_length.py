@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.serving.fields import Refusal
+from jaxrl_llm.serving.fields import APIError
 from jaxrl_llm.serving.length import BYTES, COMPOSED, TextLimit, text_limit
 from jaxrl_llm.serving.text import BYTE_OF
 
@@ -87,10 +87,12 @@ def test_a_text_that_can_not_fit_is_refused(bounded):
     limit = text_limit(bounded, 10)
     most = 10 * limit.longest
     limit.check("a" * most, "prompt")
-    with pytest.raises(Refusal, match=rf"^prompt: got {most + 1} characters, wanted at most") as no:
+    with pytest.raises(
+        APIError, match=rf"^prompt: got {most + 1} characters, wanted at most"
+    ) as no:
         limit.check("a" * (most + 1), "prompt")
     assert (no.value.status, no.value.code) == (400, "context_length_exceeded")
-    with pytest.raises(Refusal):
+    with pytest.raises(APIError):
         limit.check("é" * (most * limit.composed + 1), "prompt")
 
 

@@ -5,20 +5,20 @@ import dataclasses
 import pytest
 
 from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.serving.fields import NEUTRAL, NOTHING_CHANGES, Refusal, parse
-from jaxrl_llm.serving.requests import Ask, choice_seeds, read_chat, read_completion
+from jaxrl_llm.serving.fields import NEUTRAL, NOTHING_CHANGES, APIError, parse_body
+from jaxrl_llm.serving.requests import GenerationRequest, choice_seeds, parse_chat, parse_completion
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
 def completion(served):
-    return lambda **fields: read_completion({"prompt": "Hi"} | fields, served)
+    return lambda **fields: parse_completion({"prompt": "Hi"} | fields, served)
 
 
 @pytest.fixture
 def chat(served):
-    return lambda **fields: read_chat({"messages": HI} | fields, served)
+    return lambda **fields: parse_chat({"messages": HI} | fields, served)
 
 
 def test_a_bare_completion_has_openais_defaults(completion, tokenizer):
@@ -122,7 +122,7 @@ def with_tools(served, tokenizer):
             return tokenizer.apply_chat_template(conversation, chat_template=source, **how)
 
     own = served._replace(tokenizer=Templated())
-    return lambda **fields: tokenizer.decode(read_chat({"messages": HI} | fields, own).prompts[0])
+    return lambda **fields: tokenizer.decode(parse_chat({"messages": HI} | fields, own).prompts[0])
 
 
 def test_tools_and_keywords_reach_the_template(with_tools):
@@ -136,7 +136,7 @@ def test_tools_and_keywords_reach_the_template(with_tools):
     assert with_tools(messages=turns) == "[user:Hi][assistant:7]"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert with_tools(messages=[{"role": "user", "content": parts}]) == "[user:a\nb]"
-    with pytest.raises(Refusal, match="no variable 'shallow'"):
+    with pytest.raises(APIError, match="no variable 'shallow'"):
         with_tools(chat_template_kwargs={"shallow": 1})
 
 
@@ -219,7 +219,7 @@ CHATS = [
 
 @pytest.mark.parametrize("fields", [*BOTH, *COMPLETIONS])
 def test_a_wrong_completion_is_refused(completion, fields):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(APIError) as caught:
         completion(**fields)
     assert caught.value.status == 400
     assert any(name in caught.value.message for name in (*fields, "prompt"))
@@ -227,7 +227,7 @@ def test_a_wrong_completion_is_refused(completion, fields):
 
 @pytest.mark.parametrize("fields", [*BOTH, *CHATS])
 def test_a_wrong_chat_is_refused(chat, fields):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(APIError) as caught:
         chat(**fields)
     assert caught.value.status == 400
 
@@ -235,7 +235,7 @@ def test_a_wrong_chat_is_refused(chat, fields):
 def test_what_changes_nothing_is_accepted(chat, completion):
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     fields = neutral | dict.fromkeys(NOTHING_CHANGES, "x") | {"unheard_of": None, "seed": 1}
-    assert isinstance(chat(**fields), Ask)
+    assert isinstance(chat(**fields), GenerationRequest)
     assert completion(**fields) == completion(seed=1)
 
 
@@ -243,12 +243,12 @@ def test_what_changes_nothing_is_accepted(chat, completion):
     "body", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"seed": 1' + b"0" * 9999]
 )
 def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(Refusal, match="the body is"):
-        parse(body)
+    with pytest.raises(APIError, match="the body is"):
+        parse_body(body)
 
 
 def test_another_models_name_is_not_found(chat):
     assert chat(model="tiny")
-    with pytest.raises(Refusal, match="wanted 'tiny'") as caught:
+    with pytest.raises(APIError, match="wanted 'tiny'") as caught:
         chat(model="gpt")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")

@@ -7,29 +7,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.serving.requests import Ask
+from jaxrl_llm.serving.requests import GenerationRequest
 from jaxrl_llm.serving.text import AnswerText, Vocabulary
 
 LEAST_LOGPROB = -9999.0
 """What stands for the log-prob of a token of no probability: JSON has no infinity."""
 
 
-class Choice:
+class ResponseChoice:
     """One answer on its way: its text so far, and its tokens' count.
 
     Args:
-        ask: of its request.
+        request: that it answers.
         index: among the choices.
         vocabulary: single tokens as texts.
         decode: tokens -> text.
     """
 
     def __init__(
-        self, ask: Ask, index: int, vocabulary: Vocabulary, decode: Callable[[Sequence[int]], str]
+        self,
+        request: GenerationRequest,
+        index: int,
+        vocabulary: Vocabulary,
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
         """Begin without a token."""
-        self._ask, self._index, self._vocabulary = ask, index, vocabulary
-        self._text = AnswerText(decode, ask.sampling.stop)
+        self._request, self._index, self._vocabulary = request, index, vocabulary
+        self._text = AnswerText(decode, request.sampling.stop)
         self.tokens = 0
 
     def take(self, piece: Completion, *, first: bool, whole: bool) -> dict[str, Any] | None:
@@ -40,29 +44,31 @@ class Choice:
             first: whether it is the first one.
             whole: whether it is the only one, and the JSON is an answer's, not a chunk's.
         """
-        ask, tokens = self._ask, piece.tokens.tolist()
+        request, tokens = self._request, piece.tokens.tolist()
         self.tokens += len(tokens)
         text, offsets = self._read(piece, tokens)
         finish = piece.finish or ("stop" if self._text.stopped else None)
-        if not (text or finish or first or ask.logprobs or ask.token_ids):
+        if not (text or finish or first or request.logprobs or request.token_ids):
             return None
         choice: dict[str, Any] = {"index": self._index}
-        if not ask.chat:
+        if not request.chat:
             choice["text"] = text
         elif whole:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             role = {"role": "assistant"} if first else {}
             choice["delta"] = role | ({"content": text} if text or first else {})
-        logprobs = chat_logprobs if ask.chat else completion_logprobs
-        choice["logprobs"] = logprobs(piece, offsets, self._vocabulary) if ask.logprobs else None
+        logprobs = chat_logprobs if request.chat else completion_logprobs
+        choice["logprobs"] = (
+            logprobs(piece, offsets, self._vocabulary) if request.logprobs else None
+        )
         choice["finish_reason"] = finish
         if finish:
             choice["stop_reason"] = piece.stopped_by
-        if ask.token_ids:
+        if request.token_ids:
             choice["token_ids"] = tokens
             if first:
-                choice["prompt_token_ids"] = list(ask.prompts[self._index // ask.n])
+                choice["prompt_token_ids"] = list(request.prompts[self._index // request.n])
         return choice
 
     @property
@@ -74,7 +80,7 @@ class Choice:
         """Return the text that a piece adds, and where the text of each token begins."""
         by_token = piece.finish == "stop" and not isinstance(piece.stopped_by, str)
         seen = tokens[:-1] if by_token else tokens  # the stop token is no text
-        if not self._ask.logprobs:
+        if not self._request.logprobs:
             return self._text.push(seen, last=bool(piece.finish)), []
         text, offsets = "", []
         for i, token in enumerate(tokens):
@@ -142,17 +148,17 @@ class Envelope:
     """What stands around the choices of all answers to one request.
 
     Args:
-        ask: the request.
+        request: that the choices answer.
         model: its name.
     """
 
-    def __init__(self, ask: Ask, model: str) -> None:
+    def __init__(self, request: GenerationRequest, model: str) -> None:
         """Draw an id."""
-        self._ask = ask
-        kind = "chat.completion" if ask.chat else "text_completion"
-        chunk = ".chunk" if ask.chat and ask.stream else ""
+        self._request = request
+        kind = "chat.completion" if request.chat else "text_completion"
+        chunk = ".chunk" if request.chat and request.stream else ""
         self._around = {
-            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": kind + chunk,
             "created": int(time.time()),
             "model": model,
@@ -164,18 +170,18 @@ class Envelope:
 
     def chunk(self, choice: dict[str, Any], *, first: bool) -> str:
         """Return an event of a stream."""
-        usage = {"usage": None} if self._ask.include_usage else {}
+        usage = {"usage": None} if self._request.include_usage else {}
         prompt = self._prompt() if first else {}
         return event({**self._around, **prompt, "choices": [choice], **usage})
 
     def end(self, tokens: int) -> str:
         """Return the events that end a stream."""
         last = {**self._around, "choices": [], "usage": self.usage(tokens)}
-        return (event(last) if self._ask.include_usage else "") + "data: [DONE]\n\n"
+        return (event(last) if self._request.include_usage else "") + "data: [DONE]\n\n"
 
     def usage(self, tokens: int) -> dict[str, int]:
         """Return the count of tokens."""
-        prompt = self._ask.prompt_tokens
+        prompt = self._request.prompt_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
@@ -184,8 +190,8 @@ class Envelope:
 
     def _prompt(self) -> dict[str, Any]:
         """Return the prompt's tokens where a chat asks for them: vLLM has them here."""
-        shows = self._ask.chat and self._ask.token_ids
-        return {"prompt_token_ids": list(self._ask.prompts[0])} if shows else {}
+        shows = self._request.chat and self._request.token_ids
+        return {"prompt_token_ids": list(self._request.prompts[0])} if shows else {}
 
 
 def event(tree: dict[str, Any]) -> str:
