@@ -20,7 +20,7 @@ class EvaluateConfig(Section):
     """A whole evaluation by `jaxrl_llm.evaluate`."""
 
     model: str = Field(
-        description="Hugging Face directory or repository, or the folder of a run of train or sft"
+        description="Hugging Face directory or repository, or the run_dir of train or sft"
     )
     data: Several[str] = Field(
         min_length=1, description="parquet or jsonl files with verl's columns"
@@ -46,28 +46,28 @@ class EvaluateConfig(Section):
         default=None,
         ge=1,
         description=(
-            "drop prompts of more tokens; null takes all, and refuses what the model can't hold"
+            "drop longer prompts; null drops none, and refuses prompts that the model can't hold"
         ),
     )
-    samples: int = Field(default=1, ge=1, description="n: answers drawn for each prompt")
+    samples: int = Field(default=1, ge=1, description="n: responses sampled for each prompt")
     k: Several[int] = Field(
         default=(), description="k of pass@k and maj@k, up to n; none takes 2, 4, 8, … and n"
     )
-    max_new_tokens: int = Field(default=512, ge=1, description="the longest answer")
-    temperature: Number = Field(
-        default=0.0, ge=0, description="softmax temperature; 0 takes the likeliest token"
+    max_new_tokens: int = Field(
+        default=512, ge=1, description="largest number of tokens of a response"
     )
+    temperature: Number = Field(default=0.0, ge=0, description="softmax temperature; 0 is greedy")
     top_p: Number = Field(
         default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
     )
     top_k: int = Field(
-        default=0, ge=0, description="sample from the k likeliest tokens; 0 means all"
+        default=0, ge=0, description="sample from the k most likely tokens; 0 means all"
     )
     min_p: Number = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="sample from tokens at least this share as likely as the likeliest",
+        description="sample from tokens at least this share as likely as the most likely one",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of weights, cache and computation: float32 or bfloat16"

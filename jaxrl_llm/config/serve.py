@@ -28,7 +28,8 @@ class ServeConfig(Section):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="the longest sequence, prompt and answer; null takes the model's own limit",
+        description="largest number of tokens of prompt and completion; null takes the "
+        "model's own limit",
     )
     kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
@@ -42,8 +43,8 @@ class ServeConfig(Section):
         default=None,
         min_length=1,
         description=(
-            "what clients must send; null takes JAXRL_LLM_API_KEY of the environment, and asks "
-            "for none where there is no such variable"
+            "key that clients must send; null takes JAXRL_LLM_API_KEY of the "
+            "environment; without that variable no key is needed"
         ),
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

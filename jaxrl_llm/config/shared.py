@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 STALL_TIMEOUT = (
-    "seconds without a step until the run counts as hung: stacks are printed and it ends, on a "
-    "cluster it is started again; the first step has to fit, with loading; null never"
+    "seconds without a step until the run counts as hung: it prints its "
+    "stacks and ends, on a cluster it restarts; must be long enough for "
+    "the first step, with loading; null: never"
 )
 COMPILATION_CACHE = (
-    "keep compiled programs in run_dir/cache/compilation, for when the run is continued; another "
-    "folder that JAX_COMPILATION_CACHE_DIR names is used in any case"
+    "keep compiled programs in run_dir/cache/compilation, for when the run "
+    "is continued; JAX_COMPILATION_CACHE_DIR names another folder, used in "
+    "any case"
 )
 
 

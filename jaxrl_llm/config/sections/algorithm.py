@@ -24,36 +24,39 @@ class AlgorithmConfig(Section):
     )
     kl_coef: Number = Field(default=0.001, ge=0, description="weight of the KL term")
     kl_controller: Function = function_key(
-        kinds.KLS, "fixed", "how kl_coef moves from step to step: algorithms.kl"
+        kinds.KLS, "fixed", "how kl_coef changes from step to step: algorithms.kl"
     )
     entropy_coef: Number = Field(default=0.0, description="weight of the entropy bonus")
     correction: Several[Function] | None = function_key(
         kinds.CORRECTIONS,
         None,
-        "functions in algorithms.correction; their weights multiply those of the loss; null takes "
-        "truncated_token where vLLM samples, and none else",
+        "functions in algorithms.correction, whose importance weights multiply "
+        "the loss; null: truncated_token with vLLM, none with the native engine",
     )
     use_rollout_logprobs: bool = Field(
         default=False,
-        description="take the engine's log-probs as the old ones, without a second pass",
+        description="use the engine's log-probs as old log-probs, without a forward pass "
+        "of the trainer",
     )
     high_covariance: Function | None = function_key(
         kinds.LOSSES,
         None,
-        "what marks tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov",
+        "function that selects tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov",
     )
     penalty: Function | None = function_key(
         kinds.SHAPING,
         None,
-        "function in algorithms.shaping; what it returns [B] is added to the scores",
+        "function in algorithms.shaping; its result [B] is added to the scores",
     )
     group_filter: Function | None = function_key(
         kinds.SHAPING,
         None,
-        "which groups to train on, in algorithms.shaping; more are drawn for the others",
+        "function in algorithms.shaping that keeps groups to train on; more "
+        "prompts are sampled in place of dropped ones",
     )
     max_generation_batches: int = Field(
         default=10,
         ge=1,
-        description="batches of prompts that a step may draw to keep enough groups",
+        description="largest number of generation batches that a step samples to keep "
+        "enough groups",
     )

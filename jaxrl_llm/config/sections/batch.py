@@ -17,7 +17,7 @@ class BatchConfig(Section):
     epochs_per_step: int = Field(default=1, ge=1, description="passes over a step's data")
     max_tokens_per_device: int = Field(
         default=16384,
-        description="tokens in one forward and backward pass: a limit of memory, never exceeded",
+        description="tokens of a micro-batch on each device: bounds memory, never exceeded",
     )
 
 
@@ -28,5 +28,5 @@ class SftBatchConfig(Section):
     examples_per_step: int = Field(default=64, ge=1, description="examples in one update")
     max_tokens_per_device: int = Field(
         default=16384,
-        description="tokens in one forward and backward pass: a limit of memory, never exceeded",
+        description="tokens of a micro-batch on each device: bounds memory, never exceeded",
     )

@@ -19,9 +19,7 @@ class CheckpointConfig(Section):
     grace_s: Number = Field(
         default=120.0,
         gt=0,
-        description=(
-            "seconds in which a run that gets SIGTERM comes to the end of its step and saves"
-        ),
+        description=("seconds in which a run that gets SIGTERM must finish its step and save"),
     )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="auto continues from the newest checkpoint; never refuses to"

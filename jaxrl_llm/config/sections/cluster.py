@@ -26,13 +26,14 @@ class ClusterConfig(Section):
         description="devices of each training process; null: its part of the node's GPUs",
     )
     cpus: int = Field(
-        default=1, ge=1, description="CPUs that Ray sets aside for each process and engine"
+        default=1, ge=1, description="CPUs that Ray reserves for each process and engine"
     )
     reward_tasks: int = Field(
         default=0,
         ge=0,
         description=(
-            "answers scored at once, in tasks on all nodes; 0: reward.workers of each process do it"
+            "responses scored at once, in tasks on all nodes; 0: reward.workers of "
+            "each process score"
         ),
     )
     env: Table = Field(default={}, description="environment variables for all processes")
@@ -42,10 +43,10 @@ class ClusterConfig(Section):
     restarts: int = Field(
         default=3,
         ge=0,
-        description="times that the job, or an engine, is started again when one is lost",
+        description="restarts of the job, or of an engine, after a failure",
     )
     backoff_s: Number = Field(
         default=10.0,
         ge=0,
-        description="seconds before the first new start; each further one waits twice",
+        description="seconds before the first restart; doubled for each further one",
     )

@@ -27,7 +27,7 @@ class DataConfig(Section):
     filter_overlong: bool = Field(
         default=False, description="drop longer prompts; false makes them an error"
     )
-    shuffle: bool = Field(default=True, description="a new order in every epoch, from the seed")
+    shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
     chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
 
 
@@ -50,5 +50,5 @@ class SftDataConfig(Section):
     filter_overlong: bool = Field(
         default=False, description="drop longer examples; false makes them an error"
     )
-    shuffle: bool = Field(default=True, description="a new order in every epoch, from the seed")
+    shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
     chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")

@@ -17,12 +17,20 @@ MESH_AXES = ("stage", "expert", "data", "fsdp", "context", "tensor")
 class MeshSizes(Section):
     """A device mesh: devices along each axis, of which one may be -1 and takes what is left."""
 
-    stage: int = Field(default=1, description="stages of layers, one after another")
-    expert: int = Field(default=1, description="parts of the experts; they split the batch, too")
-    data: int = Field(default=1, description="copies of the model that share the batch")
+    stage: int = Field(
+        default=1, description="pipeline parallelism: stages of layers, one after another"
+    )
+    expert: int = Field(
+        default=1, description="expert parallelism: parts of the experts; they split the batch, too"
+    )
+    data: int = Field(
+        default=1, description="data parallelism: copies of the model that share the batch"
+    )
     fsdp: int = Field(default=-1, description="parts of the batch that split parameters among them")
-    context: int = Field(default=1, description="parts of each row of tokens")
-    tensor: int = Field(default=1, description="parts of heads, feed-forward and vocabulary")
+    context: int = Field(default=1, description="context parallelism: parts of each row of tokens")
+    tensor: int = Field(
+        default=1, description="tensor parallelism: parts of heads, feed-forward and vocabulary"
+    )
     first_device: int = Field(default=0, ge=0, description="index of the first device")
     devices: int | None = Field(
         default=None, ge=1, description="devices in all; null takes those that are left"
@@ -37,7 +45,9 @@ class MeshSizes(Section):
 class RolloutSizes(MeshSizes):
     """The mesh of the engine: by default every device holds the whole model."""
 
-    data: int = Field(default=-1, description="copies of the model that share the sequences")
+    data: int = Field(
+        default=-1, description="data parallelism: copies of the model that share the sequences"
+    )
     fsdp: int = Field(
         default=1, description="parts of the sequences that split parameters among them"
     )
@@ -49,7 +59,8 @@ class SftMeshConfig(Section):
 
     train: MeshSizes = Field(default_factory=MeshSizes)
     context_by: Literal["heads", "keys"] = Field(
-        default="heads", description="how attention sees rows that devices share: heads or keys"
+        default="heads",
+        description="attention over rows split by context: heads (Ulysses) or keys (all-gather)",
     )
     rules: Table = Field(
         default={}, description="mesh axes by logical axis, in place of the default rules"

@@ -15,7 +15,7 @@ class LoraConfig(Section):
 
     rank: int = Field(default=16, ge=1, description="r: inner width of the adapter")
     alpha: Number = Field(
-        default=32.0, gt=0, description="what the adapter adds is scaled by alpha / rank"
+        default=32.0, gt=0, description="the adapter's output is scaled by alpha / rank"
     )
     targets: Several[str] = Field(
         default=("all-linear",),
@@ -31,7 +31,7 @@ class ModelConfig(Section):
 
     path: str = Field(description="Hugging Face directory: config.json, safetensors, tokenizer")
     random_init: bool = Field(
-        default=False, description="draw the weights at random; the directory then needs none"
+        default=False, description="initialise the weights at random; the directory then needs none"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -40,17 +40,18 @@ class ModelConfig(Section):
     remat: Literal["none", "dots", "full"] = Field(
         default="none",
         description=(
-            "what of a layer is stored for the backward pass: none (all), dots or full (least)"
+            "activation checkpointing: none (store all), dots (store products) or "
+            "full (store each layer's input)"
         ),
     )
     logprob_chunk: int = Field(
-        default=1024, ge=1, description="tokens whose logits are alive at once"
+        default=1024, ge=1, description="tokens whose logits are in memory at once"
     )
     attention: Literal["auto", "xla", "cudnn"] = Field(
         default="auto",
         description=(
-            "what attends to packed rows in training: xla, cudnn (Hopper GPUs and later), or auto, "
-            "which takes cudnn where it is possible and agrees with xla"
+            "attention kernel in training: xla, cudnn (Hopper GPUs and later), or "
+            "auto, which takes cudnn if it is possible and agrees with xla"
         ),
     )
     router_loss_coef: Number = Field(
@@ -65,7 +66,8 @@ class ModelConfig(Section):
         default=0.001,
         ge=0,
         description=(
-            "how far each update moves the bias of sigmoid routers against the load; 0 freezes it"
+            "step by which each update moves the bias of sigmoid routers against "
+            "the load; 0 freezes it"
         ),
     )
     lora: LoraConfig | None = Field(
@@ -77,7 +79,8 @@ class ModelConfig(Section):
     )
     adapter: str | None = Field(
         default=None,
-        description="directory of an adapter in PEFT's format to train on, in place of a new one",
+        description="directory of an adapter in PEFT's format to continue from, instead of "
+        "a new one",
     )
 
 

@@ -19,12 +19,12 @@ class ScoringConfig(Section):
         ge=0,
         description="scoring processes; 0 scores in this process, without a time limit",
     )
-    timeout_s: Number = Field(default=10.0, gt=0, description="seconds for one answer")
+    timeout_s: Number = Field(default=10.0, gt=0, description="seconds for one response")
     on_error: Number | None = Field(
         default=0.0,
         description=(
-            "score of an answer whose reward function raises or hangs, or whose score is not "
-            "finite; null stops the run"
+            "score of a response whose reward function raises or hangs, or whose "
+            "score is not finite; null stops the run"
         ),
     )
     memory_gb: Number | None = Field(
@@ -36,13 +36,13 @@ class ScoringConfig(Section):
     max_processes: int | None = Field(
         default=64,
         gt=0,
-        description="processes that a reward function may have started at once; null sets no limit",
+        description="processes that a reward function may have at once; null sets no limit",
     )
     pass_env: Several[str] = Field(
         default=(),
         description=(
-            "environment variables that a reward function gets beside the usual ones, such as "
-            "OPENAI_API_KEY; * stands for any letters"
+            "environment variables that a reward function sees besides the usual "
+            "ones, such as OPENAI_API_KEY; * stands for any letters"
         ),
     )
 
@@ -54,15 +54,15 @@ class RewardConfig(ScoringConfig):
     function: Function | None = function_key(
         kinds.REWARD_FUNCTIONS,
         "by_source",
-        "function (data_source, solution_str, ground_truth, extra_info) -> float or dict; null "
-        "where reward.classifier alone scores",
+        "reward function (data_source, solution_str, ground_truth, extra_info) "
+        "-> float or dict; null if reward.classifier alone scores",
     )
     classifier: str | None = Field(
         default=None,
         description=(
-            "Hugging Face directory of a sequence classifier with one label and the policy's "
-            "tokenizer: its score of prompt and answer is the score; null takes the reward "
-            "function's"
+            "Hugging Face directory of a sequence classifier with one label and "
+            "the policy's tokenizer, which scores prompt and response; null: "
+            "reward.function's score"
         ),
     )
     components: Several[str] = Field(
@@ -81,7 +81,7 @@ class EvaluateRewardConfig(ScoringConfig):
     function: Function = function_key(
         kinds.REWARD_FUNCTIONS,
         "by_source",
-        "function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
+        "reward function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
     )
 
 

@@ -8,8 +8,8 @@ from pydantic.dataclasses import dataclass
 from jaxrl_llm.config.keys import STRICT, Number, Section, Several, Table
 
 CACHE_GB = (
-    "GB of each device for the engine's keys and values at most; null is enough for the longest "
-    "sequence in every slot"
+    "GB of each device for the KV cache at most; null is enough if all "
+    "running sequences have the longest length"
 )
 
 
@@ -36,7 +36,7 @@ class VllmConfig(Section):
     )
     sleep: bool = Field(
         default=False,
-        description="free the GPUs' memory between rollouts, where training shares them",
+        description="free the GPUs' memory between rollouts, if training shares them",
     )
     start_timeout_s: Number = Field(
         default=600.0, gt=0, description="seconds for a sidecar to be ready"
@@ -44,14 +44,12 @@ class VllmConfig(Section):
     timeout_s: Number = Field(
         default=120.0,
         gt=0,
-        description="seconds without an answer or a token until one counts as hung",
+        description="seconds without a message or a token until a sidecar counts as hung",
     )
-    restarts: int = Field(
-        default=3, ge=0, description="times that a sidecar is started again before the run stops"
-    )
+    restarts: int = Field(default=3, ge=0, description="restarts of a sidecar before the run stops")
     launch: Several[str] = Field(
         default=(),
-        description="what stands before the command of each sidecar, or of all, as in [ssh node2]",
+        description="command prefix of each sidecar, or one for all, as in [ssh node2]",
     )
     host: str = Field(default="127.0.0.1", description="address at which sidecars find the trainer")
     env: Table = Field(default={}, description="environment variables for the sidecars")
@@ -65,18 +63,22 @@ class RolloutConfig(Section):
     engine: Literal["native", "vllm"] = Field(
         default="native", description="native, in this process, or vllm, in sidecars"
     )
-    samples_per_prompt: int = Field(default=8, ge=1, description="G: answers drawn for each prompt")
-    max_new_tokens: int = Field(default=512, ge=1, description="the longest answer")
+    samples_per_prompt: int = Field(
+        default=8, ge=1, description="G: responses sampled for each prompt"
+    )
+    max_new_tokens: int = Field(
+        default=512, ge=1, description="largest number of tokens of a response"
+    )
     temperature: Number = Field(
         default=1.0,
         gt=0,
-        description="softmax temperature, in the sampler and in the trainer's passes",
+        description="softmax temperature, in the engine and in the trainer's log-probs",
     )
     top_p: Number = Field(
         default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
     )
     top_k: int = Field(
-        default=0, ge=0, description="sample from the k likeliest tokens; 0 means all"
+        default=0, ge=0, description="sample from the k most likely tokens; 0 means all"
     )
     max_running_sequences: int = Field(
         default=256, ge=1, description="sequences that the engine decodes at once"
@@ -85,7 +87,8 @@ class RolloutConfig(Section):
     logprob_tolerance: Number = Field(
         default=0.05,
         description=(
-            "the run stops when the engine's and the trainer's log-probs differ more on average"
+            "largest mean difference of the engine's and the trainer's log-probs; "
+            "above it the run stops"
         ),
     )
     dump_every: int = Field(

@@ -13,10 +13,12 @@ class ValidationConfig(Section):
     before: bool = Field(default=True, description="validate before the first step")
     every: int = Field(default=0, ge=0, description="validate every n steps; 0 only at the end")
     samples: int = Field(
-        default=1, ge=1, description="k: answers per prompt, for mean@k, best@k, maj@k"
+        default=1, ge=1, description="k: responses per prompt, for mean@k, best@k, maj@k"
     )
-    temperature: Number = Field(default=0.0, ge=0, description="0 takes the likeliest token")
-    top_p: Number = Field(default=1.0, gt=0, le=1, description="nucleus mass")
+    temperature: Number = Field(default=0.0, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: Number = Field(
+        default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
+    )
     rows: int | None = Field(
         default=None, ge=1, description="the first n rows only; null takes all"
     )
