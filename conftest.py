@@ -137,6 +137,16 @@ def _may_wait(item, changed, turn):
     return _is_slow(item) and not is_touched and zlib.crc32(item.nodeid.encode()) % 4 != turn
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_promoted_in_algorithms(request):
+    """An equation says where a dtype changes, and what it broadcasts over which axes."""
+    if "algorithms" not in request.path.parts:
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def tiny_spec_in_doctests(doctest_namespace):
     """Lets doctests say `tiny_spec(layers=3)`."""

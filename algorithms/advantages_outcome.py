@@ -80,7 +80,8 @@ def rloo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[Arr
     [1.0, -1.0, 0.0]
     """
     groups = grouped(group_ids)
-    return centred(scores, groups) * groups.size / jnp.maximum(groups.size - 1, 1)
+    size = groups.size.astype(jnp.float32)
+    return centred(scores, groups) * size / jnp.maximum(groups.size - 1, 1).astype(jnp.float32)
 
 
 def opo(
@@ -172,7 +173,7 @@ def gpg(
     groups = grouped(group_ids)
     advantages = dr_grpo(scores, group_ids)
     used = over_group(jax.ops.segment_max, jnp.abs(advantages), groups) > 0
-    return advantages * (used.size / jnp.maximum(used.sum(), 1)) / f_norm
+    return advantages * (used.size / jnp.maximum(used.sum(), 1).astype(jnp.float32)) / f_norm
 
 
 def gdpo(

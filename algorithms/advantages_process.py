@@ -62,6 +62,7 @@ def prime(
     mean = ratios.sequence_mean(reward, mask)
     others = over_group(jax.ops.segment_sum, mean, groups) - mean
     size = groups.size[:, None]
-    process = reward_to_go(reward - others / jnp.maximum(size - 1, 1), mask, gamma=gamma)
+    others /= jnp.maximum(size - 1, 1).astype(jnp.float32)
+    process = reward_to_go(reward - others, mask, gamma=gamma)
     outcome = to_tokens(outcome_coef * rloo(scores, group_ids), mask)
     return jnp.where(size > 1, process + outcome, 0.0)

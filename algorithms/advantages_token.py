@@ -28,8 +28,9 @@ def whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float32[Array, "*S
     """
     x = jnp.where(mask, x.astype(jnp.float32), 0.0)
     count = mask.sum()
-    centred = jnp.where(mask, x - x.sum() / jnp.maximum(count, 1), 0.0)
-    variance = jnp.square(centred).sum() / jnp.maximum(count - 1, 1)
+    mean = x.sum() / jnp.maximum(count, 1).astype(jnp.float32)
+    centred = jnp.where(mask, x - mean, 0.0)
+    variance = jnp.square(centred).sum() / jnp.maximum(count - 1, 1).astype(jnp.float32)
     return centred * jax.lax.rsqrt(variance + 1e-8)
 
 

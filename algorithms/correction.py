@@ -363,7 +363,8 @@ def _covariance(
     x: Float32[Array, "B T"], y: Float32[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> Float32[Array, ""]:
     product = (x - ratios.masked_mean(x, mask)) * (y - ratios.masked_mean(y, mask))
-    return jnp.where(mask, product, 0.0).sum() / jnp.maximum(mask.sum() - 1, 1)
+    count = jnp.maximum(mask.sum() - 1, 1).astype(jnp.float32)
+    return jnp.where(mask, product, 0.0).sum() / count
 
 
 def _correlation(

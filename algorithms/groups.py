@@ -53,7 +53,9 @@ def centred(scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
     scores = scores.astype(jnp.float32)
     # Less the minimum first: then equal scores give exactly 0 and a large offset costs no digits.
     shifted = scores - over_group(jax.ops.segment_min, scores, groups)
-    return shifted - over_group(jax.ops.segment_sum, shifted, groups) / groups.size
+    return shifted - over_group(jax.ops.segment_sum, shifted, groups) / groups.size.astype(
+        jnp.float32
+    )
 
 
 def deviation(centred_scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
@@ -63,4 +65,4 @@ def deviation(centred_scores: Float[Array, " B"], groups: Groups) -> Float32[Arr
     [4.0, 4.0, 4.0, 0.0]
     """
     squares = over_group(jax.ops.segment_sum, jnp.square(centred_scores), groups)
-    return jnp.sqrt(squares / jnp.maximum(groups.size - 1, 1))
+    return jnp.sqrt(squares / jnp.maximum(groups.size - 1, 1).astype(jnp.float32))

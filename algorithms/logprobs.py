@@ -261,4 +261,5 @@ def _gradient(
 
 
 def _is_target(logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]) -> Bool[Array, "*S V"]:
-    return jnp.arange(logits.shape[-1]) == targets[..., None]
+    words = jnp.expand_dims(jnp.arange(logits.shape[-1]), range(targets.ndim))
+    return words == targets[..., None]

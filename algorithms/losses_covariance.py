@@ -203,11 +203,11 @@ def kl_cov(
 def _share(mask: Bool[Array, "B T"], ratio: float) -> Float32[Array, ""]:
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio: got {ratio}, wanted a share from 0 to 1")
-    return jnp.maximum(jnp.floor(mask.sum() * ratio), 1.0)
+    return jnp.maximum(jnp.floor(mask.sum().astype(jnp.float32) * ratio), 1.0)
 
 
 def _largest(values: Float32[Array, "B T"], count: Float32[Array, ""]) -> Bool[Array, "B T"]:
     """Mark the `count` largest values; of equal ones the first come first."""
     order = jnp.argsort(-values.ravel(), stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    return (rank < count).reshape(values.shape)
+    return (rank.astype(jnp.float32) < count).reshape(values.shape)

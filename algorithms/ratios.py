@@ -68,7 +68,8 @@ def sequence_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Floa
     >>> sequence_mean(jnp.array([[1.0, 2.0, 9.0]]), jnp.array([[True, True, False]])).tolist()
     [[1.5]]
     """
-    return sequence_sum(values, mask) / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+    count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+    return sequence_sum(values, mask) / count.astype(jnp.float32)
 
 
 def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float32[Array, ""]:
@@ -77,4 +78,5 @@ def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float3
     >>> float(masked_mean(jnp.array([[1.0, 3.0, 9.0]]), jnp.array([[True, True, False]])))
     2.0
     """
-    return jnp.where(mask, values.astype(jnp.float32), 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    count = jnp.maximum(mask.sum(), 1).astype(jnp.float32)
+    return jnp.where(mask, values.astype(jnp.float32), 0.0).sum() / count

@@ -99,5 +99,5 @@ def mean_between(
         raise ValueError(f"got low {low} and high {high}, wanted low ≤ high")
     groups = grouped(group_ids)
     total = over_group(jax.ops.segment_sum, scores.astype(jnp.float32), groups)
-    mean = total / groups.size
+    mean = total / groups.size.astype(jnp.float32)
     return (mean >= low) & (mean <= high)

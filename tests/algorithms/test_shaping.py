@@ -96,8 +96,9 @@ def test_filters_by_hand():
 
 @pytest.mark.parametrize("function", FILTERS, ids=lambda f: f.__name__)
 def test_filters_under_jit_vmap_and_bfloat16(function, fields, other_fields):
-    pair = [jnp.stack([f["scores"], f["group_ids"]]) for f in (fields, other_fields)]
-    scores, ids = jnp.stack([p[0] for p in pair]), jnp.stack([p[1] for p in pair]).astype(int)
+    scores, ids = (
+        jnp.stack([f[k] for f in (fields, other_fields)]) for k in ("scores", "group_ids")
+    )
     eager = jnp.stack([function(s, i) for s, i in zip(scores, ids, strict=True)])
     assert eager.dtype == bool
     assert_array_equal(jax.jit(jax.vmap(function))(scores, ids), eager)
