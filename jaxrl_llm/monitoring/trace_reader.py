@@ -172,11 +172,11 @@ def _operation(
     if opcodes & NO_WORK:
         return None
     source = instruction.source if instruction else ""
-    group = group_of(f"{event} {name}", opcodes, source)
+    group = operation_group(f"{event} {name}", opcodes, source)
     return Operation(device, program, name, source, group, start, end)
 
 
-def group_of(name: str, opcodes: Iterable[str], source: str = "") -> str:
+def operation_group(name: str, opcodes: Iterable[str], source: str = "") -> str:
     """Return which of GROUPS an operation belongs to.
 
     Args:
@@ -184,9 +184,11 @@ def group_of(name: str, opcodes: Iterable[str], source: str = "") -> str:
         opcodes: of all that is fused in it.
         source: its path in the Python program, and the library function that it calls.
 
-    >>> group_of("fusion.3", ["dot", "add"]), group_of("fusion.3", ["dot"], "f/attention/dot")
-    ('matrix products', 'attention')
-    >>> group_of("nvjet_tst_128x256 custom-call.7", ["custom-call"])
+    >>> operation_group("fusion.3", ["dot", "add"])
+    'matrix products'
+    >>> operation_group("fusion.3", ["dot"], "f/attention/dot")
+    'attention'
+    >>> operation_group("nvjet_tst_128x256 custom-call.7", ["custom-call"])
     'matrix products'
     """
     kinds = set(opcodes) - FREE

@@ -5,7 +5,8 @@ checkpoint, which is read in any layout, by any number of processes on the same 
 
 A checkpoint's record is a JSON file. It has a digest of every array, which the devices compute
 before the array is written and again when it has been read, and it is sealed by a SHA-256 of its
-own. So a bit that changes on the disk is an error, and not another model.
+own. So a bit that changes on the disk is an error, and not another model. The digests are by hand,
+as orbax, which writes the arrays, compares none when it reads.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """What a run does when it is told to end: it saves at the next step's border.
 
 Schedulers send SIGTERM some time before they kill: Slurm when a job is preempted or out of time,
-Kubernetes when a pod is evicted, clouds when a spot machine is taken back.
+Kubernetes when a pod is evicted, clouds when a spot machine is taken back. By hand, as jax's own
+notice (`reached_preemption_sync_point`) needs its distributed runtime, which one process has not.
 """
 
 import os

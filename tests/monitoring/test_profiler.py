@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.profiler import ProfileData
 
 from jaxrl_llm.config.errors import ConfigError
@@ -18,7 +19,7 @@ from jaxrl_llm.monitoring.trace_reader import (
     Operation,
     Span,
     Trace,
-    group_of,
+    operation_group,
     read_programs,
     read_trace,
 )
@@ -27,7 +28,18 @@ DEVICES = 2
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory):
+def compiled_here():
+    """Has programs compiled: a trace says less of one that was read from a cache."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, compiled_here):
     """A trace of two phases on two devices: products and a sum over both, then a transposition."""
     jax.clear_caches()  # a trace has all programs that the process holds
     folder = tmp_path_factory.mktemp("traced")
@@ -158,7 +170,7 @@ def test_operations_share_the_time_that_a_device_is_busy():
     ],
 )
 def test_groups(name, opcodes, source, group):
-    assert group_of(name, opcodes, source) == group
+    assert operation_group(name, opcodes, source) == group
 
 
 def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):

@@ -15,9 +15,8 @@ CACHE = "jax_compilation_cache_dir"
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch):
+def nothing_set(compiles_alone):
     """As for a user who has told jax nothing of a cache."""
-    monkeypatch.delenv(CACHE.upper(), raising=False)
     assert getattr(jax.config, CACHE) is None
 
 
