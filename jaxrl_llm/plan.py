@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import load
+from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 
 

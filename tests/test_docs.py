@@ -27,7 +27,8 @@ from jaxrl_llm.algorithms import (
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import asks_for
-from jaxrl_llm.config.load import describe, load
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
+from jaxrl_llm.config.files import read_config
 from jaxrl_llm.config.keys import Section
-from jaxrl_llm.config.load import apply_override, describe, from_tree, read_yaml, to_yaml
+from jaxrl_llm.config.load import apply_override, describe, from_tree, to_yaml
 
 Config = TypeVar("Config", bound=Section)
 
@@ -77,7 +78,12 @@ def _parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     needed = not flags
-    parser.add_argument("--config", required=needed, metavar="FILE.yaml", help="the run's config")
+    parser.add_argument(
+        "--config",
+        required=needed,
+        metavar="FILE.yaml",
+        help="the run's config, or a packaged one's name: quickstart, recipes/dapo",
+    )
     for flag, action in (flags or {}).items():
         key = flag.replace("-", "_")
         parser.add_argument(f"--{flag}", action=action, help=f"the key {key}")
@@ -89,7 +95,7 @@ def _parser(
 
 
 def _config(cls: type[Config], options: argparse.Namespace, flags: Iterable[str]) -> Config:
-    tree = read_yaml(options.config) if options.config else {}
+    tree = read_config(options.config) if options.config else {}
     given = {flag: getattr(options, flag) for flag in (f.replace("-", "_") for f in flags)}
     tree |= {flag: value for flag, value in given.items() if value is not None}
     for override in options.overrides:

@@ -6,7 +6,7 @@ default and its meaning. Functions are `FunctionSpec`s.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,18 +54,6 @@ for _end in (_Loader, _Dumper):
         re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
         list("-+0123456789."),
     )
-
-
-def load(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `a.b.c=value` overrides and build the record.
-
-    Raises:
-        ConfigError: unreadable file, malformed override, unknown key, wrong type, missing key.
-    """
-    tree = read_yaml(path)
-    for override in overrides:
-        apply_override(tree, override)
-    return from_tree(cls, tree)
 
 
 def read_yaml(path: str | Path) -> dict[Any, Any]:

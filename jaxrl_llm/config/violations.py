@@ -23,10 +23,10 @@ EXPECTED = {
 """What is expected, by pydantic's name of the error."""
 
 BOUNDS = {
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "{le:g} or less",
+    "greater_than": "a number above {gt:.15g}",
+    "greater_than_equal": "{ge:.15g} or more",
+    "less_than": "a number below {lt:.15g}",
+    "less_than_equal": "{le:.15g} or less",
 }
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.fields import describe
-from jaxrl_llm.config.load import load, to_yaml
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig

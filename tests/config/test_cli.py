@@ -11,7 +11,8 @@ from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config import cli
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import describe, load
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.files import load
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import apply_override, describe, from_tree, load, read_yaml, to_yaml
+from jaxrl_llm.config.load import apply_override, describe, from_tree, read_yaml, to_yaml
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig, divisors
 

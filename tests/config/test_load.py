@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
+from jaxrl_llm.config.files import load
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import (
     STRICT,
@@ -29,7 +30,6 @@ from jaxrl_llm.config.load import (
     changes,
     describe,
     from_tree,
-    load,
     read_yaml,
     to_yaml,
 )

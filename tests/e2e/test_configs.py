@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.load import load
+from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.resolve import Functions
 from tests.guarded import MODEL, NATIVE, UPDATE

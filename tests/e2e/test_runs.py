@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from jaxrl_llm.config.load import load
+from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.rows import read_rows
 

@@ -14,7 +14,8 @@ import pytest
 from jaxrl_llm.cluster import context
 from jaxrl_llm.cluster.context import JobContext
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import load, read_yaml, to_yaml
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.load import read_yaml, to_yaml
 from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.sections.optim import OptimConfig

@@ -103,7 +103,7 @@ def test_a_missing_warm_start_config_names_its_key():
     ("tree", "message"),
     [
         ({"validation": {"samples": 4}}, "validation.samples=4 at validation.temperature=0"),
-        ({"seed": 2**32}, "seed=4294967296, wanted a number below"),
+        ({"seed": 2**32}, "seed: expected a number below 4294967296"),
     ],
 )
 def test_contradictions(tree, message):

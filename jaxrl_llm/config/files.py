@@ -1,0 +1,92 @@
+"""Config files: found by path or by the name of a packaged one, and put on top of their base."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import closest
+from jaxrl_llm.config.keys import Section
+from jaxrl_llm.config.load import apply_override, from_tree, read_yaml
+
+Config = TypeVar("Config", bound=Section)
+
+PACKAGED = Path(__file__).resolve().parents[1] / "configs"
+"""The folder of the configs that the package brings."""
+
+
+def load(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file, apply `a.b.c=value` overrides and build the record.
+
+    Raises:
+        ConfigError: unreadable file, malformed override, unknown key, wrong type, missing key.
+    """
+    tree = read_config(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return from_tree(cls, tree)
+
+
+def read_config(name: str | Path) -> dict[Any, Any]:
+    """Return the keys in a config file, on top of those of the file that its `base` names.
+
+    Raises:
+        ConfigError: no such file, or one that can't be read; a base that has a base.
+    """
+    path = find_config(name)
+    tree = read_yaml(path)
+    if "base" in tree:
+        base = path.parent / str(tree.pop("base"))
+        below = read_yaml(base)
+        if "base" in below:
+            raise ConfigError(f"base: {str(base)!r} has a base of its own: expected one level")
+        tree = merged(below, tree)
+    inside = path.resolve().is_relative_to(PACKAGED.resolve())
+    return with_packaged_paths(tree) if inside else tree
+
+
+def find_config(name: str | Path) -> Path:
+    """Return the file of this path, else the packaged config of this name, `.yaml` or not.
+
+    >>> find_config("recipes/dapo").name
+    'dapo.yaml'
+    """
+    if Path(name).exists():
+        return Path(name)
+    short = str(name).removeprefix("configs/").removesuffix(".yaml")
+    if (PACKAGED / f"{short}.yaml").is_file():
+        return PACKAGED / f"{short}.yaml"
+    if Path(name).is_absolute():
+        return Path(name)
+    known = [str(p.relative_to(PACKAGED).with_suffix("")) for p in PACKAGED.rglob("*.yaml")]
+    raise ConfigError(
+        f"can't read {str(name)!r}: No such file, nor a packaged config; {closest(short, known)}"
+    )
+
+
+def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return nested mappings put on top of each other; a function that is named replaces another.
+
+    >>> merged({"a": {"x": 1, "y": 2}, "b": {"fn": "f", "k": 1}}, {"a": {"y": 3}, "b": {"fn": "g"}})
+    {'a': {'x': 1, 'y': 3}, 'b': {'fn': 'g'}}
+    """
+    values = dict(below)
+    for name, value in above.items():
+        old = values.get(name)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping) and "fn" not in value
+        values[name] = merged(old, value) if both else value
+    return values
+
+
+def with_packaged_paths(tree: Any) -> Any:
+    """Return a packaged config whose paths in `configs/` lead to the package, where none are here.
+
+    >>> with_packaged_paths({"path": "configs/no_such_folder"})
+    {'path': 'configs/no_such_folder'}
+    """
+    if isinstance(tree, dict):
+        return {name: with_packaged_paths(value) for name, value in tree.items()}
+    if not isinstance(tree, str) or not tree.startswith("configs/") or Path(tree).exists():
+        return tree
+    packaged = PACKAGED / tree.removeprefix("configs/")
+    return str(packaged) if packaged.exists() else tree
