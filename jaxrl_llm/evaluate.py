@@ -14,13 +14,9 @@ FLAGS = {"model": "store", "data": "append"}
 
 def evaluate(config: EvaluateConfig) -> None:
     """Run a whole evaluation from its config."""
-    from jaxrl_llm.sharding import distributed  # jax is slow to import, and errors should not wait
+    from jaxrl_llm.evaluation.evaluation import run_evaluation  # imports jax: slow
 
-    distributed.initialize()
-    from jaxrl_llm.evaluation.evaluation import run_evaluation
-
-    with distributed.abort_together():
-        run_evaluation(config)
+    run_evaluation(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,19 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.errors import Preempted
 from jaxrl_llm.config.sft import SftConfig
 
 
 def sft(config: SftConfig) -> None:
     """Run a whole supervised training from its config; continue where one left off."""
-    from jaxrl_llm.sharding import distributed  # jax is slow to import, and errors should not wait
+    from jaxrl_llm.training.supervised import run_sft  # jax is slow, a wrong key should not wait
 
-    distributed.initialize()
-    from jaxrl_llm.training.supervised import run_sft
-
-    with distributed.abort_together(agreed=(Preempted,)):
-        run_sft(config)
+    run_sft(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

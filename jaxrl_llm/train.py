@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.errors import Preempted
 from jaxrl_llm.config.train import TrainConfig
 
 
@@ -20,18 +19,9 @@ def train(config: TrainConfig) -> None:
 
         launch(config)
     else:
-        run_here(config)
+        from jaxrl_llm.training.run import run_training  # jax is slow, a wrong key should not wait
 
-
-def run_here(config: TrainConfig) -> None:
-    """Run it by this process, and the others that the environment tells of."""
-    from jaxrl_llm.sharding import distributed  # jax is slow to import, a wrong key should not wait
-
-    distributed.initialize()
-    from jaxrl_llm.training.build import run_job
-
-    with distributed.abort_together(agreed=(Preempted,)):
-        run_job(config)
+        run_training(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,10 +36,10 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.build import run_job
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
 from jaxrl_llm.training.resolve import SCORED, Functions
+from jaxrl_llm.training.run import run_training
 from jaxrl_llm.types import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,11 +91,17 @@ def test_the_readme_is_short_and_opens_with_the_two_commands():
 
 def test_the_readmes_loop_is_the_loop():
     (_, listing) = blocks("README.md", "python")
-    real = [line.strip() for line in inspect.getsource(loop.run).splitlines()]
+    real = [line.strip() for line in inspect.getsource(loop.run_loop).splitlines()]
     at = 0
     for line in listing.splitlines():
         at = real.index(line.strip(), at) + 1  # in this order
-    stages = {"gather", "assess", "kl_to_reference", "penalize", "learn", "push"}
+    stages = {
+        "collect_rollouts",
+        "make_experience",
+        "add_advantages",
+        "update_models",
+        "sync_weights",
+    }
     assert stages <= set(re.findall(r"(\w+)\(", listing))
 
 
@@ -483,7 +489,7 @@ def written(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:  # one device compiles sooner than eight
         one = jax.devices()[:1]
         patch.setattr("jax.devices", lambda: one)
-        run_job(load(TrainConfig, ROOT / "configs/quickstart.yaml", overrides.split()))
+        run_training(load(TrainConfig, ROOT / "configs/quickstart.yaml", overrides.split()))
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return {name for line in lines for name in line} - {"step"}
 

@@ -35,12 +35,9 @@ ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
 PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve", "export", "plan")}
 CIRCLES_NOT_YET = {
-    *(f"jaxrl_llm.cluster.{name}" for name in ("actors", "job", "launch", "resources", "watch")),
-    *("jaxrl_llm.train", "jaxrl_llm.training.build", "jaxrl_llm.training.precompile"),
     *("jaxrl_llm.planning.lowering", "jaxrl_llm.planning.memory"),
 }
 PROGRAMS_IMPORTED_NOT_YET = {
-    ("jaxrl_llm.cluster.actors", "jaxrl_llm.train"),
     ("jaxrl_llm.evaluation.policy", "jaxrl_llm.export"),
 }
 

@@ -33,7 +33,6 @@ NOT_YET_FUNCTIONS = {
 }
 NOT_YET_FILES = {
     "jaxrl_llm/rollout/vllm/engine.py",
-    *("jaxrl_llm/training/build.py", "jaxrl_llm/training/loop.py"),
 }
 NOT_YET_NAMES = {
     *("Job", "Role", "Rows", "Settings"),

@@ -1,8 +1,8 @@
 """GRPO steps of jaxrl_llm for `benchmarks.training.grpo_step`: `run_ours.py JOB RESULT`.
 
-A run as `jaxrl_llm.train` builds it, with two parts of its Job replaced: the engine gets requests
-without stop tokens whose limit is the length that the workload gives the answer, and what is
-logged goes to the meter, too.
+A run as `jaxrl_llm.train` builds it, with two parts of its stages replaced: the engine gets
+requests without stop tokens whose limit is the length that the workload gives the answer, and
+what is logged goes to the meter, too.
 """
 
 from meter import Meter, read_job, since_begin  # isort: skip  (first: it starts the clock)
@@ -31,10 +31,11 @@ from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
-from jaxrl_llm.training.build import build as build_job
-from jaxrl_llm.training.build import make_sampler, training_sampler
-from jaxrl_llm.training.loop import run
+from jaxrl_llm.runs.resume import open_watchdog
+from jaxrl_llm.training.build import build_stages
+from jaxrl_llm.training.loop import run_loop
 from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.stages.rollout import make_sampler, training_sampler
 
 
 class FixedLengths:
@@ -145,15 +146,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = settings(job, Path(folder))
         held = stack.enter_context(run_folder(config.run_dir, config))
-        made, start, stream = build_job(config, Functions(config), held, stack)
-        if made.reference is None:
+        watchdog = stack.enter_context(open_watchdog(config))
+        stages, start, stream = build_stages(config, Functions(config), held, stack, watchdog)
+        if "ref" not in {model_pass.timer for model_pass in stages.models.passes}:
             raise RuntimeError("the run has no reference, but its loss has a KL term")
         meter = Meter()
-        engine: Any = FixedLengths(made.engine, iter(job["lengths"]), meter)
+        engine: Any = FixedLengths(stages.rollout.engine, iter(job["lengths"]), meter)
         decode = functools.partial(load_tokenizer(job["model"]).decode, skip_special_tokens=True)
         sample = training_sampler(config, make_sampler(engine, decode), stops=())
-        log: Any = MeteredLog(made.log, meter, len(job["lengths"][0]))
-        run(dataclasses.replace(made, sample=sample, log=log), start, stream)
+        log: Any = MeteredLog(stages.run.log, meter, len(job["lengths"][0]))
+        stages = stages._replace(
+            rollout=dataclasses.replace(stages.rollout, sample=sample),
+            run=dataclasses.replace(stages.run, log=log),
+        )
+        run_loop(stages, start, stream)
     measured = log.lines[job["warm"] :]
     meter.write(
         first_s=log.first_s,

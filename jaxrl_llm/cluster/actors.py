@@ -130,9 +130,9 @@ class TrainProcess(_Process):
         """
         os.environ.update(membership)
         context.enter_job(job)
-        from jaxrl_llm.train import run_here
+        from jaxrl_llm.training.run import run_training
 
-        run_here(config)
+        run_training(config)
 
 
 @contextlib.contextmanager

@@ -38,14 +38,20 @@ Report = dict[str, Any]
 
 
 def run_evaluation(config: EvaluateConfig) -> Report:
-    """Sample, score, print and write; return what is in metrics.json."""
+    """Sample, score, print and write; return the contents of metrics.json."""
+    distributed.initialize()
+    with distributed.abort_together():
+        return _evaluate(config)
+
+
+def _evaluate(config: EvaluateConfig) -> Report:
     quiet_libraries()
-    out = distributed.run_on_first(functools.partial(new_folder, config.out))
+    out = distributed.run_on_first(functools.partial(new_results_folder, config.out))
     with contextlib.ExitStack() as stack:
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         policy = read_policy(config.model, layout, step=config.step)
-        prompts = read_prompts(config, policy)
+        prompts = read_evaluation_prompts(config, policy)
         settings = EngineSettings(
             max_running_sequences=config.max_running_sequences,
             max_tokens=max(len(p.tokens) for p in prompts) + config.max_new_tokens,
@@ -67,7 +73,7 @@ def run_evaluation(config: EvaluateConfig) -> Report:
         "model": config.model,
         "step": policy.step,
         "interval": {"level": LEVEL, "method": METHOD},
-        **tables(rollouts, scores, samples=config.samples, ks=sizes(config)),
+        **tables(rollouts, scores, samples=config.samples, ks=sample_counts(config)),
         "config": as_tree(config),
     }
     if distributed.is_first():
@@ -77,7 +83,7 @@ def run_evaluation(config: EvaluateConfig) -> Report:
     return report
 
 
-def new_folder(out: str | None) -> Path:
+def new_results_folder(out: str | None) -> Path:
     """Make the folder of the results.
 
     Raises:
@@ -91,7 +97,7 @@ def new_folder(out: str | None) -> Path:
     return folder
 
 
-def read_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
+def read_evaluation_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
     """Read and tokenise the prompts.
 
     Raises:
@@ -130,10 +136,10 @@ def sampling(config: EvaluateConfig, policy: Policy) -> SamplingParams:
     )
 
 
-def sizes(config: EvaluateConfig) -> list[int]:
+def sample_counts(config: EvaluateConfig) -> list[int]:
     """Return the k of pass@k and maj@k, in rising order.
 
-    >>> sizes(EvaluateConfig(model="m", data=("d",), samples=6, temperature=1.0))
+    >>> sample_counts(EvaluateConfig(model="m", data=("d",), samples=6, temperature=1.0))
     [2, 4, 6]
     """
     n = config.samples

@@ -8,6 +8,7 @@ import jax
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.spec import ModelSpec
@@ -125,3 +126,20 @@ def packed_shape(
         cost=model_cost(spec),
         unit=share,
     )
+
+
+def microbatch_shape(config: TrainConfig, spec: ModelSpec, layout: Layout) -> RowShape:
+    """Return the shape of the micro-batches of a run's updates and passes in one layout."""
+    return packed_shape(
+        layout,
+        spec,
+        tokens=config.batch.max_tokens_per_device,
+        longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        sequences=minibatch_size(config),
+    )
+
+
+def minibatch_size(config: TrainConfig) -> int:
+    """Return how many sequences an update has."""
+    prompts = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
+    return prompts * config.rollout.samples_per_prompt

@@ -32,6 +32,12 @@ from jaxrl_llm.types import Batch
 log = logging.getLogger(__name__)
 
 
+def unannotated(state: TrainState, batch: Batch) -> Batch:
+    """Return the same mini-batch."""
+    del state
+    return batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class Role:
     """A model that is trained: the actor, the critic or the implicit reward model.
@@ -42,7 +48,8 @@ class Role:
         infer: (params, batch) -> what it says of each token [B T], by name.
         learning_rate: of an update, by its number.
         max_skipped: updates in a row that may be skipped.
-        mark: (state, mini-batch) -> the mini-batch with what its loss needs of the whole of it.
+        annotate_minibatch: (state, mini-batch) -> the mini-batch with fields that are computed
+            from the whole of it.
     """
 
     name: str
@@ -50,7 +57,7 @@ class Role:
     infer: Callable[[Any, Batch], dict[str, np.ndarray]]
     learning_rate: Callable[[int], Any]
     max_skipped: int
-    mark: Callable[[TrainState, Batch], Batch] | None = None
+    annotate_minibatch: Callable[[TrainState, Batch], Batch] = unannotated
 
 
 def make_roles(
@@ -69,7 +76,7 @@ def make_roles(
         layouts: where each model stands.
         shape_on: shape of micro-batches in a layout.
     """
-    roles, trainees = {}, {}
+    roles, trainable = {}, {}
     paths = {
         "critic": config.critic.path,
         "implicit_reward_model": config.implicit_reward_model.path,
@@ -99,15 +106,15 @@ def make_roles(
             learning_rate=how.schedule,
             max_skipped=how.max_skipped,
         )
-        trainees[name] = TrainableModel(model, learner, key)
+        trainable[name] = TrainableModel(model, learner, key)
     if functions.mark:
-        mark = covariance_marker(functions.mark, roles["actor"].infer, config.seed)
-        roles["actor"] = dataclasses.replace(roles["actor"], mark=mark)
+        annotate = covariance_annotator(functions.mark, roles["actor"].infer, config.seed)
+        roles["actor"] = dataclasses.replace(roles["actor"], annotate_minibatch=annotate)
     if functions.learns_labels:
         roles["implicit_reward_model"] = dataclasses.replace(
-            roles["implicit_reward_model"], mark=check_labels
+            roles["implicit_reward_model"], annotate_minibatch=check_labels
         )
-    return roles, trainees
+    return roles, trainable
 
 
 def learner_of(
@@ -195,7 +202,7 @@ def check_labels(state: TrainState, batch: Batch) -> Batch:
     return batch
 
 
-def covariance_marker(
+def covariance_annotator(
     select: Callable[..., Any], infer: Callable[..., Any], seed: int
 ) -> Callable[[TrainState, Batch], Batch]:
     """Return a function that adds `high_covariance` to a mini-batch, by the current log-probs."""
@@ -204,30 +211,30 @@ def covariance_marker(
     def compute(fields: dict[str, Any], key: Any) -> Any:
         return call(with_key(select, key), fields)
 
-    def mark(state: TrainState, batch: Batch) -> Batch:
+    def annotate(state: TrainState, batch: Batch) -> Batch:
         key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
         fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
-        marked = np.asarray(compute(fields, key))
-        if marked.shape != batch.tokens.shape or marked.dtype != bool:
+        high = np.asarray(compute(fields, key))
+        if high.shape != batch.tokens.shape or high.dtype != bool:
             raise LabelError(
                 f"algorithm.high_covariance: {describe(select)!r} returned "
-                f"{marked.dtype}{list(marked.shape)}; wanted true or false for each token [B T], "
+                f"{high.dtype}{list(high.shape)}; wanted true or false for each token [B T], "
                 f"here {list(batch.tokens.shape)}"
             )
-        return batch.add(high_covariance=marked)
+        return batch.add(high_covariance=high)
 
-    return mark
+    return annotate
 
 
 def old_logprob_step(
-    infer: Callable[..., dict[str, np.ndarray]], *, bypass: bool, probe_tokens: int
+    infer: Callable[..., dict[str, np.ndarray]], *, use_rollout_logprobs: bool, probe_tokens: int
 ) -> Callable[[Any, Batch], tuple[Batch, Batch]]:
     """Return the step that adds `old_logprobs` and what else the policy says of a batch.
 
     Args:
         infer: (params, batch) -> `logprobs` and more [B T].
-        bypass: take the engine's log-probs; the policy then runs over the first sequences only, to
-            compare the two.
+        use_rollout_logprobs: take the engine's log-probs; the policy then runs over the first
+            sequences only, to compare the two.
         probe_tokens: the most tokens that these sequences hold.
 
     Returns:
@@ -236,13 +243,13 @@ def old_logprob_step(
     """
 
     def add(params: Any, batch: Batch) -> tuple[Batch, Batch]:
-        if bypass:
+        if use_rollout_logprobs:
             # the same number in every step, or what compares the two would compile again
             part = batch.take(slice(0, max(1, probe_tokens // batch.tokens.shape[1])))
             probe = part.add(**infer(params, part))
             return batch.add(old_logprobs=batch["rollout_logprobs"]), probe
-        found = infer(params, batch)
-        rest = {name: values for name, values in found.items() if name != "logprobs"}
-        return batch.add(old_logprobs=found["logprobs"], **rest), batch.add(**found)
+        stats = infer(params, batch)
+        rest = {name: values for name, values in stats.items() if name != "logprobs"}
+        return batch.add(old_logprobs=stats["logprobs"], **rest), batch.add(**stats)
 
     return add

@@ -41,23 +41,27 @@ def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> Float[Array, "B T"
 
 def run_sft(config: SftConfig) -> None:
     """Train on a config's examples, then export the model."""
-    quiet_libraries()
-    optimizer, schedule = make_optimizer(config.optim)
-    prepare_files(config.data.prepare, config.data.train)
-    if distributed.run_on_first(Path(config.export_to).exists):
-        raise ConfigError(f"export_to: {config.export_to!r} exists; remove it or name another one")
-    with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
-        folder = stack.enter_context(run_folder(config.run_dir, config))
-        params, spec, base = _train(config, optimizer, schedule, folder, stack)
-        if base is not None:
-            params, spec = merged_into_base(params, spec, config.model.path, base)
-        save_params(
-            config.export_to,
-            params,
-            spec,
-            source=config.model.path,
-            dtype=np.float32,
-        )
+    distributed.initialize()
+    with distributed.abort_together((Preempted,)):
+        quiet_libraries()
+        optimizer, schedule = make_optimizer(config.optim)
+        prepare_files(config.data.prepare, config.data.train)
+        if distributed.run_on_first(Path(config.export_to).exists):
+            raise ConfigError(
+                f"export_to: {config.export_to!r} exists; remove it or name another one"
+            )
+        with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
+            folder = stack.enter_context(run_folder(config.run_dir, config))
+            params, spec, base = _train(config, optimizer, schedule, folder, stack)
+            if base is not None:
+                params, spec = merged_into_base(params, spec, config.model.path, base)
+            save_params(
+                config.export_to,
+                params,
+                spec,
+                source=config.model.path,
+                dtype=np.float32,
+            )
 
 
 def _train(

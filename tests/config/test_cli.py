@@ -116,8 +116,8 @@ def test_the_config_goes_to_the_run_whatever_the_order(order, config_file):
 
 @BOTH
 def test_main_runs_what_it_should(name, config_file, monkeypatch):
-    module = {"train": "jaxrl_llm.training.build", "sft": "jaxrl_llm.training.supervised"}[name]
-    runner = {"train": "run_job", "sft": "run_sft"}[name]
+    module = {"train": "jaxrl_llm.training.run", "sft": "jaxrl_llm.training.supervised"}[name]
+    runner = {"train": "run_training", "sft": "run_sft"}[name]
     seen = []
     fake = type(sys)(module)
     setattr(fake, runner, seen.append)

@@ -17,19 +17,19 @@ ALL = ("offload={params: true, optimizer: true, reference: true}",)
 def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypatch):
     """Actor, critic and reference; while the engine samples, one copy is on the device: its own."""
     held = []
-    gather = loop.gather
+    collect = loop.collect_rollouts
 
-    def watched(job, *rest):
+    def watched(stages, *rest):
         arrays = [a for a in jax.live_arrays() if id(a) not in before and a.shape == table]
         kinds = [array.sharding.memory_kind for array in arrays]
         held.append((kinds.count("pinned_host"), len(kinds) - kinds.count("pinned_host")))
-        return gather(job, *rest)
+        return collect(stages, *rest)
 
     wanted = run(*CRITIC, "steps=3").ok()
     before = {id(array) for array in jax.live_arrays()}
     spec = read_spec(workshop.base)
     table = (spec.vocab_size, spec.hidden_size)
-    monkeypatch.setattr(loop, "gather", watched)
+    monkeypatch.setattr(loop, "collect_rollouts", watched)
     found = run(*CRITIC, *ALL, "steps=2").ok()
     found = run(*CRITIC, *ALL, "steps=3", run_dir=found.run_dir).ok()
     assert found.learned == wanted.learned

@@ -32,8 +32,7 @@ from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.programs import PAGE
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training.build import microbatch_shape
-from jaxrl_llm.training.layouts import open_layouts
+from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.resolve import Functions

@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import HOME
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training.loop import check_agreement
+from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 from tests.waiting import wait_until

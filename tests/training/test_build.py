@@ -1,4 +1,4 @@
-"""What `job` builds from a config, and what it refuses before anything runs."""
+"""What `build_stages` builds from a config, and what it refuses before anything runs."""
 
 import dataclasses
 
@@ -10,9 +10,12 @@ from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
-from jaxrl_llm.training.build import Functions, check_sources, make_sampler, warm_start
-from jaxrl_llm.training.loop import extra_metrics
+from jaxrl_llm.training.batch_metrics import extra_metrics
+from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.run import warm_start
+from jaxrl_llm.training.stages.rollout import make_sampler
 
 
 def config_of(**tree):

@@ -2,13 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
@@ -16,8 +15,16 @@ from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.training.experience import lay_out, with_scores
-from jaxrl_llm.training.loop import Job, assess, gather, push
-from jaxrl_llm.training.update import TrainState
+from jaxrl_llm.training.loop import Stages, collect_rollouts, make_experience
+from jaxrl_llm.training.stages.models import ModelsStage, reference_pass
+from jaxrl_llm.training.stages.rollout import RolloutStage
+from jaxrl_llm.training.stages.scoring import (
+    ScoringStage,
+    collect_batch,
+    submit_scores,
+    unchanged,
+    without_greedy_scores,
+)
 
 LIMIT = 10.0  # seconds
 
@@ -36,27 +43,26 @@ def test_answers_are_scored_while_the_devices_compute():
         assert scoring.wait(LIMIT), "nobody scores while the reference is computed"
         return {"logprobs": np.zeros(batch.tokens.shape, np.float32)}
 
-    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     prompt = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
     answer = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
-    drawn = Rollouts([prompt], [answer], ["3"])
-    idle = dict.fromkeys(("keep", "penalty", "greedy_scores", "old_logprobs", "critic"))
-    with ThreadPoolExecutor(1) as aside:
-        job = Mock(
-            spec=Job,
-            config=from_tree(TrainConfig, tree),
-            sample=lambda prompts, step, draw: drawn,
-            score=score,
-            aside=aside,
-            scored_aside=True,
-            lay_out=lambda rollouts: lay_out(rollouts, samples=1, max_tokens=8),
-            add_scores=with_scores,
-            reference=reference,
-            reward_model=None,
-            **idle,
+    sampled = Rollouts([prompt], [answer], ["3"])
+    with ThreadPoolExecutor(1) as executor:
+        stages = Stages(
+            rollout=Mock(spec=RolloutStage, sample=lambda prompts, step, number: sampled),
+            scoring=ScoringStage(
+                collect=partial(collect_batch, partial(submit_scores, executor, score)),
+                lay_out=lambda rollouts: lay_out(rollouts, samples=1, max_tokens=8),
+                add_scores=with_scores,
+                add_penalty=unchanged,
+                add_greedy_scores=without_greedy_scores,
+                score_validation=score,
+            ),
+            models=ModelsStage(roles=(), passes=(reference_pass(reference),), warmup_steps=0),
+            algorithm=Mock(),
+            run=Mock(),
         )
-        rollouts, waiting, _ = gather(job, iter([[prompt]]), 1, Clock())
-        batch, scores, _ = assess(job, {}, rollouts, waiting, 1, Clock())
+        rollouts, waiting, _ = collect_rollouts(stages, iter([[prompt]]), 1, Clock())
+        batch, scores, _ = make_experience(stages, {}, rollouts, waiting, 1, Clock())
     assert batch["scores"].tolist() == [0.5] and scores == [Score(0.5, {}, None)]
     assert "ref_logprobs" in batch.fields
 
@@ -74,11 +80,17 @@ def test_answers_are_scored_while_the_devices_compute():
 def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
     engine, sums = Mock(spec=Engine), Mock(return_value=17)
     engine.load.return_value = echo
-    job = Mock(spec=Job, engine=engine, whole=Mock(), checksum=sums)
-    states = {"actor": Mock(spec=TrainState, params={})}
+    stage = RolloutStage(
+        engine=engine,
+        sample=Mock(),
+        sample_greedy=Mock(),
+        sample_validation=Mock(),
+        merge_for_engine=Mock(),
+        engine_checksum=sums,
+    )
     if told is None:
-        assert push(job, states, 3) == {"perf/moved_gb": 0.0}
+        assert stage.sync_weights({}, 3) == {"perf/moved_gb": 0.0}
     else:
         with pytest.raises(EngineError, match=told):
-            push(job, states, 3)
+            stage.sync_weights({}, 3)
     assert sums.called == (echo.checksum is not None)

@@ -21,7 +21,12 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass, value_pass
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
-from jaxrl_llm.training.roles import LabelError, check_labels, covariance_marker, old_logprob_step
+from jaxrl_llm.training.roles import (
+    LabelError,
+    check_labels,
+    covariance_annotator,
+    old_logprob_step,
+)
 from jaxrl_llm.training.update import TrainState, make_learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
@@ -200,7 +205,7 @@ def marking(select, updates=0, seed=0):
         seen.append(params)
         return {"logprobs": current}
 
-    marked = covariance_marker(select, infer, seed)(state_after(updates), batch)
+    marked = covariance_annotator(select, infer, seed)(state_after(updates), batch)
     assert seen == [{"a": 1}], "once, with the parameters that are being updated"
     return marked["high_covariance"], (current, batch["advantages"], batch["mask"])
 
@@ -223,7 +228,7 @@ def test_tokens_are_drawn_by_seed_and_update():
 # ---------------------------------------------------------------------------- old log-probs, labels
 
 
-def test_bypass_runs_the_policy_over_the_first_sequences_only():
+def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only():
     batch = make_batch().add(rollout_logprobs=np.ones((4, 8), np.float32))
     widths = []
 
@@ -232,10 +237,12 @@ def test_bypass_runs_the_policy_over_the_first_sequences_only():
         zeros = np.zeros(batch.tokens.shape, np.float32)
         return {"logprobs": zeros, "entropy": zeros + 2, "sum_pi_squared": zeros + 3}
 
-    full, probe = old_logprob_step(infer, bypass=False, probe_tokens=17)(None, batch)
+    full, probe = old_logprob_step(infer, use_rollout_logprobs=False, probe_tokens=17)(None, batch)
     assert not full["old_logprobs"].any() and full["sum_pi_squared"][0, 0] == 3
     assert "logprobs" not in full.fields and len(probe.sizes) == 4
-    trusted, probe = old_logprob_step(infer, bypass=True, probe_tokens=17)(None, batch)
+    trusted, probe = old_logprob_step(infer, use_rollout_logprobs=True, probe_tokens=17)(
+        None, batch
+    )
     np.testing.assert_array_equal(trusted["old_logprobs"], batch["rollout_logprobs"])
     assert widths == [4, 2], "17 tokens hold two sequences of up to 8"
     assert probe["rollout_logprobs"].all() and not probe["logprobs"].any()

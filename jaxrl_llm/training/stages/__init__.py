@@ -1,0 +1,1 @@
+"""The stages of a training step, each built from the config by its own module."""

@@ -1,0 +1,113 @@
+"""The algorithm stage: from scores and log-probs to advantages, and the KL coefficient."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.config.fields import asks_for, call, describe
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.training.batch_metrics import kl_metrics
+from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
+from jaxrl_llm.training.objective import LossError, per_token
+from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmStage:
+    """What the algorithm adds to a scored batch. Each is the identity where it is not asked for.
+
+    Attributes:
+        penalize_kl: (batch, KL coefficient) -> the batch with the KL subtracted from its rewards.
+        add_advantages: adds `advantages`, and `returns` if there is a critic.
+        add_correction: adds the weights of the off-policy correction.
+        control_kl: (batch, KL coefficient) -> metrics of the KL, and the next coefficient.
+    """
+
+    penalize_kl: Callable[[Batch, float], Batch]
+    add_advantages: Callable[[Batch], Batch]
+    add_correction: Callable[[Batch], Batch]
+    control_kl: Callable[[Batch, float], tuple[dict[str, float], float]]
+
+
+def build_algorithm(config: TrainConfig, functions: Functions) -> AlgorithmStage:
+    """Build what the functions of a config add to a batch."""
+    kl, controller = functions.kl, checked_controller(functions.controller)
+    in_reward = config.algorithm.kl_reward is not None
+    corrections = functions.corrections
+    return AlgorithmStage(
+        penalize_kl=functools.partial(penalize_kl, kl) if kl and in_reward else without_kl_penalty,
+        add_advantages=advantage_step(
+            functions.advantage, with_returns="critic" in functions.learning
+        ),
+        add_correction=correction_step(corrections) if corrections else without_correction,
+        control_kl=functools.partial(control_kl, kl, controller) if kl else keep_kl_coef,
+    )
+
+
+def penalize_kl(kl: Callable[..., Any], batch: Batch, kl_coef: float) -> Batch:
+    """Subtract the KL to the reference from a batch's rewards."""
+    return penalize(batch, kl_to_reference(kl, batch), kl_coef)
+
+
+def without_kl_penalty(batch: Batch, kl_coef: float) -> Batch:
+    """Return the same batch, where the KL is in the loss or there is none."""
+    del kl_coef
+    return batch
+
+
+def without_correction(batch: Batch) -> Batch:
+    """Return the same batch, where nothing corrects for the engine's log-probs."""
+    return batch
+
+
+def control_kl(
+    kl: Callable[..., Any],
+    controller: Callable[[float, float, int], float],
+    batch: Batch,
+    kl_coef: float,
+) -> tuple[dict[str, float], float]:
+    """Return metrics of a batch's KL, and the controller's next coefficient."""
+    metrics = kl_metrics(batch, kl_to_reference(kl, batch), kl_coef)
+    return metrics, controller(kl_coef, metrics["actor/kl"], len(batch.sizes))
+
+
+def keep_kl_coef(batch: Batch, kl_coef: float) -> tuple[dict[str, float], float]:
+    """Return no metrics and the same coefficient, where there is no KL."""
+    del batch
+    return {}, kl_coef
+
+
+def kl_to_reference(kl: Callable[..., Any], batch: Batch) -> np.ndarray:
+    """Return the KL of every token to the reference [B T].
+
+    Raises:
+        LossError: it is not finite, or no array of this shape.
+    """
+    fields = {**batch.fields, "logprobs": batch["old_logprobs"]}
+    result = call(kl, {name: jnp.asarray(fields[name]) for name in asks_for(kl)})
+    values = np.asarray(per_token(result, kl, "kl", batch.tokens.shape), np.float32)
+    if not np.isfinite(values[batch["mask"]]).all():
+        raise LossError(f"kl {describe(kl)!r} returned NaN or infinity")
+    return np.where(batch["mask"], values, 0)
+
+
+def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float, int], float]:
+    """Return the KL controller, with its result checked to be a coefficient."""
+
+    def next_coef(coef: float, observed_kl: float, batch_size: int) -> float:
+        result = controller(coef, observed_kl, batch_size)
+        is_number = isinstance(result, int | float | jax.Array | np.number) and np.ndim(result) == 0
+        if not is_number or not 0 <= float(result) < float("inf"):
+            raise ScoreError(
+                f"algorithm.kl_controller: {describe(controller)!r} returned {result!r} for "
+                f"coef={coef:g} and observed_kl={observed_kl:g}; wanted a number of 0 or more"
+            )
+        return float(result)
+
+    return next_coef

@@ -1,0 +1,192 @@
+"""The rollout stage: an engine that samples answers under the policy's newest weights."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.config.errors import config_errors_at
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.chat import stop_ids
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
+from jaxrl_llm.models.parameters import compute_dtypes
+from jaxrl_llm.rollout.build import make_engine
+from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.sampling import Rollouts, sample
+from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.sharding.cast import cast_tree
+from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.training.load_model import LoadedModel
+
+TRAINING, VALIDATION, GREEDY = range(3)
+"""The use of sampled answers, as a part of their seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStage:
+    """The engine of a run, and the ways to sample from it.
+
+    Attributes:
+        engine: holds the policy.
+        sample: (prompts, step, number of the generation batch) -> a step's answers.
+        sample_greedy: (a step's answers, step) -> one greedy answer to each of their prompts.
+        sample_validation: (prompts, step) -> answers to validate.
+        merge_for_engine: trained parameters -> the model's, with an adapter merged into it.
+        engine_checksum: of a model's parameters, as the engine should hold them.
+    """
+
+    engine: Engine
+    sample: Callable[[list[Prompt], int, int], Rollouts]
+    sample_greedy: Callable[[Rollouts, int], Rollouts]
+    sample_validation: Callable[[list[Prompt], int], Rollouts]
+    merge_for_engine: Callable[[Any], Any]
+    engine_checksum: Callable[[Any], Any]
+
+    def sync_weights(self, params: Any, version: int) -> dict[str, float]:
+        """Give the engine the trained parameters, and compare its echo with what was sent.
+
+        Raises:
+            EngineError: it does not hold them.
+        """
+        with on_device(params) as trained:
+            merged = self.merge_for_engine(trained)
+            receipt = self.engine.load(merged, version=version)
+            echoed = receipt.checksum  # None: the engine has compared by itself
+            sent = None if echoed is None else int(self.engine_checksum(merged))
+        if (receipt.version, echoed) != (version, sent):
+            raise EngineError(
+                f"the engine echoed version {receipt.version} with checksum {echoed}, wanted "
+                f"version {version} with {sent}: it does not hold the weights that were sent"
+            )
+        return {"perf/moved_gb": receipt.moved_bytes / 2**30}
+
+
+def build_rollout(
+    config: TrainConfig,
+    model: LoadedModel,
+    layout: Layout,
+    tokenizer: Any,
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> RolloutStage:
+    """Build the engine, and what samples from it.
+
+    Args:
+        config: of the run.
+        model: the policy.
+        layout: of the engine.
+        tokenizer: the policy's.
+        folder: of the run.
+        stack: closes the engine at the run's end.
+    """
+    with config_errors_at("model.path"):
+        stops = stop_ids(tokenizer, config.model.path)
+    engine = make_engine(config, model.spec, layout, folder)
+    stack.callback(engine.close)
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    sampler = make_sampler(engine, decode)
+    return RolloutStage(
+        engine=engine,
+        sample=training_sampler(config, sampler, stops),
+        sample_greedy=greedy_sampler(config, sampler, stops),
+        sample_validation=validation_sampler(config, sampler, stops),
+        merge_for_engine=merge_for_engine(model, config.model.dtype),
+        engine_checksum=engine_checksum(model, config.model.dtype),
+    )
+
+
+def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., Rollouts]:
+    """Return `sample` on an engine that holds its cache only while it samples."""
+
+    def sample_awake(prompts: list[Prompt], sampling: SamplingParams, **settings: Any) -> Rollouts:
+        engine.wake()
+        try:
+            return sample(engine, prompts, sampling, decode=decode, **settings)
+        finally:
+            engine.sleep()
+
+    return sample_awake
+
+
+def training_sampler(
+    config: TrainConfig, sampler: Callable[..., Rollouts], stops: tuple[int, ...]
+) -> Callable[[list[Prompt], int, int], Rollouts]:
+    """Return the function that samples a step's answers; a step may take several batches."""
+    rollout = config.rollout
+    sampling = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_ids=stops,
+    )
+
+    def sample_step(prompts: list[Prompt], step: int, number: int) -> Rollouts:
+        seed = (config.seed, step, TRAINING, number)
+        return sampler(prompts, sampling, samples=rollout.samples_per_prompt, seed=seed)
+
+    return sample_step
+
+
+def greedy_sampler(
+    config: TrainConfig, sampler: Callable[..., Rollouts], stops: tuple[int, ...]
+) -> Callable[[Rollouts, int], Rollouts]:
+    """Return the function that samples a greedy answer to each prompt of a step."""
+    samples, longest = config.rollout.samples_per_prompt, config.rollout.max_new_tokens
+    sampling = SamplingParams(max_new_tokens=longest, temperature=0.0, stop_ids=stops)
+
+    def sample_greedy(rollouts: Rollouts, step: int) -> Rollouts:
+        prompts = rollouts.prompts[::samples]
+        return sampler(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
+
+    return sample_greedy
+
+
+def validation_sampler(
+    config: TrainConfig, sampler: Callable[..., Rollouts], stops: tuple[int, ...]
+) -> Callable[[list[Prompt], int], Rollouts]:
+    """Return the function that samples answers to validation prompts."""
+    validation = config.validation
+    sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=validation.temperature,
+        top_p=validation.top_p,
+        stop_ids=stops,
+    )
+
+    def sample_validation(prompts: list[Prompt], step: int) -> Rollouts:
+        seed = (config.seed, step, VALIDATION)
+        return sampler(prompts, sampling, samples=validation.samples, seed=seed)
+
+    return sample_validation
+
+
+def merge_for_engine(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
+    """Return the function from trained parameters to those of the model, as the engine takes them.
+
+    An adapter is merged into its base in float32, and the sum is cast to the engine's dtype.
+    """
+    if model.frozen is None:
+        return lambda params: params
+    spec, frozen = model.spec, model.frozen
+    dtypes = compute_dtypes(without_adapter(spec), dtype)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+
+    @functools.partial(jax.jit, out_shardings=layout)
+    def merged(adapter: Any, frozen: Any) -> Any:
+        return cast_tree(merge_adapter(combine_params(adapter, frozen), spec)[0], dtypes)
+
+    return lambda adapter: merged(adapter, frozen)
+
+
+def engine_checksum(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
+    """Return the checksum of a model's parameters after the engine's cast."""
+    dtypes = compute_dtypes(without_adapter(model.spec), dtype)
+    return jax.jit(lambda params: checksum(cast_tree(params, dtypes)))

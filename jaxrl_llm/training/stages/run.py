@@ -1,0 +1,151 @@
+"""The run stage: log, display, checkpoints, validation, preemption and the watchdog."""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.evaluation.validation import validation_metrics
+from jaxrl_llm.monitoring.clock import is_due
+from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.metrics_log import MetricsLog
+from jaxrl_llm.monitoring.report import RolloutDumps
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import Scoring
+from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.preemption import Preemption
+from jaxrl_llm.runs.resume import OpenRun
+from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.training.batch_metrics import load_balance
+from jaxrl_llm.training.layouts import minibatch_size
+from jaxrl_llm.training.stages.rollout import RolloutStage
+from jaxrl_llm.types import Batch
+
+SHOWN = {
+    "score": "critic/score/mean",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "kl": "actor/kl",
+    "grad": "actor/grad_norm",
+    "s": "timing_s/step",
+}
+"""Metrics in a step's line on the screen, by their labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStage:
+    """Where a run reads and writes, and when it ends.
+
+    Attributes:
+        config: of the run.
+        total_steps: steps in all.
+        start_digests: of the weights and data that the run began with.
+        executor: a thread for work on the host while the devices work.
+        balance: batch -> metrics of how evenly it loads the devices.
+        should_validate: whether a step ends with a validation; step 0 is before the first update.
+        validate: step -> metrics.
+        dump: (step, rollouts, scores) -> writes them to a file.
+        preemption: whether the run was told to end.
+        watchdog: ends the run when it hangs; `record` tells it of each step.
+    """
+
+    config: TrainConfig
+    total_steps: int
+    start_digests: dict[str, Any]
+    executor: Executor
+    balance: Callable[[Batch], dict[str, float]]
+    should_validate: Callable[[int], bool]
+    validate: Callable[[int], dict[str, float]]
+    dump: Callable[[int, Rollouts, list[Score]], None]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    display: Display
+    preemption: Preemption
+    watchdog: Watchdog
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a step's metrics, and one line on the screen."""
+        self.watchdog.beat()
+        self.log.write(step, metrics)
+        parts = [f"{label} {metrics[k]:.4g}" for label, k in SHOWN.items() if k in metrics]
+        parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
+        line = f"step {step}/{self.total_steps}  " + "  ".join(parts)
+        self.display.advance(line) if step else self.display.line(line)
+
+
+def build_run(
+    config: TrainConfig,
+    opened: OpenRun,
+    folder: Path,
+    executor: Executor,
+    watchdog: Watchdog,
+    shape: RowShape,
+    validate: Callable[[int], dict[str, float]] | None,
+) -> RunStage:
+    """Build the stage from an opened run.
+
+    Args:
+        config: of the run.
+        opened: its data, checkpoints and logs.
+        folder: of the run.
+        executor: a thread for work on the host.
+        watchdog: ends the run when it hangs.
+        shape: of the updates' micro-batches.
+        validate: step -> metrics; None without validation prompts.
+    """
+    return RunStage(
+        config=config,
+        total_steps=opened.total_steps,
+        start_digests=opened.start_digests,
+        executor=executor,
+        balance=functools.partial(load_balance, shape=shape, minibatch=minibatch_size(config)),
+        should_validate=functools.partial(is_validation_due, config, opened.total_steps)
+        if validate
+        else never,
+        validate=validate or no_validation,
+        dump=RolloutDumps(folder / "rollouts"),
+        checkpoints=opened.checkpoints,
+        log=opened.log,
+        display=opened.display,
+        preemption=opened.preemption,
+        watchdog=watchdog,
+    )
+
+
+def is_validation_due(config: TrainConfig, total_steps: int, step: int) -> bool:
+    """Tell whether a step ends with a validation; step 0 is before the first update."""
+    validation = config.validation
+    return is_due(step, validation.every, total_steps) if step else validation.before
+
+
+def never(step: int) -> bool:
+    """Return false, where there are no prompts to validate."""
+    del step
+    return False
+
+
+def no_validation(step: int) -> dict[str, float]:
+    """Return no metrics, where there are no prompts to validate."""
+    del step
+    return {}
+
+
+def make_validation(
+    config: TrainConfig, rollout: RolloutStage, score: Scoring, prompts: list[Prompt]
+) -> Callable[[int], dict[str, float]] | None:
+    """Return the function that validates at a step, or None without validation prompts."""
+    if not prompts:
+        return None
+
+    def validate(step: int) -> dict[str, float]:
+        rollouts = rollout.sample_validation(prompts, step)
+        scores, samples = score(rollouts), config.validation.samples
+        return validation_metrics(rollouts.prompts, scores, samples=samples)
+
+    return validate

@@ -1,0 +1,278 @@
+"""The scoring stage: from a step's answers to a batch with their scores."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.clock import Clock
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import Scoring, make_scoring
+from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.experience import (
+    ScoreError,
+    add_to_scores,
+    lay_out,
+    per_answer,
+    with_scores,
+)
+from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
+from jaxrl_llm.training.stages.rollout import RolloutStage
+from jaxrl_llm.training.update import TrainingError
+from jaxrl_llm.types import Batch
+
+Metrics = dict[str, float]
+
+
+class Collected(NamedTuple):
+    """A step's answers, their scores as soon as they are known, and metrics of the collection."""
+
+    rollouts: Rollouts
+    scores: Future[list[Score]]
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringStage:
+    """The scores of answers, and what is made of them before the algorithm sees them.
+
+    Attributes:
+        collect: (number of a generation batch -> rollouts, step, clock) -> a step's answers, of
+            groups that the group filter keeps.
+        lay_out: rollouts -> batch.
+        add_scores: (batch, scores) -> batch.
+        add_penalty: adds the penalty to a batch's scores; the same batch without one.
+        add_greedy_scores: (batch, rollouts, step, clock) -> the batch with `greedy_scores`, and
+            metrics; the same batch where no function asks for them.
+        score_validation: rollouts -> one score for each answer.
+    """
+
+    collect: Callable[[Callable[[int], Rollouts], int, Clock], Collected]
+    lay_out: Callable[[Rollouts], Batch]
+    add_scores: Callable[[Batch, list[Score]], Batch]
+    add_penalty: Callable[[Batch], Batch]
+    add_greedy_scores: Callable[[Batch, Rollouts, int, Clock], tuple[Batch, Metrics]]
+    score_validation: Scoring
+
+
+def build_scoring(
+    config: TrainConfig,
+    functions: Functions,
+    reward_model: RewardModel | None,
+    rollout: RolloutStage,
+    executor: Executor,
+    stack: contextlib.ExitStack,
+) -> ScoringStage:
+    """Start the reward functions, and build what is done with their scores.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        reward_model: that scores answers, if one does.
+        rollout: samples greedy answers.
+        executor: scores answers while the devices work.
+        stack: ends the scoring processes at the run's end.
+    """
+    score, score_validation = make_scoring(
+        config.reward, reward_model.score if reward_model else None, stack
+    )
+    arrange = functools.partial(
+        lay_out,
+        samples=config.rollout.samples_per_prompt,
+        max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+    )
+    add_scores = functools.partial(with_scores, components=config.reward.components)
+    # elsewhere than on the devices, and not together with other processes
+    in_background = (
+        reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
+    )
+    start = submit_scores if in_background else score_now
+    penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
+
+    def scored_batch(rollouts: Rollouts, scores: list[Score], **layout: Any) -> Batch:
+        return add_scores(arrange(rollouts, **layout), scores)
+
+    return ScoringStage(
+        collect=group_collector(config, functions.keep, score, scored_batch)
+        if functions.keep
+        else functools.partial(collect_batch, functools.partial(start, executor, score)),
+        lay_out=arrange,
+        add_scores=add_scores,
+        add_penalty=functools.partial(add_penalty, penalty) if penalty else unchanged,
+        add_greedy_scores=greedy_scorer(config, rollout, score, scored_batch, penalty)
+        if "greedy_scores" in functions.needs
+        else without_greedy_scores,
+        score_validation=score_validation,
+    )
+
+
+def open_scoring_model(
+    config: TrainConfig, tokenizer: Any, actor: ModelSpec, layout: Layout, shape: RowShape
+) -> RewardModel | None:
+    """Load the model that gives answers their scores, if the config names one."""
+    if not config.reward.classifier:
+        return None
+    return open_reward_model(
+        config.reward.classifier, config.model.dtype, tokenizer, actor, layout, shape
+    )
+
+
+def submit_scores(
+    executor: Executor, score: Scoring, rollouts: Rollouts, clock: Clock
+) -> Future[list[Score]]:
+    """Begin to score answers in another thread."""
+    del clock
+    return executor.submit(score, rollouts)
+
+
+def score_now(
+    executor: Executor, score: Scoring, rollouts: Rollouts, clock: Clock
+) -> Future[list[Score]]:
+    """Score answers before anything else is done."""
+    del executor
+    with clock("reward"):
+        return completed(score(rollouts))
+
+
+def completed(scores: list[Score]) -> Future[list[Score]]:
+    """Return scores that are known as those that come."""
+    future: Future[list[Score]] = Future()
+    future.set_result(scores)
+    return future
+
+
+def collect_batch(
+    start_scoring: Callable[[Rollouts, Clock], Future[list[Score]]],
+    sample: Callable[[int], Rollouts],
+    step: int,
+    clock: Clock,
+) -> Collected:
+    """Sample a step's answers and begin to score them."""
+    del step
+    rollouts = sample(0)
+    return Collected(rollouts, start_scoring(rollouts, clock), {})
+
+
+def group_collector(
+    config: TrainConfig,
+    group_filter: Callable[..., Any],
+    score: Scoring,
+    scored_batch: Callable[[Rollouts, list[Score]], Batch],
+) -> Callable[[Callable[[int], Rollouts], int, Clock], Collected]:
+    """Return the function that samples batches until the group filter has kept enough groups.
+
+    Args:
+        config: of the run.
+        group_filter: asks for fields of a batch; returns which answers to keep [B].
+        score: rollouts -> one score for each answer.
+        scored_batch: (rollouts, scores) -> batch.
+    """
+    samples, prompts = config.rollout.samples_per_prompt, config.batch.prompts_per_step
+    limit = config.algorithm.max_generation_batches
+    keep = whole_groups(per_answer(group_filter, "algorithm.group_filter", np.bool_), samples)
+
+    def collect(sample: Callable[[int], Rollouts], step: int, clock: Clock) -> Collected:
+        rollouts, scores, dropped, errors = Rollouts([], [], []), [], 0, 0
+        for number in range(limit):
+            sampled = sample(number)
+            with clock("reward"):
+                sampled_scores = score(sampled)
+            errors += sum(score.error is not None for score in sampled_scores)
+            rows = np.flatnonzero(keep(scored_batch(sampled, sampled_scores))).tolist()
+            dropped += (len(sampled_scores) - len(rows)) // samples
+            rollouts = rollouts.join(sampled.take(rows))
+            scores += [sampled_scores[row] for row in rows]
+            if len(scores) >= prompts * samples:
+                metrics = {
+                    "batch/generation_batches": number + 1.0,
+                    "batch/dropped_groups": float(dropped),
+                    "reward/errors": float(errors),
+                }
+                wanted = prompts * samples
+                return Collected(rollouts.take(range(wanted)), completed(scores[:wanted]), metrics)
+        raise TrainingError(
+            f"step {step}: algorithm.group_filter kept {len(scores) // samples} of "
+            f"{prompts * limit} groups, wanted {prompts}: the prompts are too easy or too hard "
+            "for the policy. Raise algorithm.max_generation_batches and run the same command "
+            "again, or begin a run with other prompts or more samples_per_prompt"
+        )
+
+    return collect
+
+
+def whole_groups(
+    keep: Callable[[Batch], np.ndarray], samples: int
+) -> Callable[[Batch], np.ndarray]:
+    """Return `keep`, checked to decide for groups of `samples` answers as wholes."""
+
+    def checked(batch: Batch) -> np.ndarray:
+        kept = keep(batch)
+        groups = kept.reshape(-1, samples)
+        split = np.flatnonzero(groups.any(1) != groups.all(1))
+        if split.size:
+            raise ScoreError(
+                f"algorithm.group_filter kept {int(groups[split[0]].sum())} of the {samples} "
+                "answers of a group; wanted all or none, as baselines are over whole groups"
+            )
+        return kept
+
+    return checked
+
+
+def add_penalty(penalty: Callable[[Batch], np.ndarray], batch: Batch) -> Batch:
+    """Add a penalty to a batch's scores and rewards."""
+    return add_to_scores(batch, penalty(batch))
+
+
+def unchanged(batch: Batch) -> Batch:
+    """Return the same batch."""
+    return batch
+
+
+def greedy_scorer(
+    config: TrainConfig,
+    rollout: RolloutStage,
+    score: Scoring,
+    scored_batch: Callable[..., Batch],
+    penalty: Callable[[Batch], np.ndarray] | None,
+) -> Callable[[Batch, Rollouts, int, Clock], tuple[Batch, Metrics]]:
+    """Return the function that adds the scores of greedy answers to a batch's prompts.
+
+    Args:
+        config: of the run.
+        rollout: samples them.
+        score: rollouts -> one score for each answer.
+        scored_batch: (rollouts, scores, samples=1) -> batch.
+        penalty: batch -> what is added to the scores [B], if anything is.
+    """
+    samples = config.rollout.samples_per_prompt
+
+    def add(batch: Batch, rollouts: Rollouts, step: int, clock: Clock) -> tuple[Batch, Metrics]:
+        with clock("gen_max"):
+            greedy = rollout.sample_greedy(rollouts, step)
+            scores = score(greedy)
+            scored = scored_batch(greedy, scores, samples=1)
+            added = penalty(scored) if penalty else np.float32(0)
+            errors = sum(score.error is not None for score in scores)
+            greedy_scores = np.repeat(scored["scores"] + added, samples)
+            return batch.add(greedy_scores=greedy_scores), {"reward/greedy_errors": float(errors)}
+
+    return add
+
+
+def without_greedy_scores(
+    batch: Batch, rollouts: Rollouts, step: int, clock: Clock
+) -> tuple[Batch, Metrics]:
+    """Return the same batch, where no function asks for greedy answers."""
+    del rollouts, step, clock
+    return batch, {}
