@@ -34,12 +34,6 @@ ON_RAY = tuple(f"jaxrl_llm/cluster/{name}.py" for name in ("job", "launch", "res
 ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
 PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve", "export", "plan")}
-CIRCLES_NOT_YET = {
-    *("jaxrl_llm.planning.lowering", "jaxrl_llm.planning.memory"),
-}
-PROGRAMS_IMPORTED_NOT_YET = {
-    ("jaxrl_llm.evaluation.policy", "jaxrl_llm.export"),
-}
 
 
 def complaints(path, source):
@@ -91,7 +85,7 @@ def test_imports_point_one_way_and_the_core_needs_few_packages(sources):
 def test_no_modules_import_each_other(sources):
     """Nor by imports inside functions, or under `if TYPE_CHECKING:`."""
     circles = find_circles(import_graph(sources))
-    assert [circle for circle in circles if not CIRCLES_NOT_YET.issuperset(circle)] == []
+    assert circles == []
 
 
 def test_programs_are_imported_by_nothing(sources):
@@ -102,7 +96,7 @@ def test_programs_are_imported_by_nothing(sources):
         for module in library - {"jaxrl_llm"}  # which has the programs' functions for its users
         for program in graph[module] & PROGRAMS
     }
-    assert importers <= PROGRAMS_IMPORTED_NOT_YET
+    assert importers == set()
 
 
 def test_circles_are_found():

@@ -10,7 +10,7 @@ from jaxrl_llm.evaluation.estimators import best_at, majority_at, read_scores
 from jaxrl_llm.rewards.runner import Score
 
 
-def by_source(
+def group_by_source(
     prompts: Sequence[Prompt], scores: Sequence[Score], *, samples: int
 ) -> dict[str, list[Sequence[Score]]]:
     """Return the scores of each prompt's answers, by data source.
@@ -42,7 +42,7 @@ def validation_metrics(
         samples: k.
     """
     metrics = {}
-    for source, groups in by_source(prompts, scores, samples=samples).items():
+    for source, groups in group_by_source(prompts, scores, samples=samples).items():
         name, values, votes = read_scores(groups)
         prefix = f"val-core/{source}/{name}"
         metrics[f"{prefix}/mean@{samples}"] = float(values.mean())
