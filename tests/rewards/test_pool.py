@@ -22,6 +22,7 @@ from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.worker import RewardItem
+from tests.waiting import wait_until
 
 FUNCTIONS = """
 import ctypes, os, re, subprocess, sys, time
@@ -80,13 +81,6 @@ def items(*replies, **extra_info):
 
 def ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 # ----------------------------------------------------------------------------------- what it gives
