@@ -113,9 +113,9 @@ def extend(
         Hidden states after the final norm, and the cache with the tokens' keys and values.
 
     >>> import jax
-    >>> from jaxrl_llm.models.parameters import initialize
+    >>> from jaxrl_llm.models.parameters import init_params
     >>> spec = tiny_spec()
-    >>> params = initialize(spec, key=jax.random.key(0))
+    >>> params = init_params(spec, key=jax.random.key(0))
     >>> prompt, positions = jnp.array([[3, 5, 2]]), jnp.array([[0, 1, 2]])
     >>> hidden, cache = extend(params, spec, init_cache(spec, 1, 8), prompt, positions)
     >>> hidden.shape

@@ -141,9 +141,9 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
     Raises:
         ValueError: The model has a value head already.
 
-    >>> from jaxrl_llm.models.parameters import initialize
+    >>> from jaxrl_llm.models.parameters import init_params
     >>> spec = tiny_spec(tied_embeddings=False)
-    >>> critic, critic_spec = with_value_head(initialize(spec, key=jax.random.key(0)), spec)
+    >>> critic, critic_spec = with_value_head(init_params(spec, key=jax.random.key(0)), spec)
     >>> critic["score"].shape, "head" in critic, critic_spec.value_head
     ((4, 1), False, True)
     """

@@ -110,9 +110,9 @@ def merge_adapter(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
         ValueError: There is no adapter.
 
     >>> from jaxrl_llm.models.spec import LoraSpec
-    >>> from jaxrl_llm.models.parameters import initialize
+    >>> from jaxrl_llm.models.parameters import init_params
     >>> spec = tiny_spec(lora=LoraSpec(rank=2, alpha=4.0, targets=("up",)))
-    >>> params, alone = merge_adapter(initialize(spec, key=jax.random.key(0)), spec)
+    >>> params, alone = merge_adapter(init_params(spec, key=jax.random.key(0)), spec)
     >>> "up_lora_a" in params["layers"], alone == without_adapter(spec)
     (False, True)
     """

@@ -231,7 +231,7 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
     return jax.tree.map(used, declare(spec))
 
 
-def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> Params:
+def init_params(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> Params:
     """Draw fresh parameters as Hugging Face does.
 
     They are N(0, `init_std`²) for matrices, ones for norms and zeros for the bias of a value head.
@@ -248,7 +248,7 @@ def initialize(spec: ModelSpec, *, key: PRNGKey, dtype: DTypeLike = jnp.float32)
         Parameters nested as `declare(spec)`.
 
     >>> spec = tiny_spec(layers=3)
-    >>> initialize(spec, key=jax.random.key(0))["embed"].shape
+    >>> init_params(spec, key=jax.random.key(0))["embed"].shape
     (8, 4)
     """
 

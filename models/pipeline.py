@@ -47,37 +47,42 @@ def run_stages(
     layers, stages = jax.tree.leaves(stack)[0].shape[0], layout.stages
     if layers % stages:
         divisors = [n for n in range(1, layers + 1) if layers % n == 0]
-        raise ValueError(f"stage={stages} can't share {layers} layers; wanted one of {divisors}")
-
-    def on_stages(tree: Any, *more: Any) -> Any:
-        place = layout.sharding("stage", *more)
-        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, place), tree)
+        raise ValueError(f"stage={stages} can't share {layers} layers; expected one of {divisors}")
 
     def run(stack: Any, x: Array, rows: Any) -> tuple[Array, Any]:
         return jax.lax.scan(lambda x, layer: step(x, rows, layer), x, stack)
 
-    split = on_stages(jax.tree.map(lambda w: w.reshape(stages, -1, *w.shape[1:]), stack))
+    by_stage = jax.tree.map(lambda w: w.reshape(stages, -1, *w.shape[1:]), stack)
+    by_stage = _on_stages(by_stage, layout)
     every_stage = jax.vmap(run, spmd_axis_name="stage")
-    shards, pieces = batch_shards(layout.mesh), layout.pieces
-    micro = x.shape[0] // (shards * pieces)
 
     def tick(held: tuple[Array, Any], entering: tuple[Array, Any]) -> tuple[Any, Any]:
         shifted = jax.tree.map(
             lambda new, old: jnp.concatenate([new[None], old[:-1]]), entering, held
         )
-        x, rows = on_stages(shifted, TOKENS)
-        x, report = every_stage(split, x, rows)
+        x, rows = _on_stages(shifted, layout, TOKENS)
+        x, report = every_stage(by_stage, x, rows)
         return (x, rows), (x[-1], report)
 
-    def ticks(a: Array) -> Array:
-        parts = a.reshape(shards, micro, pieces, *a.shape[1:]).swapaxes(0, 1)
-        parts = parts.reshape(micro, shards * pieces, *a.shape[1:])
-        return jnp.pad(parts, [(0, stages - 1)] + [(0, 0)] * (parts.ndim - 1))
-
-    entering = jax.tree.map(ticks, (x, rows))
+    entering = jax.tree.map(lambda a: _micro_batches(a, layout), (x, rows))
     empty = jax.tree.map(lambda a: jnp.zeros((stages, *a.shape[1:]), a.dtype), entering)
     _, (left, reports) = jax.lax.scan(tick, empty, entering)
-    left = left[stages - 1 :].reshape(micro, shards, pieces, *x.shape[1:])
+    left = left[stages - 1 :].reshape(-1, batch_shards(layout.mesh), layout.pieces, *x.shape[1:])
     left = left.swapaxes(0, 1).reshape(x.shape)
     summed = jax.tree.map(lambda r: r.sum(0).reshape(layers, *r.shape[3:]), reports)
     return layout.constrain(left), summed
+
+
+def _on_stages(tree: Any, layout: Layout, *more: Any) -> Any:
+    """Keep the first axis of arrays split over the stages, and further axes as told."""
+    sharding = layout.sharding("stage", *more)
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, sharding), tree)
+
+
+def _micro_batches(a: Array, layout: Layout) -> Array:
+    """Cut pieces of rows into micro-batches, one a tick, and padding while the last ones leave."""
+    shards, pieces = batch_shards(layout.mesh), layout.pieces
+    micro = a.shape[0] // (shards * pieces)
+    parts = a.reshape(shards, micro, pieces, *a.shape[1:]).swapaxes(0, 1)
+    parts = parts.reshape(micro, shards * pieces, *a.shape[1:])
+    return jnp.pad(parts, [(0, layout.stages - 1)] + [(0, 0)] * (parts.ndim - 1))

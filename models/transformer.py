@@ -88,9 +88,9 @@ def forward(
     Returns:
         Hidden states after the final norm, in `dtype`; meaningless at padding.
 
-    >>> from jaxrl_llm.models.parameters import initialize
+    >>> from jaxrl_llm.models.parameters import init_params
     >>> spec = tiny_spec()
-    >>> params = initialize(spec, key=jax.random.key(0))
+    >>> params = init_params(spec, key=jax.random.key(0))
     >>> tokens, positions = jnp.array([[3, 5, 2, 7]]), jnp.array([[0, 1, 0, 1]])
     >>> forward(params, spec, tokens, positions, jnp.array([[1, 1, 2, 2]])).shape
     (1, 4, 4)
@@ -135,10 +135,10 @@ def forward_with_router(
         The hidden states of `forward`, and the reports of `feed_forward`, stacked over the layers
         that have experts; an empty dict for a model without.
 
-    >>> from jaxrl_llm.models.parameters import initialize
+    >>> from jaxrl_llm.models.parameters import init_params
     >>> spec = tiny_spec()
     >>> row = jnp.ones((1, 4), jnp.int32)
-    >>> forward_with_router(initialize(spec, key=jax.random.key(0)), spec, row, row, row)[1]
+    >>> forward_with_router(init_params(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
     constrain = layout.constrain if layout else lambda x: x

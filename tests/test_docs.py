@@ -467,7 +467,7 @@ def written(tmp_path_factory):
     small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     path.write_text(json.dumps(json.loads(path.read_text()) | small))
     spec = read_spec(folder / "tokenizer")
-    rng = np.random.default_rng(0)  # to compile `initialize` takes longer
+    rng = np.random.default_rng(0)  # to compile `init_params` takes longer
     weights = jax.tree.map(
         lambda decl: jnp.asarray(0.05 * rng.normal(size=decl.shape), jnp.float32), declare(spec)
     )

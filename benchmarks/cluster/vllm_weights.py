@@ -34,7 +34,7 @@ from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.parameters import compute_dtypes, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -162,7 +162,7 @@ def main(words: Sequence[str] | None = None) -> None:
     sync_times, gaps = [], []
     for size in options.sizes:
         spec = spec_of(size)
-        params = initialize(spec, key=jax.random.key(0))
+        params = init_params(spec, key=jax.random.key(0))
         with tempfile.TemporaryDirectory(dir=options.work) as folder:
             engine = VllmEngine(
                 spec,

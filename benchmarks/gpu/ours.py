@@ -36,7 +36,7 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
-from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
@@ -90,7 +90,7 @@ def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
     layout = Layout(mesh)
     choice = choose_kernel(job["attention"], spec, layout, "bfloat16", device=this_device())
     split = layout.of(declare(spec))
-    params = jax.jit(lambda key: initialize(spec, key=key), out_shardings=split)(jax.random.key(0))
+    params = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)(jax.random.key(0))
     shape = row_shape(
         job["micro"],
         min(job["row"], job["micro"]),
@@ -234,7 +234,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     (prompt, new), requests = job["answer"], job["requests"]
     settings = EngineSettings(requests, prompt + new, dtype="bfloat16")
     engine = NativeEngine(spec, settings, layout=layout)
-    draw = jax.jit(functools.partial(initialize, spec), out_shardings=layout.of(declare(spec)))
+    draw = jax.jit(functools.partial(init_params, spec), out_shardings=layout.of(declare(spec)))
     engine.load(draw(key=jax.random.key(0)), version=0)
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, spec.vocab_size, (requests, prompt)).tolist()

@@ -28,7 +28,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.remat import POLICIES
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -92,7 +92,7 @@ def print_logprobs(dtype: str) -> None:
 def print_remat(dtype: str) -> None:
     """Print the cost of a gradient through the decoder, by policy and rows."""
     spec = ModelSpec(vocab_size=1000, hidden_size=512, layers=8, ff_width=1536, **SMALL)
-    params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(spec, key=jax.random.key(0))
     shapes = [(8, 4096), (32, 1024)] if GPU else [(2, 512), (8, 128)]
     print(f"\nGradient through {spec.layers} layers, D = {spec.hidden_size}, {dtype}\n")
     print("| rows × length | remat | scratch, MiB | scratch / (layers · token · D numbers) | s |")
@@ -132,7 +132,7 @@ def make_model(directory: Path, dtype: str) -> None:
     size = {"float32": (1024, 3072, 20), "bfloat16": (1536, 4096, 22)}[dtype]
     width, ff_width, layers = size
     spec = ModelSpec(vocab_size=32000, hidden_size=width, layers=layers, ff_width=ff_width, **SMALL)
-    params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(spec, key=jax.random.key(0))
     kind = jnp.dtype(dtype)
     save_params(directory, params, spec, source=None, dtype=kind, max_shard_bytes=5 * 10**8)
 

@@ -44,7 +44,7 @@ from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.flops import update_flops
-from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
@@ -189,7 +189,7 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int) -> Run:
     if (batch.sizes == shape.length).all():
         shape = shape._replace(sequences=shape.rows)  # one in a row needs no more
     learner = learner_of(case, shape)
-    params = jax.jit(initialize, static_argnums=0)(case.spec, key=jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(case.spec, key=jax.random.key(0))
     state, first = jax.device_get(learner.update(learner.init(params), batch, {}))
     gradients = [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state[0].trace)]
     state, took = learner.init(params), []

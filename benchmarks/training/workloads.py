@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.models.flops import causal_pairs, forward_flops
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 
 PROMPTS, SAMPLES, NEW_TOKENS, VOCABULARY = 16, 8, 64, 512
@@ -197,5 +197,5 @@ def make_model(folder: Path, shape: Shape, tokenizer: Any) -> None:
     config.save_pretrained(source)
     tokenizer.save_pretrained(source)
     spec = read_spec(source)
-    params = jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(spec, key=jax.random.key(0))
     save_params(folder, params, spec, source=source, dtype=jnp.float32)

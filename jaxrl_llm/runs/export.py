@@ -14,7 +14,7 @@ from jaxrl_llm.models.hf.adapter import save_adapter
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.lora import split_adapter
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
@@ -61,7 +61,7 @@ def restore_model(run_dir: str | Path, *, step: int | None, role: str = "actor")
         if role == "actor":
             spec = adapted_spec(spec, *adapter_keys(config["model"]))
         checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
-        like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+        like = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
         like = split_adapter(like)[0] if spec.lora else like
         digests = checkpoints.extra(step)["origin"]
         trained = [name for name in ROLES if name in digests]

@@ -23,7 +23,7 @@ from jaxrl_llm.models.lora import (
     without_adapter,
 )
 from jaxrl_llm.models.moe.routing import SigmoidRouter
-from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding import distributed
@@ -68,7 +68,7 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
             model = read_model(config.path, spec, layout)
             return with_adapter(model, config, layout, seed=seed) if is_adapted else model
         split = layout.of(declare(spec))
-        draw = jax.jit(lambda key: initialize(spec, key=key), out_shardings=split)
+        draw = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)
         return laid_out(spec, draw(jax.random.key(seed)), layout)
 
 
@@ -101,7 +101,9 @@ def with_adapter(
     spec = adapted_spec(base.spec, config.lora, config.adapter)
     split, _ = split_adapter(layout.of(declare(spec)))
     if config.adapter is None:
-        draw = jax.jit(lambda key: split_adapter(initialize(spec, key=key))[0], out_shardings=split)
+        draw = jax.jit(
+            lambda key: split_adapter(init_params(spec, key=key))[0], out_shardings=split
+        )
         adapter = draw(jax.random.key(seed))
     else:
         with config_errors_at("model.adapter"):
@@ -230,7 +232,7 @@ def choose_attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Ke
 def check_split(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError where a model can't be run on a mesh, before anything is compiled."""
     rows = jax.ShapeDtypeStruct((batch_shards(layout.mesh) * layout.pieces, 1), jnp.int32)
-    params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    params = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
     with config_errors_at("mesh"):
         jax.eval_shape(
             lambda params, rows: forward(params, spec, rows, rows, rows, layout=layout),

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.cluster import weights
 from jaxrl_llm.cluster.coordinator import Coordinator
 from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, own_shards, plan_transfer
-from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -123,7 +123,7 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     params = jax.tree.map(
         lambda a: jax.device_put(a, split if a.ndim and a.shape[0] % 4 == 0 else None),
-        initialize(SPEC, key=jax.random.key(0)),
+        init_params(SPEC, key=jax.random.key(0)),
     )
     held = weights.publish(coordinator, params, plan, sync=0, process=0)
     assert len(held) == len(plan.buckets)

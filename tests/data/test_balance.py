@@ -15,7 +15,7 @@ from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.heads import head_matrix
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 
@@ -115,7 +115,7 @@ def flops(spec, n):
         rows = jnp.zeros_like(tokens)
         return forward(params, spec, tokens, rows, rows + 1) @ head_matrix(params, spec)
 
-    like = jax.eval_shape(lambda key: initialize(spec, key=key), jax.random.key(0))
+    like = jax.eval_shape(lambda key: init_params(spec, key=key), jax.random.key(0))
     lowered = jax.jit(logits).lower(like, jax.ShapeDtypeStruct((1, n), jnp.int32))
     return lowered.cost_analysis()["flops"]
 

@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm import sft, train
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.runs.checkpoint import Checkpoints
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -206,7 +206,7 @@ class Workshop:
     def params(self, run_dir, step=None):
         """Return a checkpoint's parameters by name."""
         spec = read_spec(self.base)
-        like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+        like = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
         checkpoints = Checkpoints(run_dir / "checkpoints", keep=None, read_only=True)
         tree = checkpoints.restore_params(like, step).state
         checkpoints.close()

@@ -13,7 +13,7 @@ from jaxrl_llm import export
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.export import export_model
 from tests.guarded import NATIVE, RUN
@@ -37,7 +37,7 @@ REFILL = (
 
 def critic_at(workshop, run_dir, step):
     spec = dataclasses.replace(read_spec(workshop.base), value_head=True)
-    like = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    like = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=None, read_only=True)
     tree = checkpoints.restore_params(like, step, role="critic").state
     checkpoints.close()

@@ -21,7 +21,7 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
-from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -57,7 +57,9 @@ LENGTH = 128
 def _sequences(device, dtype):
     """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
     mesh = make_mesh({}, [device])
-    params = jax.device_put(initialize(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh))
+    params = jax.device_put(
+        init_params(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh)
+    )
     engine = NativeEngine(SPEC, EngineSettings(32, LENGTH, dtype=dtype), layout=Layout(mesh))
     engine.load(params, version=0)
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ def spec():
 def draw():
     """A spec's parameters, so large that attention is far from uniform and norms differ from one.
 
-    By numpy: to compile `initialize` takes half a second for each array.
+    By numpy: to compile `init_params` takes half a second for each array.
     """
 
     def disturbed(spec):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.models.flops import causal_pairs, forward_flops, update_flops
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 
@@ -32,7 +32,7 @@ def counted_by_xla(spec, length):
     def run(params, rows):
         return logits(params, spec, forward(params, spec, rows, rows, rows))
 
-    params = jax.eval_shape(lambda: initialize(spec, key=jax.random.key(0)))
+    params = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
     rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
     return jax.jit(run).lower(params, rows).compile().cost_analysis()["flops"]
 

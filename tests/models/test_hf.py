@@ -192,7 +192,7 @@ import os, signal, sys
 import jax, numpy as np
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 spec = read_spec(sys.argv[1])
 left = int(sys.argv[3])
 def fsync(descriptor):
@@ -201,7 +201,7 @@ def fsync(descriptor):
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
 os.fsync = fsync
-save_params(sys.argv[2], initialize(spec, key=jax.random.key(0)), spec, source=sys.argv[1],
+save_params(sys.argv[2], init_params(spec, key=jax.random.key(0)), spec, source=sys.argv[1],
             dtype=np.float32, max_shard_bytes=9000)
 """
 

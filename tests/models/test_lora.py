@@ -29,7 +29,7 @@ from jaxrl_llm.models.lora import (
 )
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import compute_dtypes, declare, initialize
+from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.cast import cast_tree
@@ -316,7 +316,7 @@ def test_an_adapter_comes_back_bit_for_bit(base, tmp_path):
 def test_a_new_adapter_begins_as_pefts_does(base):
     """A within the same bounds and of the same spread; B zero, so that nothing changes."""
     spec = adapted(read_spec(base), "all-linear", rank=64)
-    drawn = initialize(spec, key=jax.random.key(0))
+    drawn = init_params(spec, key=jax.random.key(0))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     config = peft.LoraConfig(r=64, target_modules="all-linear")

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.mla import LatentSpec, absorb, expand, mixed_values
-from jaxrl_llm.models.parameters import declare, initialize
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.rope import rotation
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -113,7 +113,9 @@ def parameters(spec):
     def disturb(leaf):
         return leaf + 0.3 * np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32)
 
-    return jax.tree.map(disturb, jax.jit(initialize, static_argnums=0)(spec, key=jax.random.key(0)))
+    return jax.tree.map(
+        disturb, jax.jit(init_params, static_argnums=0)(spec, key=jax.random.key(0))
+    )
 
 
 def decoded(params, spec, tokens, start):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.arrays import NORMAL, ArrayDecl
-from jaxrl_llm.models.parameters import declare, initialize, parameter_count
+from jaxrl_llm.models.parameters import declare, init_params, parameter_count
 from jaxrl_llm.sharding.rules import shardings
 
 
@@ -76,7 +76,7 @@ def test_declaration_refuses(changes, message):
 
 def test_initialize_follows_the_declarations(spec):
     declared = paths(declare(spec))
-    abstract = partial(initialize, spec, key=jax.random.key(0), dtype=jnp.bfloat16)
+    abstract = partial(init_params, spec, key=jax.random.key(0), dtype=jnp.bfloat16)
     drawn = paths(jax.eval_shape(abstract))
     assert {k: v.shape for k, v in drawn.items()} == {k: v.shape for k, v in declared.items()}
     assert {v.dtype for v in drawn.values()} == {jnp.dtype(jnp.bfloat16)}
@@ -115,7 +115,7 @@ def test_optional_arrays_by_hand(spec):
 
 
 def test_initial_norms_with_unit_offset(spec):
-    drawn = initialize(dataclasses.replace(spec, unit_offset_norms=True), key=jax.random.key(0))
+    drawn = init_params(dataclasses.replace(spec, unit_offset_norms=True), key=jax.random.key(0))
     for name, array in paths(drawn).items():
         if "norm" in name:
             np.testing.assert_array_equal(array, 0.0)
@@ -134,14 +134,14 @@ def test_a_stack_numbers_its_layers_from_its_first():
 
 
 def test_initial_value_head(spec):
-    critic = initialize(dataclasses.replace(spec, value_head=True), key=jax.random.key(0))
+    critic = init_params(dataclasses.replace(spec, value_head=True), key=jax.random.key(0))
     assert critic["score"].shape == (16, 1)
     np.testing.assert_allclose(float(critic["score"].std()), 0.02, rtol=0.5)
     assert critic["score_bias"].tolist() == [0.0]
 
 
 def test_initial_values(spec):
-    for name, array in paths(initialize(spec, key=jax.random.key(0))).items():
+    for name, array in paths(init_params(spec, key=jax.random.key(0))).items():
         if "norm" in name:
             np.testing.assert_array_equal(array, 1.0)
         else:
@@ -151,10 +151,10 @@ def test_initial_values(spec):
 
 
 def test_initial_values_depend_on_key_and_path_only(spec):
-    drawn = initialize(spec, key=jax.random.key(0))["layers"]
-    other_key = initialize(spec, key=jax.random.key(1))["layers"]
+    drawn = init_params(spec, key=jax.random.key(0))["layers"]
+    other_key = init_params(spec, key=jax.random.key(1))["layers"]
     other_spec = dataclasses.replace(spec, qk_norm=False, tied_embeddings=True)
-    other_arrays = initialize(other_spec, key=jax.random.key(0))["layers"]
+    other_arrays = init_params(other_spec, key=jax.random.key(0))["layers"]
     np.testing.assert_array_equal(drawn["gate"], other_arrays["gate"])
     assert not np.array_equal(drawn["gate"], other_key["gate"])
     assert not np.array_equal(drawn["gate"], drawn["up"])
@@ -168,7 +168,7 @@ def test_initial_values_do_not_depend_on_the_mesh(spec):
         return {"embed": tree["embed"], "query": tree["layers"]["query"]}
 
     def draw(key):
-        return some(initialize(spec, key=key))
+        return some(init_params(spec, key=key))
 
     sharded = jax.jit(draw, out_shardings=some(layout))(jax.random.key(0))
     assert sharded["query"].sharding.spec == jax.P(None, "fsdp", "tensor", None)

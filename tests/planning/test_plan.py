@@ -19,7 +19,7 @@ from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import initialize, parameter_count
+from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.planning.advice import advise, scale_scratch
@@ -183,7 +183,7 @@ def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
 @pytest.mark.parametrize("moe", [None, MoeSpec(experts=4, experts_per_token=2, ff_width=16)])
 def test_operations_of_the_model_are_those_of_its_program(moe):
     spec = dataclasses.replace(DENSE, moe=moe)
-    params = jax.eval_shape(lambda key: initialize(spec, key=key), jax.random.key(0))
+    params = jax.eval_shape(lambda key: init_params(spec, key=key), jax.random.key(0))
     rows = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
     def run(params, tokens, positions, segments):

@@ -261,7 +261,7 @@ def changed(**fields):
         (
             changed(layers=6),
             {"stage": 4, "data": 2},
-            r"stage=4 can't share 6 layers; wanted one of \[1, 2, 3, 6\]",
+            r"stage=4 can't share 6 layers; expected one of \[1, 2, 3, 6\]",
         ),
         (
             changed(moe=MoeSpec(experts=6, experts_per_token=2, ff_width=16)),

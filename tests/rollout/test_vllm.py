@@ -25,7 +25,7 @@ from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings
@@ -66,7 +66,7 @@ PROMPT = tuple(range(7, 27))
 
 def draw(seed):
     """Parameters under which the next token is far from uniform."""
-    drawn = initialize(SPEC, key=jax.random.key(seed))
+    drawn = init_params(SPEC, key=jax.random.key(seed))
     return jax.tree.map(lambda leaf: 8 * leaf if leaf.ndim > 1 and leaf.size > 500 else leaf, drawn)
 
 

@@ -32,7 +32,7 @@ from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.parameters import initialize
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings
 from jaxrl_llm.rollout.router import Router
@@ -95,7 +95,7 @@ def start(tmp_path):
 def test_a_weight_buffer_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
     """Compared with a file that transformers and vLLM read; cut into buckets on the way."""
     monkeypatch.setattr(weights, "BUCKET_BYTES", 2000)
-    params = initialize(SPEC, key=jax.random.key(0))
+    params = init_params(SPEC, key=jax.random.key(0))
     save_params(tmp_path / "saved", params, SPEC, source=None, dtype=dtype)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     buffer = WeightBuffer(SPEC, dtype)
