@@ -24,10 +24,11 @@ def serve(config: ServeConfig) -> None:
     """Load the model and answer requests until a signal ends it.
 
     Raises:
-        ConfigError: starlette or uvicorn is not installed, the address is taken, or the model
-            can't be read.
+        ConfigError: a package of the extra `serve` is not installed, the address is taken, or the
+            model can't be read.
     """
     try:
+        import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:

@@ -5,20 +5,19 @@ import contextlib
 import functools
 import hmac
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
-from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.serving.fields import APIError, parse_body
 from jaxrl_llm.serving.limits import (
     AdmissionLimiter,
@@ -27,34 +26,13 @@ from jaxrl_llm.serving.limits import (
     all_pieces,
     while_connected,
 )
+from jaxrl_llm.serving.metrics import MeasuredEngine, ServerMetrics
 from jaxrl_llm.serving.requests import GenerationRequest, ServedModel, parse_chat, parse_completion
 from jaxrl_llm.serving.responses import Envelope, ResponseChoice, event
 from jaxrl_llm.serving.text import Vocabulary
 
 CLIENT_GONE = 499
 ERROR_SEND_TIMEOUT_S = 1.0  # for the error that ends a stream whose client does not read
-
-GAUGES = {
-    "running": "answers that are decoded",
-    "waiting": "answers that wait for a slot",
-    "cached_tokens": "tokens in the cache",
-    "cache_tokens": "tokens that the cache can hold",
-}
-COUNTERS = {
-    "prompt_tokens": "tokens of prompts",
-    "generated_tokens": "tokens sampled",
-    "reused_tokens": "tokens of prompts that the cache held already",
-    "preemptions": "answers put back to make room in the cache",
-}
-
-
-@runtime_checkable
-class ServedEngine(Engine, Protocol):
-    """An engine that counts what it does."""
-
-    def stats(self) -> Any:
-        """Return a named tuple with the fields in `GAUGES` and `COUNTERS`."""
-        ...
 
 
 class Server:
@@ -68,7 +46,7 @@ class Server:
 
     _limits: LimitsConfig
 
-    def __init__(self, engine: ServedEngine, served: ServedModel, limits: LimitsConfig) -> None:
+    def __init__(self, engine: MeasuredEngine, served: ServedModel, limits: LimitsConfig) -> None:
         """Begin without a request."""
         self._engine, self._served, self._limits = engine, served, limits
         self._created = int(time.time())
@@ -77,8 +55,7 @@ class Server:
             served.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         self.limiter = AdmissionLimiter(limits.max_running, limits.max_waiting)
-        self.responses: Counter[tuple[str, int]] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.recorder = ServerMetrics(engine, self.limiter)
 
     async def generate(self, request: Request) -> Any:
         """Answer `/v1/completions` or `/v1/chat/completions`."""
@@ -197,37 +174,8 @@ class Server:
 
     async def metrics(self, request: Request) -> Response:
         """Answer `/metrics` in Prometheus' text format."""
-        stats = self._engine.stats()._asdict()
-        lines = []
-        for name, meaning in GAUGES.items():
-            lines += family(f"engine_{name}", "gauge", meaning, {"": stats[name]})
-        for name, meaning in COUNTERS.items():
-            lines += family(f"engine_{name}_total", "counter", meaning, {"": stats[name]})
-        lines += family("requests_running", "gauge", "requests at work", {"": self.limiter.running})
-        lines += family(
-            "requests_waiting", "gauge", "requests that wait", {"": self.limiter.waiting}
-        )
-        counts = {f'{{path="{p}",status="{s}"}}': n for (p, s), n in self.responses.items()}
-        lines += family("responses_total", "counter", "responses, by path and status", counts)
-        seconds = {f'{{path="{path}"}}': value for path, value in self.seconds.items()}
-        lines += family("response_seconds_total", "counter", "time until responses ended", seconds)
-        return PlainTextResponse(
-            "\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
-
-
-def family(name: str, kind: str, meaning: str, samples: Mapping[str, int | float]) -> list[str]:
-    """Return the lines of one metric, for each of its labels.
-
-    >>> family("n", "gauge", "a number", {"": 1})[-1]
-    'jaxrl_llm_n 1'
-    """
-    full = f"jaxrl_llm_{name}"
-    return [
-        f"# HELP {full} {meaning}",
-        f"# TYPE {full} {kind}",
-        *(f"{full}{labels} {value}" for labels, value in samples.items()),
-    ]
+        media_type = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.recorder.text(), media_type=media_type)
 
 
 @contextlib.contextmanager
@@ -329,8 +277,7 @@ class AuthMiddleware:
             status = 500
             raise
         finally:
-            self._server.responses[path, status] += 1
-            self._server.seconds[path] += time.monotonic() - started
+            self._server.recorder.record(path, status, time.monotonic() - started)
 
     def _is_authorized(self, scope: Scope) -> bool:
         if self._api_key is None or not scope["path"].startswith("/v1"):
@@ -355,7 +302,7 @@ def error_response(refusal: APIError) -> JSONResponse:
 
 
 def make_app(
-    engine: ServedEngine, served: ServedModel, limits: LimitsConfig, api_key: str | None
+    engine: MeasuredEngine, served: ServedModel, limits: LimitsConfig, api_key: str | None
 ) -> Starlette:
     """Return the ASGI application.
 

@@ -195,12 +195,15 @@ def test_models_health_and_metrics(connect):
     assert json.loads(get(client.address, "/health")) == {"status": "ok"}
     found = samples(client.address)
     assert found['jaxrl_llm_responses_total{path="/v1/completions",status="200"}'] == 1
-    assert found['jaxrl_llm_response_seconds_total{path="/v1/completions"}'] > 0
+    assert found['jaxrl_llm_response_seconds_sum{path="/v1/completions"}'] > 0
+    assert found['jaxrl_llm_response_seconds_count{path="/v1/completions"}'] == 1
+    assert found['jaxrl_llm_response_seconds_bucket{le="+Inf",path="/v1/completions"}'] == 1
     assert found["jaxrl_llm_engine_generated_tokens_total"] == 7
     assert found["jaxrl_llm_engine_cache_tokens"] == 64
     page = get(client.address, "/metrics")
-    names = re.findall(r"^# TYPE (\S+) (?:gauge|counter)$", page, re.MULTILINE)
-    assert {re.split(r"[{ ]", line)[0] for line in page.splitlines() if line[0] != "#"} == {*names}
+    names = re.findall(r"^# TYPE (\S+) (?:gauge|counter|histogram)$", page, re.MULTILINE)
+    shown = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if line[0] != "#"}
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == {*names}
     with pytest.raises(urllib.error.HTTPError) as caught:
         get(client.address, "/v2")
     with caught.value as error:

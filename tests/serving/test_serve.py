@@ -25,7 +25,8 @@ from jaxrl_llm.config.load import describe, from_tree
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, open_served_model
-from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app
+from jaxrl_llm.serving.app import make_app
+from jaxrl_llm.serving.metrics import COUNTERS, GAUGES
 from jaxrl_llm.serving.requests import choice_seeds
 
 transformers.utils.logging.disable_progress_bar()
