@@ -75,7 +75,7 @@ def test_a_server_of_http_2_is_taken(listen):
         (lambda connection: None, "got nothing in 0.5 s"),
         (closing, "got nothing and then the connection's end"),
         (resetting, "got nothing and then the connection's end"),
-        (dripping, r"got b'\x00\x00\x00\x04' in 0.5 s"),
+        (dripping, r"got b'\x00\x00"),  # how much came in time depends on the machine
         (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"), r"got b'SSH-2.0-OpenSSH_9.2\r\n' in"),
         (lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "got b'HTTP/1.1 400 Bad"),
         (lambda c: c.sendall(SETTINGS[:3] + b"\7" + SETTINGS[4:]), r"got b'\x00\x00\x00\x07"),
