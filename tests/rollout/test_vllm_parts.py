@@ -503,10 +503,10 @@ def test_setup_takes_the_version_for_what_it_is(tmp_path, version, right):
     python.write_text(f"#!/bin/sh\necho {version} 2.11.0 cpu\n")
     python.chmod(0o755)
     if right:
-        assert setup.check(python) == f"vLLM {version}, torch 2.11.0, on cpu"
+        assert setup.check_environment(python) == f"vLLM {version}, torch 2.11.0, on cpu"
     else:
         with pytest.raises(setup.SetupError, match=r"has vLLM 0\.31\.0"):
-            setup.check(python)
+            setup.check_environment(python)
 
 
 def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():

@@ -25,7 +25,7 @@ class SetupError(RunError):
     """The environment can't be made, or is not what it should be."""
 
 
-def check(python: Path) -> str:
+def check_environment(python: Path) -> str:
     """Import vLLM by an interpreter, and return its versions and its device.
 
     Raises:
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_environment(
                 directory, cuda=(options.device or ("cuda" if driver else "cpu")) == "cuda"
             )
-        versions = check(python)
+        versions = check_environment(python)
     except SetupError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
