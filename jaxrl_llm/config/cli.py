@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,8 +91,29 @@ def _parser(
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved config and stop"
     )
+    parser.add_argument(
+        "--json-schema",
+        action=_print_schema(cls),
+        help="print the JSON Schema of the config's file and stop",
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
     return parser
+
+
+def _print_schema(cls: type[Section]) -> type[argparse.Action]:
+    class PrintSchema(argparse.Action):
+        """Prints when it is parsed, like --help, so that it needs no --config."""
+
+        def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+            super().__init__(option_strings, dest, nargs=0, help=help)
+
+        def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+            from jaxrl_llm.config.schema import json_schema
+
+            sys.stdout.write(json.dumps(json_schema(cls), indent=1, allow_nan=False) + "\n")
+            parser.exit()
+
+    return PrintSchema
 
 
 def _config(cls: type[Config], options: argparse.Namespace, flags: Iterable[str]) -> Config:

@@ -95,7 +95,7 @@ def _find(name: str, home: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(
             f"{key}: no function {attribute!r} in {module.__name__}; "
-            + closest(attribute, _public_functions(module))
+            + closest(attribute, public_functions(module))
         )
     return found
 
@@ -134,7 +134,9 @@ def _module_from_file(path: Path, key: str) -> ModuleType:
     return module
 
 
-def _public_functions(module: ModuleType) -> list[str]:
+def public_functions(module: ModuleType) -> list[str]:
+    """Return the names of a module's functions, those it takes from its package included."""
+
     def own(value: Any) -> bool:
         if isinstance(value, functools.partial):
             value = value.func

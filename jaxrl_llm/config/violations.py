@@ -13,6 +13,7 @@ EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a group of keys",
     "dict_type": "a mapping",
+    "finite_number": "a finite number",
     "float_type": "a number",
     "int_type": "a whole number",
     "is_instance_of": "a function's name or {fn: NAME, keyword: …}",

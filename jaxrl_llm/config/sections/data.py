@@ -19,6 +19,7 @@ class DataConfig(Section):
         kinds.PREPARATIONS,
         None,
         "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
+        passed=(),
     )
     dataset: Function = function_key(kinds.DATASETS, "verl_rows", "function from files to rows")
     max_prompt_tokens: int = Field(
@@ -42,6 +43,7 @@ class SftDataConfig(Section):
         kinds.PREPARATIONS,
         None,
         "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
+        passed=(),
     )
     dataset: Function = function_key(kinds.DATASETS, "sft_rows", "function from files to rows")
     max_tokens: int = Field(

@@ -1,6 +1,5 @@
 """The keys of scoring."""
 
-import math
 from collections.abc import Iterator
 
 from pydantic import Field
@@ -30,7 +29,7 @@ class ScoringConfig(Section):
     memory_gb: Number | None = Field(
         default=4.0,
         gt=0,
-        lt=math.inf,
+        allow_inf_nan=False,
         description="GB of memory of each process of a reward function; null sets no limit",
     )
     max_processes: int | None = Field(
