@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms import (
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import asks_for
-from jaxrl_llm.config.files import load
+from jaxrl_llm.config.files import load, read_config
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
@@ -367,8 +367,7 @@ def test_a_recipe_resolves_and_the_page_shows_its_lines(name):
     told = sections(3, sections(2, read("docs/algorithms.md"))["Recipes"])
     (text,) = (text for text in told.values() if f"(../configs/recipes/{name}.yaml)" in text)
     (shown,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    recipe = yaml.safe_load(RECIPES[name].read_text())
-    assert within(yaml.safe_load(shown), recipe)
+    assert within(yaml.safe_load(shown), read_config(RECIPES[name]))
     assert yaml.safe_load(shown)["algorithm"] == recipe["algorithm"]
 
 
