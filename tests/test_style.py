@@ -27,7 +27,7 @@ LONG_FILES: dict[str, str] = {}
 NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
 """Files whose functions a config names by kind, so that a data set's reward has its name."""
 
-NOT_YET_FUNCTIONS = {"make_learner", "run_stages"}
+NOT_YET_FUNCTIONS = {"run_stages"}
 NOT_YET_FILES: set[str] = set()
 NOT_YET_NAMES = {"check", "describe", "initialize"}
 

@@ -44,7 +44,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.update import make_learner
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 
 LEARNING_RATE = 1e-6
@@ -97,7 +97,7 @@ def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
         sequences=len(lengths_of(job)),
         cost=dataclasses.replace(model_cost(spec), flops=0.0),  # one shape, so one program
     )
-    learner = make_learner(
+    learner = Learner(
         PolicyObjective(loss=ppo_clip),
         ForwardConfig(spec=spec, dtype="bfloat16", remat=job["remat"], kernel=choice.kernel),
         optax.adamw(LEARNING_RATE),

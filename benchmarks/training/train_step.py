@@ -5,7 +5,7 @@
 
 A case is a model, the longest sequence and the spread of lengths: `equal`, all of them the longest,
 or `spread`, log-normal (sigma 1) with a mean of a quarter of the longest. The update is that of
-`make_learner`: GRPO's clipped loss on policy, AdamW, one mini-batch of random tokens. Packed, it is
+`Learner`: GRPO's clipped loss on policy, AdamW, one mini-batch of random tokens. Packed, it is
 as the library runs it. Padded, every sequence is filled up to the longest, as a row for itself; a
 micro-batch holds as many tokens at most. The script fails where the two losses and gradients are
 not the same. Seconds are the median of the updates after the first, which compiles.
@@ -50,7 +50,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.update import Learner, make_learner
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of gradients, relative to their norm
@@ -156,7 +156,7 @@ def learner_of(case: Case, shape: RowShape) -> Learner:
         declared,
         shardings(declared, mesh),
     )
-    return make_learner(
+    return Learner(
         PolicyObjective(loss=ppo_clip, on_policy=True),
         ForwardConfig(spec=case.spec, dtype=case.dtype, remat=case.size.remat),
         optax.chain(optax.trace(0.0), optax.adamw(1e-5)),

@@ -26,7 +26,7 @@ from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.resolve import Functions, Learning, with_key
-from jaxrl_llm.training.update import Learner, TrainState, make_learner
+from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 
 log = logging.getLogger(__name__)
@@ -125,8 +125,8 @@ def learner_of(
     params_like: Any,
     frozen: Any = None,
 ) -> Learner:
-    """Build the update of a model as its functions say; the last two are `make_learner`'s."""
-    return make_learner(
+    """Build the update of a model as its functions say; the last two are `Learner`'s."""
+    return Learner(
         how.objective,
         settings,
         how.optimizer,

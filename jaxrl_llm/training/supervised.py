@@ -30,7 +30,7 @@ from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
-from jaxrl_llm.training.update import Learner, check_skipped, make_learner
+from jaxrl_llm.training.update import Learner, check_skipped
 from jaxrl_llm.types import Batch
 
 
@@ -136,7 +136,7 @@ def _start(
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
     )
-    learner = make_learner(
+    learner = Learner(
         PolicyObjective(loss=negative_log_likelihood),
         forward_config(config.model, model.spec, layout),
         optimizer,

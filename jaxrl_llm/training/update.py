@@ -9,6 +9,7 @@ before the update counts it, and with that held constant this loss is such a sum
 
 import functools
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -59,43 +60,11 @@ class TrainingError(RunError):
     """A run that must not go on."""
 
 
-class Learner(NamedTuple):
-    """The jitted parts of an update, and how to start.
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """The update of a model for one objective; its jitted parts are made when first used.
 
     Attributes:
-        init: params -> TrainState.
-        update: (state, batch, coefficients) -> (state, metrics). Donates the state. Where the
-            objective reports what the policy says of each token, the metrics hold it as `policy`,
-            [B T] by name.
-        state_shardings: the layout of a TrainState.
-        begin: (params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches.
-        accumulate: (sum, params, frozen, micro, coefficients) -> (sum of gradients and metrics,
-            what the policy says of the tokens [b T] by name), jitted. Donates the sum.
-        apply: (state, gradients, router statistics) -> (state, metrics), jitted.
-    """
-
-    init: Callable[[Params], TrainState]
-    update: Callable[[TrainState, Batch, dict[str, float]], tuple[TrainState, dict[str, Any]]]
-    state_shardings: TrainState
-    begin: Any
-    accumulate: Any
-    apply: Any
-
-
-def make_learner(
-    objective: Objective,
-    model: ForwardConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    reduce: Callable[..., Any],
-    shape: RowShape,
-    mesh: Mesh,
-    params_like: Any,
-    frozen: Params | None = None,
-) -> Learner:
-    """Build the update for one objective.
-
-    Args:
         objective: what an update minimises.
         model: how the model is run.
         optimizer: with gradient clipping and learning rate already in it.
@@ -106,68 +75,135 @@ def make_learner(
         frozen: the model's other parameters, which have neither. They are read, never donated, so
             that others may share them.
     """
-    rest = frozen or {}
-    names = objective.asks_for() | {"mask", "weights", "token_weights"}
-    param_shardings = jax.tree.map(lambda like: like.sharding, params_like)
-    state_shardings = _state_shardings(optimizer, params_like, mesh)
-    everywhere = replicated(mesh)
 
-    @functools.partial(jax.jit, out_shardings=state_shardings)
-    def init(params: Params) -> TrainState:
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), zero, zero)
+    objective: Objective
+    model: ForwardConfig
+    optimizer: optax.GradientTransformation
+    _: KW_ONLY
+    reduce: Callable[..., Any]
+    shape: RowShape
+    mesh: Mesh
+    params_like: Any
+    frozen: Params | None = None
 
-    differentiate = _differentiator(objective, model, mesh)
-    total_shardings = param_shardings, everywhere
-    begin = _zeros_for(differentiate, total_shardings)
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        """The layout of a TrainState."""
+        return _state_shardings(self.optimizer, self.params_like, self.mesh)
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(total_shardings, None))
-    def accumulate(
-        total: tuple[Params, Fields], params: Params, rest: Params, micro: MicroBatch, coefs: Fields
-    ) -> tuple[tuple[Params, Fields], Fields]:
-        part, said = differentiate(params, rest, micro, coefs)
-        return jax.tree.map(jnp.add, total, part), said
+    @functools.cached_property
+    def init(self) -> Callable[[Params], TrainState]:
+        """The jitted function from parameters to the state to start from."""
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings, everywhere))
-    def apply(
-        state: TrainState, grads: Params, router: RouterStats | None
-    ) -> tuple[TrainState, Fields]:
-        state, metrics = apply_gradients(
-            state, grads, optimizer, router, router_bias_rate=model.router_bias_rate
-        )
-        return state, metrics | ({} if router is None else _router_summary(router))
+        @functools.partial(jax.jit, out_shardings=self.state_shardings)
+        def init(params: Params) -> TrainState:
+            zero, copy = jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params)
+            return TrainState(copy, self.optimizer.init(params), zero, zero)
 
-    balance, rehearse = balance_pass(model, shape, mesh, rest), BucketWarmup(shape, mesh)
+        return init
 
-    @jax.jit
-    def weigh(mask: Array) -> tuple[Array, Array]:
-        return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
+    @functools.cached_property
+    def begin(self) -> Callable[..., Any]:
+        """(params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches."""
+        return _zeros_for(self._differentiate, self._total_shardings)
+
+    @functools.cached_property
+    def accumulate(self) -> Any:
+        """(sum, params, frozen, micro, coefficients) -> (sum of gradients and metrics, the policy's
+        statistics of the tokens [b T] by name), jitted. Donates the sum."""
+        differentiate = self._differentiate
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(self._total_shardings, None))
+        def accumulate(
+            total: tuple[Params, Fields],
+            params: Params,
+            rest: Params,
+            micro: MicroBatch,
+            coefs: Fields,
+        ) -> tuple[tuple[Params, Fields], Fields]:
+            part, policy_stats = differentiate(params, rest, micro, coefs)
+            return jax.tree.map(jnp.add, total, part), policy_stats
+
+        return accumulate
+
+    @functools.cached_property
+    def apply(self) -> Any:
+        """(state, gradients, router statistics) -> (state, metrics), jitted. Donates the state."""
+        shardings = self.state_shardings, replicated(self.mesh)
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+        def apply(
+            state: TrainState, grads: Params, router: RouterStats | None
+        ) -> tuple[TrainState, Fields]:
+            state, metrics = apply_gradients(
+                state, grads, self.optimizer, router, router_bias_rate=self.model.router_bias_rate
+            )
+            return state, metrics | ({} if router is None else _router_summary(router))
+
+        return apply
 
     def update(
-        state: TrainState, batch: Batch, coefs: dict[str, float]
+        self, state: TrainState, batch: Batch, coefs: dict[str, float]
     ) -> tuple[TrainState, dict[str, Any]]:
-        weights, token_weights = map(np.asarray, weigh(batch["mask"]))
+        """Update on a mini-batch; return the new state and metrics. Donates the state.
+
+        Where the objective reports the policy's statistics of each token, the metrics hold them as
+        `policy`, [B T] by name.
+        """
+        weights, token_weights = map(np.asarray, self._weigh(batch["mask"]))
         if not np.isfinite(weights[batch["mask"]]).all():
-            raise LossError(f"reduce {describe(reduce)!r} returned NaN or infinity as a weight")
+            raise LossError(
+                f"reduce {describe(self.reduce)!r} returned NaN or infinity as a weight"
+            )
         batch = batch.add(weights=weights, token_weights=token_weights)
-        coefs = coefs | balance(state.params, batch)
+        coefs = coefs | self._balance(state.params, batch)
+        names = self.objective.asks_for() | {"mask", "weights", "token_weights"}
 
         def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
-            inputs = state.params, rest, micro, coefs
-            return accumulate(begin(*inputs) if total is None else total, *inputs)
+            inputs = state.params, self._rest, micro, coefs
+            return self.accumulate(self.begin(*inputs) if total is None else total, *inputs)
 
-        rehearse(lambda micro: add(None, micro)[1], state.params, batch, names)
-        total, said = None, []
-        for indices, micro in pack_microbatches(batch, names, shape, mesh):
-            total, found = add(total, micro)
-            said.append((indices, found))
+        self._warm_up(lambda micro: add(None, micro)[1], state.params, batch, names)
+        total, parts = None, []
+        for indices, micro in pack_microbatches(batch, names, self.shape, self.mesh):
+            total, policy_stats = add(total, micro)
+            parts.append((indices, policy_stats))
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
-        state, applied = apply(state, grads, metrics.pop("router", None))
-        policy = merge_microbatches(said, batch)
+        state, applied = self.apply(state, grads, metrics.pop("router", None))
+        policy = merge_microbatches(parts, batch)
         return state, metrics | applied | ({"policy": policy} if policy else {})
 
-    return Learner(init, update, state_shardings, begin, accumulate, apply)
+    @functools.cached_property
+    def _rest(self) -> Params:
+        return self.frozen or {}
+
+    @functools.cached_property
+    def _total_shardings(self) -> tuple[Any, Any]:
+        params = jax.tree.map(lambda like: like.sharding, self.params_like)
+        return params, replicated(self.mesh)
+
+    @functools.cached_property
+    def _differentiate(self) -> Callable[..., Any]:
+        return _differentiator(self.objective, self.model, self.mesh)
+
+    @functools.cached_property
+    def _balance(self) -> Callable[[Params, Batch], Fields]:
+        return balance_pass(self.model, self.shape, self.mesh, self._rest)
+
+    @functools.cached_property
+    def _warm_up(self) -> BucketWarmup:
+        return BucketWarmup(self.shape, self.mesh)
+
+    @functools.cached_property
+    def _weigh(self) -> Callable[[Array], tuple[Array, Array]]:
+        reduce = self.reduce
+
+        @jax.jit
+        def weigh(mask: Array) -> tuple[Array, Array]:
+            return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
+
+        return weigh
 
 
 def _zeros_for(differentiate: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
@@ -187,7 +223,7 @@ def _zeros_for(differentiate: Callable[..., Any], shardings: Any) -> Callable[..
 def _differentiator(
     objective: Objective, model: ForwardConfig, mesh: Mesh
 ) -> Callable[[Params, Params, MicroBatch, Fields], tuple[tuple[Params, Fields], Fields]]:
-    """Return the gradient and metrics of a micro-batch, and what the policy says of its tokens."""
+    """Return a micro-batch's gradient and metrics, and the policy's statistics of its tokens."""
 
     def differentiate(
         params: Params, rest: Params, micro: MicroBatch, coefs: Fields
@@ -196,8 +232,8 @@ def _differentiator(
             return objective(combine_params(params, rest), micro, coefs, model, mesh)
 
         grads, metrics = jax.grad(loss, has_aux=True)(params)
-        said = metrics.pop("policy", {})
-        return (grads, metrics), said
+        policy_stats = metrics.pop("policy", {})
+        return (grads, metrics), policy_stats
 
     return differentiate
 

@@ -33,7 +33,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.update import make_learner
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         params = jax.device_put(params, shardings(declare(SPEC), mesh))
         advantages = np.where(batch["mask"], np.linspace(-1, 1, 64)[:, None], 0).astype(np.float32)
         batch = batch.add(old_logprobs=found, advantages=advantages)
-        learner = make_learner(
+        learner = Learner(
             PolicyObjective(loss=ppo_clip),
             dataclasses.replace(ForwardConfig(spec=SPEC), temperature=0.8),
             optax.sgd(1e-2),

@@ -38,7 +38,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.update import make_learner
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -494,7 +494,7 @@ def place(tree, spec, mesh):
 
 
 def learn(spec, adapter, frozen, mesh, optimizer):
-    return make_learner(
+    return Learner(
         PolicyObjective(loss=reinforce),
         ForwardConfig(spec=spec),
         optimizer,

@@ -31,7 +31,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.update import make_learner
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -159,7 +159,7 @@ def build(
 ):
     """Return a function from a batch to gradient, metrics and new parameters."""
     placed = place(params, mesh)
-    learner = make_learner(
+    learner = Learner(
         objective,
         ForwardConfig(spec=SPEC, temperature=TEMPERATURE, **model),
         KEEP_GRADIENT,

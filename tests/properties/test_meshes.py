@@ -31,7 +31,7 @@ from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.update import make_learner
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -166,7 +166,7 @@ def test_the_mesh_changes_nothing(name, sizes):
         router_loss_coef=coef,
         logprob_chunk=24,
     )
-    learner = make_learner(
+    learner = Learner(
         PolicyObjective(loss=plain),
         model,
         optax.chain(
@@ -299,7 +299,7 @@ def test_fsdp_divides_the_optimizer_s_state():
             declare(DENSE),
             shardings(declare(DENSE), mesh),
         )
-        learner = make_learner(
+        learner = Learner(
             PolicyObjective(loss=plain),
             ForwardConfig(spec=DENSE),
             optax.adamw(1e-3),

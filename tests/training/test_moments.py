@@ -17,7 +17,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
-from jaxrl_llm.training.update import make_learner
+from jaxrl_llm.training.update import Learner
 
 SPEC = ModelSpec(
     vocab_size=32,
@@ -65,7 +65,7 @@ def test_the_first_moment_may_be_bfloat16(tmp_path):
         return jax.tree.unflatten(jax.tree.structure(declare(SPEC)), leaves)
 
     params = jax.device_put(drawn(), Layout(mesh).of(declare(SPEC)))
-    learner = make_learner(
+    learner = Learner(
         PolicyObjective(loss=lambda logprobs: -logprobs),
         ForwardConfig(spec=SPEC),
         optimizer,

@@ -27,7 +27,7 @@ from jaxrl_llm.training.roles import (
     covariance_annotator,
     old_logprob_step,
 )
-from jaxrl_llm.training.update import TrainState, make_learner
+from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -126,7 +126,7 @@ def by_hand():
 def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand):
     params, batch = draw(SPEC), make_batch()
     placed = jax.device_put(params, shardings(declare(SPEC), mesh))
-    learner = make_learner(
+    learner = Learner(
         ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP)),
         ForwardConfig(spec=SPEC),
         KEEP_GRADIENT,
@@ -155,7 +155,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
     batch = batch.add(advantages=advantages, correction=correction)
     parts = {}
     for corrected in (False, True):
-        learner = make_learner(
+        learner = Learner(
             PolicyObjective(
                 loss=lambda logprobs, advantages: advantages + 0 * logprobs,
                 kl=lambda logprobs: 0 * logprobs + 3.0,

@@ -23,7 +23,7 @@ from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
-from jaxrl_llm.training.update import TrainState, apply_gradients, make_learner
+from jaxrl_llm.training.update import Learner, TrainState, apply_gradients
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -83,7 +83,7 @@ def build(spec, params, *, tokens, mesh=None, coef=COEF, objective=None):
     """Return a learner whose optimizer remembers the gradient, and the state it starts from."""
     mesh = mesh or one_device()
     placed = jax.device_put(params, shardings(declare(spec), mesh))
-    learner = make_learner(
+    learner = Learner(
         objective or PolicyObjective(loss=plain),
         ForwardConfig(spec=spec, router_loss_coef=coef, router_bias_rate=RATE),
         optax.chain(optax.trace(decay=0.0), optax.add_decayed_weights(0.1), optax.sgd(0.5)),

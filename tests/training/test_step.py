@@ -25,11 +25,11 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
 from jaxrl_llm.training.update import (
+    Learner,
     TrainingError,
     TrainState,
     apply_gradients,
     check_skipped,
-    make_learner,
 )
 from jaxrl_llm.types import Batch
 
@@ -80,7 +80,7 @@ def scaled(logprobs, advantages):
 
 
 def learn(mesh, params, loss, optimizer=None, shape=SHAPE):
-    return make_learner(
+    return Learner(
         PolicyObjective(loss=loss),
         ForwardConfig(spec=SPEC),
         optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
@@ -106,7 +106,7 @@ def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     found = logprob_pass(model, SHAPE, mesh)(params, batch)
     updated = {}
     for on_policy in (True, False):
-        learner = make_learner(
+        learner = Learner(
             PolicyObjective(loss=ppo_clip, on_policy=on_policy),
             model,
             optax.sgd(1.0),
