@@ -367,7 +367,8 @@ def test_a_recipe_resolves_and_the_page_shows_its_lines(name):
     told = sections(3, sections(2, read("docs/algorithms.md"))["Recipes"])
     (text,) = (text for text in told.values() if f"(../configs/recipes/{name}.yaml)" in text)
     (shown,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert within(yaml.safe_load(shown), read_config(RECIPES[name]))
+    recipe = read_config(RECIPES[name])
+    assert within(yaml.safe_load(shown), recipe)
     assert yaml.safe_load(shown)["algorithm"] == recipe["algorithm"]
 
 

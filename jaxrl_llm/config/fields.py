@@ -40,15 +40,15 @@ def check_fields(function: Callable[..., Any], key: str, *, after: frozenset[str
     for name in asks_for(function):
         if name not in available:
             raise ConfigError(
-                f"{key}: {describe(function)} asks for {name!r}, which nothing produces there; "
+                f"{key}: {name_of(function)} asks for {name!r}, which nothing produces there; "
                 + closest(name, available)
             )
 
 
-def describe(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
     """Return a function's name for messages.
 
-    >>> describe(functools.partial(max, 1))
+    >>> name_of(functools.partial(max, 1))
     'max'
     """
     while isinstance(function, functools.partial):

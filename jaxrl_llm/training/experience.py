@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import call, describe
+from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
 from jaxrl_llm.types import Batch
@@ -120,12 +120,12 @@ def per_answer(
         ):
             got = type(result).__name__ if found is None else f"{found.dtype}{list(found.shape)}"
             raise ScoreError(
-                f"{key}: {describe(function)!r} returned {got}; wanted one "
+                f"{key}: {name_of(function)!r} returned {got}; wanted one "
                 f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
                 f"here [{len(batch.sizes)}]"
             )
         if kind is not np.bool_ and not np.isfinite(found).all():
-            raise ScoreError(f"{key}: {describe(function)!r} returned NaN or infinity")
+            raise ScoreError(f"{key}: {name_of(function)!r} returned NaN or infinity")
         return found
 
     return checked
@@ -144,7 +144,7 @@ def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch]
     def add(batch: Batch) -> Batch:
         weights = np.asarray(compute(dict(batch.fields)))
         if not np.isfinite(weights[batch["mask"]]).all():
-            names = ", ".join(describe(function) for function in functions)
+            names = ", ".join(name_of(function) for function in functions)
             raise ScoreError(f"algorithm.correction: {names} returned NaN or infinity")
         return batch.add(correction=weights)
 
@@ -156,7 +156,7 @@ def _weights(function: Callable[..., Any], fields: dict[str, Any]) -> Any:
     if not isinstance(found, jax.Array) or found.shape != shape:
         got = f"{found.dtype}{list(found.shape)}" if isinstance(found, jax.Array) else repr(found)
         raise ScoreError(
-            f"algorithm.correction: {describe(function)!r} returned {got}; wanted one weight for "
+            f"algorithm.correction: {name_of(function)!r} returned {got}; wanted one weight for "
             f"each token [B T], here {list(shape)}"
         )
     return found
@@ -185,7 +185,7 @@ def advantage_step(
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != 2 and (with_returns or isinstance(result, tuple)):
             raise AdvantageError(
-                f"advantage {describe(function)!r} returned {len(parts)} array(s); wanted a pair "
+                f"advantage {name_of(function)!r} returned {len(parts)} array(s); wanted a pair "
                 "(advantages, returns): the critic learns from the returns"
             )
         named = zip(("advantages", "returns"), parts, strict=False)
@@ -197,7 +197,7 @@ def advantage_step(
             wrong = np.flatnonzero(~np.isfinite(array).all(1))
             if wrong.size:
                 raise AdvantageError(
-                    f"advantage {describe(function)!r} returned NaN or infinity as {name} for "
+                    f"advantage {name_of(function)!r} returned NaN or infinity as {name} for "
                     f"{len(wrong)} of {len(array)} answers, the first one number {wrong[0]} "
                     f"with score {batch['scores'][wrong[0]]}"
                 )
@@ -211,12 +211,12 @@ def _per_token(function: Callable[..., Any], name: str, array: Any, mask: Any) -
     if not isinstance(array, kinds) or array.shape not in (mask.shape, mask.shape[:1]):
         got = f"shape {list(array.shape)}" if hasattr(array, "shape") else repr(type(array))
         raise AdvantageError(
-            f"advantage {describe(function)!r} returned {got} as {name}; wanted an array [B] or "
+            f"advantage {name_of(function)!r} returned {got} as {name}; wanted an array [B] or "
             f"[B T], here [{mask.shape[0]}] or {list(mask.shape)}"
         )
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise AdvantageError(
-            f"advantage {describe(function)!r} returned {array.dtype} as {name}, wanted floating "
+            f"advantage {name_of(function)!r} returned {array.dtype} as {name}, wanted floating "
             "point"
         )
     return jnp.where(mask, array[:, None] if array.ndim == 1 else array, 0.0).astype(jnp.float32)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32
 
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import asks_for, call, describe
+from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.training.forward import ForwardConfig, _token_stats, _values, hidden_states
@@ -177,7 +177,7 @@ def per_token(
         if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
             return value
     raise LossError(
-        f"{kind} {describe(function)!r} returned {got}{part}; wanted a floating-point array [B T], "
+        f"{kind} {name_of(function)!r} returned {got}{part}; wanted a floating-point array [B T], "
         f"here {list(shape)}: one {ONE_OF.get(kind, 'number')} per token"
     )
 

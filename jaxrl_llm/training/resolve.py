@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import asks_for, call, check_fields, describe
+from jaxrl_llm.config.fields import asks_for, call, check_fields, name_of
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
@@ -247,7 +247,7 @@ def try_out(key: str, function: Function, run: Function, fields: dict[str, Any])
         jax.eval_shape(run, fields)
     except ValueError as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{key}: {describe(function)}: {text[0]}") from error
+        raise ConfigError(f"{key}: {name_of(function)}: {text[0]}") from error
 
 
 def with_key(select: Function, key: Any) -> Function:
@@ -332,5 +332,5 @@ def takes(function: Function, wanted: tuple[str, ...], key: str) -> None:
     names = asks_for(function)
     if len(names) != len(wanted):
         raise ConfigError(
-            f"{key}: {describe(function)} takes ({', '.join(names)}), wanted ({', '.join(wanted)})"
+            f"{key}: {name_of(function)} takes ({', '.join(names)}), wanted ({', '.join(wanted)})"
         )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import RunError, config_errors_at
-from jaxrl_llm.config.fields import call, describe
+from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import with_value_head
@@ -217,7 +217,7 @@ def covariance_annotator(
         high = np.asarray(compute(fields, key))
         if high.shape != batch.tokens.shape or high.dtype != bool:
             raise LabelError(
-                f"algorithm.high_covariance: {describe(select)!r} returned "
+                f"algorithm.high_covariance: {name_of(select)!r} returned "
                 f"{high.dtype}{list(high.shape)}; wanted true or false for each token [B T], "
                 f"here {list(batch.tokens.shape)}"
             )

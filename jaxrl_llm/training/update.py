@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import describe
+from jaxrl_llm.config.fields import name_of
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
@@ -152,9 +152,7 @@ class Learner:
         """
         weights, token_weights = map(np.asarray, self._weigh(batch["mask"]))
         if not np.isfinite(weights[batch["mask"]]).all():
-            raise LossError(
-                f"reduce {describe(self.reduce)!r} returned NaN or infinity as a weight"
-            )
+            raise LossError(f"reduce {name_of(self.reduce)!r} returned NaN or infinity as a weight")
         batch = batch.add(weights=weights, token_weights=token_weights)
         coefs = coefs | self._balance(state.params, batch)
         names = self.objective.asks_for() | {"mask", "weights", "token_weights"}

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import asks_for, call, check_fields, describe
+from jaxrl_llm.config.fields import asks_for, call, check_fields, name_of
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.kinds import LOSSES
 from jaxrl_llm.types import FIELDS
@@ -81,7 +81,7 @@ def test_a_field_that_exists_only_later_is_refused():
 
 
 def test_names_for_messages():
-    assert describe(functools.partial(functools.partial(len))) == "len"
+    assert name_of(functools.partial(functools.partial(len))) == "len"
 
     class Nameless:
         def __call__(self): ...
@@ -89,4 +89,4 @@ def test_names_for_messages():
         def __repr__(self):
             return "Nameless()"
 
-    assert describe(Nameless()) == "Nameless()"
+    assert name_of(Nameless()) == "Nameless()"

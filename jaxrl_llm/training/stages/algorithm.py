@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config.fields import asks_for, call, describe
+from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.batch_metrics import kl_metrics
 from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
@@ -93,7 +93,7 @@ def kl_to_reference(kl: Callable[..., Any], batch: Batch) -> np.ndarray:
     result = call(kl, {name: jnp.asarray(fields[name]) for name in asks_for(kl)})
     values = np.asarray(per_token(result, kl, "kl", batch.tokens.shape), np.float32)
     if not np.isfinite(values[batch["mask"]]).all():
-        raise LossError(f"kl {describe(kl)!r} returned NaN or infinity")
+        raise LossError(f"kl {name_of(kl)!r} returned NaN or infinity")
     return np.where(batch["mask"], values, 0)
 
 
@@ -105,7 +105,7 @@ def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float
         is_number = isinstance(result, int | float | jax.Array | np.number) and np.ndim(result) == 0
         if not is_number or not 0 <= float(result) < float("inf"):
             raise ScoreError(
-                f"algorithm.kl_controller: {describe(controller)!r} returned {result!r} for "
+                f"algorithm.kl_controller: {name_of(controller)!r} returned {result!r} for "
                 f"coef={coef:g} and observed_kl={observed_kl:g}; wanted a number of 0 or more"
             )
         return float(result)
