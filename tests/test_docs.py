@@ -124,6 +124,22 @@ def test_the_readmes_loss_runs_from_the_readmes_config(tmp_path, monkeypatch):
     )
 
 
+ADDITIONS = {
+    *("a loss", "a config key", "a model family", "a reward function", "an engine", "a metric"),
+    *("a tracker", "a program"),
+}
+
+
+def test_additions_take_three_files_at_most():
+    section = read("CONTRIBUTING.md").partition("## Where to add things")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (an? [a-z ]+) \| (.+) \|$", section, flags=re.MULTILINE))
+    assert rows.keys() == ADDITIONS
+    for addition, files in rows.items():
+        paths = re.findall(r"`([\w./]+)`", files)
+        assert 1 <= len(paths) <= 3, addition
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.monitoring.trackers import (
     BackgroundWriter,
     Outages,
@@ -129,9 +130,8 @@ class MetricsLog:
         run_dir: holds metrics.jsonl and tensorboard.
         step: the step after which the run starts.
         position: bytes of metrics.jsonl to keep.
-        tensorboard: whether to write TensorBoard files.
-        wandb: project at Weights & Biases, or None.
-        config: the resolved config, for Weights & Biases.
+        trackers: which trackers the run has.
+        config: the resolved config, for trackers that show it.
 
     Raises:
         ConfigError: the package wandb is not installed.
@@ -143,8 +143,7 @@ class MetricsLog:
         *,
         step: int,
         position: int,
-        tensorboard: bool,
-        wandb: str | None,
+        trackers: LogConfig,
         config: Mapping[str, Any],
     ) -> None:
         """Open every sink, all but the file in the background."""
@@ -152,13 +151,13 @@ class MetricsLog:
         self._trackers: list[BackgroundWriter[Row]] = []
         if not is_first():
             return
-        trackers: list[Tracker] = []
-        if wandb:
-            trackers.append(WeightsAndBiases(wandb, run_dir, config))
-        if tensorboard:
-            trackers.append(TensorBoard(run_dir / "tensorboard", step + 1 if step else 0))
+        opened: list[Tracker] = []
+        if trackers.wandb:
+            opened.append(WeightsAndBiases(trackers.wandb, run_dir, config))
+        if trackers.tensorboard:
+            opened.append(TensorBoard(run_dir / "tensorboard", step + 1 if step else 0))
         self._file = MetricsFile(run_dir / "metrics.jsonl", position)
-        self._trackers = [BackgroundWriter(tracker) for tracker in trackers]
+        self._trackers = [BackgroundWriter(tracker) for tracker in opened]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics to every sink. What they can't write does not end the run."""

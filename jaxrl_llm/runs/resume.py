@@ -182,8 +182,7 @@ def open_run(
         folder,
         step=step,
         position=extra.get("metrics_bytes", 0),
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
+        trackers=config.log,
         config=as_tree(config),
     )
     stack.callback(log.close)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.metrics_log import MetricsFile, MetricsLog
 
@@ -189,9 +190,9 @@ def test_memory_for_lines_is_bounded(stored, tmp_path, monkeypatch, caplog):
 # ------------------------------------------------------------------------------------------ sinks
 
 
-def open_log(folder, **more):
-    settings = {"step": 0, "position": 0, "tensorboard": False, "wandb": None, "config": {}}
-    return MetricsLog(folder, **settings | more)
+def open_log(folder, *, step=0, position=0, config=None, tensorboard=False, wandb=None):
+    trackers = LogConfig(tensorboard=tensorboard, wandb=wandb)
+    return MetricsLog(folder, step=step, position=position, trackers=trackers, config=config or {})
 
 
 def test_the_file_alone(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
+from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
@@ -289,9 +290,9 @@ def test_a_limit_on_file_sizes(tmp_path, warnings):
 # --------------------------------------------------------------------------------- all of them
 
 
-def open_log(folder, **more):
-    settings = {"step": 0, "position": 0, "tensorboard": False, "wandb": None, "config": {}}
-    return MetricsLog(folder, **settings | more)
+def open_log(folder, *, step=0, position=0, config=None, tensorboard=False, wandb=None):
+    trackers = LogConfig(tensorboard=tensorboard, wandb=wandb)
+    return MetricsLog(folder, step=step, position=position, trackers=trackers, config=config or {})
 
 
 @pytest.mark.parametrize("hangs", ["init", "log", "finish"])
