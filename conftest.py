@@ -138,12 +138,17 @@ def _may_wait(item, changed, turn):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_promoted_in_algorithms(request):
-    """An equation says where a dtype changes, and what it broadcasts over which axes."""
-    if "algorithms" not in request.path.parts:
-        yield
-        return
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+def promotion(request):
+    """Has equations say where a dtype changes, and in algorithms also over which axes they go.
+
+    Models broadcast biases and norms over all axes; optax, in training, promotes dtypes.
+    """
+    folders = request.path.parts
+    is_strict = "algorithms" in folders or "models" in folders
+    with (
+        jax.numpy_dtype_promotion("strict" if is_strict else "standard"),
+        jax.numpy_rank_promotion("raise" if "algorithms" in folders else "allow"),
+    ):
         yield
 
 

@@ -524,8 +524,9 @@ def test_only_the_adapter_has_gradients_and_moments(whole, one_device):
     adapter, frozen = place(params, spec, one_device)
     learner = learn(spec, adapter, frozen, one_device, optax.adamw(1e-2))
     state, before = learner.init(adapter), bits(frozen)
-    for _ in range(3):
-        state, metrics = learner.update(state, make_batch(), {})
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to whole powers
+        for _ in range(3):
+            state, metrics = learner.update(state, make_batch(), {})
     assert float(metrics["grad_norm"]) > 0
     assert bits(frozen) == before, "the base is bit-identical, and was not donated"
     assert all(x != y for x, y in zip(bits(state.params), bits(adapter), strict=True))

@@ -155,7 +155,7 @@ def nll_gradient(params, spec, packed, **how):
         hidden = forward(params, spec, tokens, positions, segment_ids, **how)
         scores = jax.nn.log_softmax(logits(params, spec, hidden))
         picked = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        return -(picked * (segment_ids > 0)).sum()
+        return -jnp.where(segment_ids > 0, picked, 0.0).sum()
 
     return jax.jit(jax.value_and_grad(nll))(params)
 
