@@ -356,5 +356,5 @@ def test_an_address_that_is_taken_is_said_before_the_model_is_read():
     ],
 )
 def test_keys_out_of_range_are_refused(wrong):
-    with pytest.raises(ConfigError, match="wanted"):
+    with pytest.raises(ConfigError, match="expected"):
         from_tree(ServeConfig, {"model": "m"} | wrong)
