@@ -27,10 +27,6 @@ LONG_FILES: dict[str, str] = {}
 NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
 """Files whose functions a config names by kind, so that a data set's reward has its name."""
 
-NOT_YET_FUNCTIONS = {"run_stages"}
-NOT_YET_FILES: set[str] = set()
-NOT_YET_NAMES = {"check", "initialize"}
-
 
 @pytest.fixture(scope="module")
 def sources():
@@ -41,7 +37,7 @@ def test_functions_are_short(sources):
     long = {
         (f.path, f.name, f.lines) for f in list_functions(sources) if f.lines > MAX_FUNCTION_LINES
     }
-    assert {f for f in long if f[1] not in NOT_YET_FUNCTIONS} == set()
+    assert long == set()
 
 
 def test_functions_have_few_parameters(sources):
@@ -51,13 +47,13 @@ def test_functions_have_few_parameters(sources):
 
 def test_files_are_short(sources):
     long = {path for path, lines in count_lines(sources).items() if lines > MAX_FILE_LINES}
-    assert long - NOT_YET_FILES == LONG_FILES.keys()
+    assert long == LONG_FILES.keys()
 
 
 def test_no_public_name_is_defined_twice():
     found = find_duplicates(list_files(ROOT))
     duplicates = {n: paths for n, paths in found.items() if not NAMED_IN_CONFIGS.issuperset(paths)}
-    assert {n: paths for n, paths in duplicates.items() if n not in NOT_YET_NAMES} == {}
+    assert duplicates == {}
 
 
 def test_what_is_too_long_or_defined_twice_is_found():

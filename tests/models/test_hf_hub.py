@@ -88,7 +88,7 @@ def test_what_is_not_cached_is_an_error_offline(cache, tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match=said):
             resolve(name)
-    with pytest.raises(ValueError, match="tokenizer: no directory 'someone/other' here"):
+    with pytest.raises(ValueError, match=r"tokenizer: .*no directory 'someone/other' here"):
         load_tokenizer("someone/other")
 
 
