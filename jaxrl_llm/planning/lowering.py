@@ -27,7 +27,7 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
-from jaxrl_llm.training.resolve import Functions, abstract_fields
+from jaxrl_llm.training.resolve import AlgorithmFunctions, abstract_fields
 from jaxrl_llm.training.roles import inference_of, learner_of
 from jaxrl_llm.types import Rows
 
@@ -110,7 +110,7 @@ def with_float16(lowered: Any) -> Any:
 
 
 def plan_role(
-    config: TrainConfig, functions: Functions, name: str, spec: ModelSpec, layout: Layout
+    config: TrainConfig, functions: AlgorithmFunctions, name: str, spec: ModelSpec, layout: Layout
 ) -> tuple[AbstractModel, dict[str, Callable[..., Any]]]:
     """Return a model that is trained, and the functions that lower its steps, by name.
 
@@ -124,7 +124,7 @@ def plan_role(
         spec: the model, with its adapter or value head.
         layout: where it stands.
     """
-    how = functions.learning[name]
+    how = functions.updates[name]
     params, frozen = abstract_params(spec, layout), {}
     if spec.lora is not None:
         params = split_adapter(params)[0]
@@ -156,7 +156,7 @@ def plan_role(
     needs_inference = (
         name != "actor"
         or not functions.on_policy
-        or functions.mark is not None
+        or functions.select_covariant is not None
         or (spec.lora is not None and functions.needs_reference)
     )
     return AbstractModel(
@@ -165,7 +165,12 @@ def plan_role(
 
 
 def plan_reference(
-    config: TrainConfig, functions: Functions, spec: ModelSpec, layout: Layout, *, apart: bool
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    apart: bool,
 ) -> tuple[AbstractModel, Callable[..., Any]]:
     """Return the reference, in the compute dtype, and the function that lowers its pass.
 

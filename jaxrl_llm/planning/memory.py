@@ -24,7 +24,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_model import adapted_spec
-from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.resolve import AlgorithmFunctions
 
 
 class Allocation(NamedTuple):
@@ -75,12 +75,12 @@ def plan_shapes(config: TrainConfig) -> RunShapes:
     Raises:
         ConfigError: the run could not be built.
     """
-    functions, layouts = Functions(config), open_layouts(config.mesh)
+    functions, layouts = AlgorithmFunctions(config), open_layouts(config.mesh)
     with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
     roles, throughout, lower = {}, [], {}
-    for name in functions.learning:
+    for name in functions.updates:
         layout = layouts.of(name)
         own = spec if name == "actor" else role_spec(config, name, base)
         role, steps = plan_role(config, functions, name, own, layout)

@@ -20,7 +20,7 @@ from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Progress, Stages
-from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import build_rollout
@@ -30,7 +30,7 @@ from jaxrl_llm.training.stages.scoring import build_scoring, open_scoring_model
 
 def build_stages(
     config: TrainConfig,
-    functions: Functions,
+    functions: AlgorithmFunctions,
     folder: Path,
     stack: contextlib.ExitStack,
     watchdog: Watchdog,

@@ -48,7 +48,7 @@ UPDATING = frozenset({"logprobs", "high_covariance"})
 OF_CRITIC = frozenset({"values", "old_values", "returns"})
 
 
-class Learning(NamedTuple):
+class UpdateSpec(NamedTuple):
     """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
 
     objective: PolicyObjective | ValueObjective
@@ -58,14 +58,14 @@ class Learning(NamedTuple):
     max_skipped: int
 
 
-class Functions:
+class AlgorithmFunctions:
     """The functions that a config names, found and checked against the dataflow.
 
     Attributes:
-        advantage, kl, controller, keep, penalty, corrections: as the config names them.
-        mark: produces `high_covariance`.
+        advantage, kl, controller, group_filter, penalty, corrections: as the config names them.
+        select_covariant: produces `high_covariance`.
         learns_labels: whether the reward model learns from scores as labels.
-        learning: of the actor, and of the critic and the reward model where something asks for
+        updates: of the actor, and of the critic and the reward model where something asks for
             them, by name.
         needs: every field that one of them asks for.
         on_policy: whether the update itself can find the old log-probs: a step is one update, and
@@ -84,7 +84,7 @@ class Functions:
         )
         takes(self.controller, ("coef", "observed_kl", "batch_size"), "algorithm.kl_controller")
         later = frozenset(FIELDS) - SCORED
-        self.keep = wanted.group_filter and find(
+        self.group_filter = wanted.group_filter and find(
             wanted.group_filter, kinds.SHAPING, "algorithm.group_filter", later
         )
         self.penalty = wanted.penalty and find(
@@ -94,7 +94,9 @@ class Functions:
             find(spec, kinds.CORRECTIONS, "algorithm.correction", UPDATING)
             for spec in corrections(config)
         ]
-        self.mark = wanted.high_covariance and find_mark(wanted.high_covariance)
+        self.select_covariant = wanted.high_covariance and find_covariance_selector(
+            wanted.high_covariance
+        )
         policy = PolicyObjective(
             loss=find(wanted.loss, kinds.LOSSES, "algorithm.loss"),
             kl=self.kl if wanted.kl_loss else None,
@@ -102,8 +104,15 @@ class Functions:
             corrected=bool(self.corrections),
         )
         self.learns_labels = False
-        self.learning = {"actor": learning(policy, wanted.reduce, "algorithm", config.optim)}
-        asking = [self.advantage, self.kl, self.keep, self.penalty, self.mark, *self.corrections]
+        self.updates = {"actor": update_spec(policy, wanted.reduce, "algorithm", config.optim)}
+        asking = [
+            self.advantage,
+            self.kl,
+            self.group_filter,
+            self.penalty,
+            self.select_covariant,
+            *self.corrections,
+        ]
         asked = {name for f in asking if f for name in asks_for(f)}
         self.needs = policy.asks_for() | (asked - {"logprobs"})
         for _ in range(2):  # each may ask for the other
@@ -113,7 +122,7 @@ class Functions:
             ("critic", CriticConfig(), OF_CRITIC),
             ("implicit_reward_model", ImplicitRewardModelConfig(), {"reward_logprobs"}),
         ):
-            if name not in self.learning and getattr(config, name) != default:
+            if name not in self.updates and getattr(config, name) != default:
                 raise ConfigError(
                     f"{name} is set, but no function asks for {' or '.join(sorted(fields))}: "
                     "remove it, or name an advantage or a loss that does"
@@ -121,14 +130,14 @@ class Functions:
         self.needs_reference = "ref_logprobs" in self.needs
         self.on_policy = self._is_on_policy(config)
         if self.on_policy:
-            actor = self.learning["actor"]
+            actor = self.updates["actor"]
             policy = dataclasses.replace(policy, on_policy=True)
-            self.learning["actor"] = actor._replace(objective=policy)
+            self.updates["actor"] = actor._replace(objective=policy)
         self._check_producers(config)
         self._try_out(config)
 
     def _add_reward_model(self, config: ImplicitRewardModelConfig) -> None:
-        if "implicit_reward_model" in self.learning or "reward_logprobs" not in self.needs:
+        if "implicit_reward_model" in self.updates or "reward_logprobs" not in self.needs:
             return
         loss = find(config.loss, kinds.VALUES, "implicit_reward_model.loss", {"high_covariance"})
         self.learns_labels = "raw_scores" in asks_for(loss)
@@ -143,7 +152,7 @@ class Functions:
         self._add("implicit_reward_model", PolicyObjective(loss=loss), config.reduce, config.optim)
 
     def _add_critic(self, config: CriticConfig) -> None:
-        if "critic" in self.learning or not self.needs & OF_CRITIC:
+        if "critic" in self.updates or not self.needs & OF_CRITIC:
             return
         loss = find(config.loss, kinds.VALUES, "critic.loss", UPDATING)
         self._add("critic", ValueObjective(loss=loss), config.reduce, config.optim)
@@ -155,7 +164,7 @@ class Functions:
         reduce: FunctionSpec,
         optim: OptimConfig,
     ) -> None:
-        self.learning[name] = learning(objective, reduce, name, optim, f"{name}.optim")
+        self.updates[name] = update_spec(objective, reduce, name, optim, f"{name}.optim")
         self.needs |= objective.asks_for()
 
     def _is_on_policy(self, config: TrainConfig) -> bool:
@@ -165,9 +174,9 @@ class Functions:
             None,
             batch.prompts_per_step,
         )
-        before = [self.advantage, self.mark, *self.corrections]
+        before = [self.advantage, self.select_covariant, *self.corrections]
         asked = {name for f in before if f for name in asks_for(f)}
-        for name, how in self.learning.items():
+        for name, how in self.updates.items():
             asked |= how.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
         return (
             once
@@ -209,21 +218,22 @@ class Functions:
             config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             len(config.reward.components),
         )
-        policy = self.learning["actor"].objective
+        policy = self.updates["actor"].objective
         functions = {
             "algorithm.advantage": self.advantage,
             "algorithm.loss": policy.loss,
             f"algorithm.{'kl_loss' if config.algorithm.kl_loss else 'kl_reward'}": self.kl,
-            "algorithm.group_filter": self.keep,
+            "algorithm.group_filter": self.group_filter,
             "algorithm.penalty": self.penalty,
-            "algorithm.high_covariance": self.mark and with_key(self.mark, jax.random.key(0)),
+            "algorithm.high_covariance": self.select_covariant
+            and with_key(self.select_covariant, jax.random.key(0)),
             **{f"algorithm.correction[{i}]": f for i, f in enumerate(self.corrections)},
-            **{f"{n}.loss": how.objective.loss for n, how in self.learning.items() if n != "actor"},
+            **{f"{n}.loss": how.objective.loss for n, how in self.updates.items() if n != "actor"},
         }
         for key, function in functions.items():
             if function:
                 try_out(key, function, lambda f, function=function: call(function, f), fields)
-        for name, how in self.learning.items():
+        for name, how in self.updates.items():
             key = "algorithm.reduce" if name == "actor" else f"{name}.reduce"
             try_out(key, how.reduce, lambda f, how=how: how.reduce(f["mask"]), fields)
 
@@ -285,13 +295,13 @@ def find(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) -> 
     return function
 
 
-def learning(
+def update_spec(
     objective: PolicyObjective | ValueObjective,
     reduce: FunctionSpec,
     section: str,
     optim: OptimConfig,
     optim_key: str = "optim",
-) -> Learning:
+) -> UpdateSpec:
     """Find the reduction and the optimizer of a model that is trained.
 
     Args:
@@ -305,7 +315,7 @@ def learning(
     weigh = load_function(reduce, kinds.REDUCTIONS, passed=None, key=key)
     takes(weigh, ("mask",), key)
     optimizer, schedule = make_optimizer(optim, optim_key)
-    return Learning(objective, weigh, optimizer, schedule, optim.max_skipped)
+    return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
 
 
 def find_kl(config: AlgorithmConfig) -> Function | None:
@@ -319,7 +329,7 @@ def find_kl(config: AlgorithmConfig) -> Function | None:
     return config.kl_reward and find(config.kl_reward, kinds.KLS, "algorithm.kl_reward", later)
 
 
-def find_mark(spec: FunctionSpec) -> Function:
+def find_covariance_selector(spec: FunctionSpec) -> Function:
     """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
     name = "algorithm.high_covariance"
     function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)

@@ -25,7 +25,7 @@ from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.resolve import Functions, Learning, with_key
+from jaxrl_llm.training.resolve import AlgorithmFunctions, UpdateSpec, with_key
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 
@@ -62,7 +62,7 @@ class Role:
 
 def make_roles(
     config: TrainConfig,
-    functions: Functions,
+    functions: AlgorithmFunctions,
     actor: LoadedModel,
     layouts: Layouts,
     shape_on: Callable[[Layout], RowShape],
@@ -81,7 +81,7 @@ def make_roles(
         "critic": config.critic.path,
         "implicit_reward_model": config.implicit_reward_model.path,
     }
-    for name, how in functions.learning.items():
+    for name, how in functions.updates.items():
         is_critic, path = name == "critic", paths.get(name)
         layout = layouts.of(name)
         key = f"{name}.path" if path else "model.path"
@@ -107,8 +107,10 @@ def make_roles(
             max_skipped=how.max_skipped,
         )
         trainable[name] = TrainableModel(model, learner, key)
-    if functions.mark:
-        annotate = covariance_annotator(functions.mark, roles["actor"].infer, config.seed)
+    if functions.select_covariant:
+        annotate = covariance_annotator(
+            functions.select_covariant, roles["actor"].infer, config.seed
+        )
         roles["actor"] = dataclasses.replace(roles["actor"], annotate_minibatch=annotate)
     if functions.learns_labels:
         roles["implicit_reward_model"] = dataclasses.replace(
@@ -118,7 +120,7 @@ def make_roles(
 
 
 def learner_of(
-    how: Learning,
+    how: UpdateSpec,
     settings: ForwardConfig,
     shape: RowShape,
     layout: Layout,
@@ -140,7 +142,7 @@ def learner_of(
 
 def inference_of(
     name: str,
-    functions: Functions,
+    functions: AlgorithmFunctions,
     settings: ForwardConfig,
     shape: RowShape,
     layout: Layout,

@@ -194,7 +194,7 @@ class Learner:
         return BucketWarmup(self.shape, self.mesh)
 
     @functools.cached_property
-    def _weigh(self) -> Callable[[Array], tuple[Array, Array]]:
+    def _weigh(self) -> Callable[..., tuple[Array, Array]]:
         reduce = self.reduce
 
         @jax.jit

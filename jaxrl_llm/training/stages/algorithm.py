@@ -14,7 +14,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.batch_metrics import kl_metrics
 from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
 from jaxrl_llm.training.objective import LossError, per_token
-from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.types import Batch
 
 
@@ -35,7 +35,7 @@ class AlgorithmStage:
     control_kl: Callable[[Batch, float], tuple[dict[str, float], float]]
 
 
-def build_algorithm(config: TrainConfig, functions: Functions) -> AlgorithmStage:
+def build_algorithm(config: TrainConfig, functions: AlgorithmFunctions) -> AlgorithmStage:
     """Build what the functions of a config add to a batch."""
     kl, controller = functions.kl, checked_controller(functions.controller)
     in_reward = config.algorithm.kl_reward is not None
@@ -43,7 +43,7 @@ def build_algorithm(config: TrainConfig, functions: Functions) -> AlgorithmStage
     return AlgorithmStage(
         penalize_kl=functools.partial(penalize_kl, kl) if kl and in_reward else without_kl_penalty,
         add_advantages=advantage_step(
-            functions.advantage, with_returns="critic" in functions.learning
+            functions.advantage, with_returns="critic" in functions.updates
         ),
         add_correction=correction_step(corrections) if corrections else without_correction,
         control_kl=functools.partial(control_kl, kl, controller) if kl else keep_kl_coef,

@@ -19,7 +19,7 @@ from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
-from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch
@@ -59,7 +59,7 @@ class ModelsStage:
 
 
 def build_models(
-    config: TrainConfig, functions: Functions, model: LoadedModel, layouts: Layouts
+    config: TrainConfig, functions: AlgorithmFunctions, model: LoadedModel, layouts: Layouts
 ) -> tuple[ModelsStage, dict[str, TrainableModel]]:
     """Build every model that is trained and the reference; return also what training starts from.
 

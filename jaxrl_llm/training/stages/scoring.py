@@ -25,7 +25,7 @@ from jaxrl_llm.training.experience import (
     per_answer,
     with_scores,
 )
-from jaxrl_llm.training.resolve import Functions
+from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.update import TrainingError
@@ -67,7 +67,7 @@ class ScoringStage:
 
 def build_scoring(
     config: TrainConfig,
-    functions: Functions,
+    functions: AlgorithmFunctions,
     reward_model: RewardModel | None,
     rollout: RolloutStage,
     executor: Executor,
@@ -103,8 +103,8 @@ def build_scoring(
         return add_scores(arrange(rollouts, **layout), scores)
 
     return ScoringStage(
-        collect=group_collector(config, functions.keep, score, scored_batch)
-        if functions.keep
+        collect=group_collector(config, functions.group_filter, score, scored_batch)
+        if functions.group_filter
         else functools.partial(collect_batch, functools.partial(start, executor, score)),
         lay_out=arrange,
         add_scores=add_scores,
