@@ -118,6 +118,18 @@ class AlgorithmFunctions:
         for _ in range(2):  # each may ask for the other
             self._add_critic(config.critic)
             self._add_reward_model(config.implicit_reward_model)
+        self._check_sections(config)
+        self.needs_reference = "ref_logprobs" in self.needs
+        self.on_policy = self._is_on_policy(config)
+        if self.on_policy:
+            actor = self.updates["actor"]
+            policy = dataclasses.replace(policy, on_policy=True)
+            self.updates["actor"] = actor._replace(objective=policy)
+        self._check_producers(config)
+        self._try_out(config)
+
+    def _check_sections(self, config: TrainConfig) -> None:
+        """Refuse the section of a model that no function asks for."""
         for name, default, fields in (
             ("critic", CriticConfig(), OF_CRITIC),
             ("implicit_reward_model", ImplicitRewardModelConfig(), {"reward_logprobs"}),
@@ -127,14 +139,6 @@ class AlgorithmFunctions:
                     f"{name} is set, but no function asks for {' or '.join(sorted(fields))}: "
                     "remove it, or name an advantage or a loss that does"
                 )
-        self.needs_reference = "ref_logprobs" in self.needs
-        self.on_policy = self._is_on_policy(config)
-        if self.on_policy:
-            actor = self.updates["actor"]
-            policy = dataclasses.replace(policy, on_policy=True)
-            self.updates["actor"] = actor._replace(objective=policy)
-        self._check_producers(config)
-        self._try_out(config)
 
     def _add_reward_model(self, config: ImplicitRewardModelConfig) -> None:
         if "implicit_reward_model" in self.updates or "reward_logprobs" not in self.needs:
