@@ -46,7 +46,7 @@ def plan_run(config: TrainConfig, gpu: str, change: Callable[[Sequence[str]], Tr
 
     shapes = plan_shapes(config)
     steps = compile_planned_steps(shapes, GPUS[gpu])
-    scratch = {step.name: step.scratch for step in steps}
+    scratch = {planned.step: planned.scratch for planned in steps}
     memory = memory_by_phase(shapes, scratch)
     limit = GPUS[gpu].memory * USABLE
     lines = [*report.describe_run(shapes), "", *report.describe_memory(memory, limit, gpu)]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
 from jaxrl_llm.planning.memory import (
     PhaseMemory,
     RunShapes,
@@ -31,7 +32,7 @@ class Remedy(NamedTuple):
 
 def advise(
     shapes: RunShapes,
-    scratch: Mapping[str, int | float],
+    scratch: Mapping[StepId, int | float],
     limit: int | float,
     change: Callable[[tuple[str, ...]], TrainConfig],
     *,
@@ -70,15 +71,14 @@ def advise(
     return path
 
 
-def fullest_phase(shapes: RunShapes, scratch: Mapping[str, int | float]) -> PhaseMemory:
+def fullest_phase(shapes: RunShapes, scratch: Mapping[StepId, int | float]) -> PhaseMemory:
     """Return the phase that needs most."""
     return max(memory_by_phase(shapes, scratch), key=lambda phase: phase.total)
 
 
 def list_changes(shapes: RunShapes, phase: PhaseMemory) -> Iterator[tuple[str, ...]]:
     """Yield changes that may lower the memory of a phase, as overrides."""
-    config, (name, _) = shapes.config, phase.name.split()
-    is_engine = name == "engine"
+    config, is_engine = shapes.config, phase.step.role == ENGINE
     for key, kind in (
         ("optimizer", "optimizer"),
         ("params", "parameters"),
@@ -109,20 +109,19 @@ def list_changes(shapes: RunShapes, phase: PhaseMemory) -> Iterator[tuple[str, .
 
 
 def scale_scratch(
-    scratch: Mapping[str, int | float], old: RunShapes, new: RunShapes
-) -> dict[str, int | float]:
+    scratch: Mapping[StepId, int | float], old: RunShapes, new: RunShapes
+) -> dict[StepId, int | float]:
     """Scale scratch to a changed config."""
     scaled = {}
-    for name, size in scratch.items():
-        role, step = name.split()
-        if role == "engine":
-            scaled[name] = size * _per_slot(new) / _per_slot(old)
-        elif step == "apply":
-            scaled[name] = size
+    for step, size in scratch.items():
+        if step.role == ENGINE:
+            scaled[step] = size * _per_slot(new) / _per_slot(old)
+        elif step.kind is StepKind.APPLY:
+            scaled[step] = size
         else:
-            scaled[name] = size * _load(new, role) / _load(old, role)
-            if step == "accumulate":
-                scaled[name] *= stored_per_token(new) / stored_per_token(old)
+            scaled[step] = size * _load(new, step.role) / _load(old, step.role)
+            if step.kind is StepKind.ACCUMULATE:
+                scaled[step] *= stored_per_token(new) / stored_per_token(old)
     return scaled
 
 

@@ -5,6 +5,8 @@ included, which no GPU does. It has float16, which is as large. So what is compi
 program with float16 in place of bfloat16; nothing of it is ever run.
 """
 
+import enum
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +32,35 @@ from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.resolve import AlgorithmFunctions, abstract_fields
 from jaxrl_llm.training.roles import inference_of, learner_of
 from jaxrl_llm.types import Rows
+
+
+class StepKind(enum.StrEnum):
+    """The compiled steps of a role that trains or is scored with, and those of the engine."""
+
+    ACCUMULATE = enum.auto()
+    APPLY = enum.auto()
+    INFER = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+class StepId(NamedTuple):
+    """The identity of a compiled step: whose it is, and which of its steps.
+
+    >>> str(StepId("actor", StepKind.ACCUMULATE))
+    'actor accumulate'
+    """
+
+    role: str
+    kind: StepKind
+
+    def __str__(self) -> str:
+        """Return it as text for tables and messages."""
+        return f"{self.role} {self.kind}"
+
+
+ENGINE = "engine"
+"""The role of the steps that sample."""
 
 
 class AbstractModel(NamedTuple):
@@ -111,8 +142,8 @@ def with_float16(lowered: Any) -> Any:
 
 def plan_role(
     config: TrainConfig, functions: AlgorithmFunctions, name: str, spec: ModelSpec, layout: Layout
-) -> tuple[AbstractModel, dict[str, Callable[..., Any]]]:
-    """Return a model that is trained, and the functions that lower its steps, by name.
+) -> tuple[AbstractModel, dict[StepId, Callable[..., Any]]]:
+    """Return a model that is trained, and the functions that lower its steps.
 
     Those that read micro-batches are lowered for a bucket of their shapes, without one for the
     largest.
@@ -147,11 +178,15 @@ def plan_role(
     metrics = jax.eval_shape(learner.begin, *inputs(shape))[1]
     metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
     lower = {
-        "accumulate": lambda bucket=shape: learner.accumulate.lower(
+        StepId(name, StepKind.ACCUMULATE): lambda bucket=shape: learner.accumulate.lower(
             (params, metrics), *inputs(bucket)
         ),
-        "apply": lambda: learner.apply.lower(state, params, metrics.get("router")),
-        "infer": lambda bucket=shape: infer.run.lower(params, frozen, inputs(bucket)[2].rows),
+        StepId(name, StepKind.APPLY): lambda: learner.apply.lower(
+            state, params, metrics.get("router")
+        ),
+        StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.lower(
+            params, frozen, inputs(bucket)[2].rows
+        ),
     }
     needs_inference = (
         name != "actor"
@@ -212,11 +247,15 @@ def abstract_microbatch(
 
 def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
-) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
-    """Return the engine's weights and cache as shapes, and the lowering of its largest programs."""
+) -> tuple[Any, Any, dict[StepId, Callable[[], Any]]]:
+    """Return the engine's weights and cache as shapes, and what lowers its largest programs."""
     engine = native_engine(config, spec, layout)
     engine.close()
-    return *engine.shapes(), engine.lower
+    lower = {
+        StepId(ENGINE, kind): functools.partial(engine.lower, kind.value)
+        for kind in (StepKind.PREFILL, StepKind.DECODE)
+    }
+    return *engine.shapes(), lower
 
 
 def with_shardings(tree: Any, layout: Any) -> Any:

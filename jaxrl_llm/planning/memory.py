@@ -13,7 +13,10 @@ from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import (
+    ENGINE,
     AbstractModel,
+    StepId,
+    StepKind,
     abstract_params,
     bytes_per_device,
     plan_engine,
@@ -28,17 +31,23 @@ from jaxrl_llm.training.resolve import AlgorithmFunctions
 
 
 class Allocation(NamedTuple):
-    """Bytes of each device of a layout."""
+    """Bytes of each device of a layout: of an array of a role's."""
 
-    kind: str
+    role: str
+    array: str
     size: int | float
     layout: Layout
 
+    @property
+    def label(self) -> str:
+        """Return the name of the array in tables."""
+        return f"{self.role} {self.array}"
+
 
 class PhaseMemory(NamedTuple):
-    """The bytes that each device holds in a phase of a run, by kind."""
+    """The bytes that each device holds while a step runs, by the arrays' labels."""
 
-    name: str
+    step: StepId
     held: dict[str, int | float]
 
     @property
@@ -57,7 +66,7 @@ class RunShapes(NamedTuple):
         roles: the models that read micro-batches, by name.
         throughout: arrays that are held in all phases.
         cache: of the engine, pages and rows, bytes of a device.
-        lower: lowers each step, by name; those that read micro-batches for one of the buckets.
+        lower: lowers each step; those that read micro-batches for one of the buckets.
     """
 
     config: TrainConfig
@@ -66,7 +75,7 @@ class RunShapes(NamedTuple):
     roles: dict[str, AbstractModel]
     throughout: list[Allocation]
     cache: int
-    lower: dict[str, Callable[..., Any]]
+    lower: dict[StepId, Callable[..., Any]]
 
 
 def plan_shapes(config: TrainConfig) -> RunShapes:
@@ -79,35 +88,36 @@ def plan_shapes(config: TrainConfig) -> RunShapes:
     with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
-    roles, throughout, lower = {}, [], {}
+    roles: dict[str, AbstractModel] = {}
+    throughout: list[Allocation] = []
+    lower: dict[StepId, Callable[..., Any]] = {}
     for name in functions.updates:
         layout = layouts.of(name)
         own = spec if name == "actor" else role_spec(config, name, base)
         role, steps = plan_role(config, functions, name, own, layout)
         roles[name] = role
-        lower |= {f"{name} {step}": run for step, run in steps.items()}
+        lower |= steps
         sizes = {"parameters": role.params, "optimizer": role.optimizer}
         sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
-        for kind, tree in sizes.items():
-            throughout.append(Allocation(f"{name} {kind}", bytes_per_device(tree), layout))
+        for array, tree in sizes.items():
+            throughout.append(Allocation(name, array, bytes_per_device(tree), layout))
     if functions.needs_reference and not spec.lora:
         where = layouts.reference
-        role, lower["reference infer"] = plan_reference(
+        role, lower[StepId("reference", StepKind.INFER)] = plan_reference(
             config, functions, base, where, apart=where is not layouts.train
         )
         roles["reference"] = role
-        held = Allocation("reference weights", bytes_per_device(role.params), layouts.reference)
-        throughout.append(held)
+        size = bytes_per_device(role.params)
+        throughout.append(Allocation("reference", "weights", size, layouts.reference))
     if config.reward.classifier:
         classifier = abstract_params(
             read_spec(config.reward.classifier), layouts.reward_model, config.model.dtype
         )
-        throughout.append(
-            Allocation("classifier weights", bytes_per_device(classifier), layouts.reward_model)
-        )
-    weights, cache, lower_engine = plan_engine(config, spec, layouts.rollout)
-    throughout.append(Allocation("engine weights", bytes_per_device(weights), layouts.rollout))
-    lower["engine"] = lower_engine
+        size = bytes_per_device(classifier)
+        throughout.append(Allocation("classifier", "weights", size, layouts.reward_model))
+    weights, cache, steps = plan_engine(config, spec, layouts.rollout)
+    throughout.append(Allocation(ENGINE, "weights", bytes_per_device(weights), layouts.rollout))
+    lower |= steps
     return RunShapes(config, layouts, spec, roles, throughout, bytes_per_device(cache), lower)
 
 
@@ -121,41 +131,41 @@ def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
     )
 
 
-def memory_by_phase(shapes: RunShapes, scratch: Mapping[str, int | float]) -> list[PhaseMemory]:
+def memory_by_phase(shapes: RunShapes, scratch: Mapping[StepId, int | float]) -> list[PhaseMemory]:
     """Return the bytes that each device holds in each phase.
 
     Args:
         shapes: the run.
-        scratch: bytes that each step needs beside its arguments, by the step's name.
+        scratch: bytes that each step needs beside its arguments, by step.
     """
     phases = []
     for name, role in shapes.roles.items():
-        steps = ("accumulate", "apply") if role.optimizer is not None else ()
-        for step in (*steps, "infer"):
-            phase = f"{name} {step}"
-            own: dict[str, Any] = {"scratch": scratch.get(phase, 0)}
-            if step != "infer":
+        updating = (StepKind.ACCUMULATE, StepKind.APPLY) if role.optimizer is not None else ()
+        for kind in (*updating, StepKind.INFER):
+            step = StepId(name, kind)
+            own: dict[str, Any] = {"scratch": scratch.get(step, 0)}
+            if kind is not StepKind.INFER:
                 own[f"{name} gradients"] = bytes_per_device(role.params)
-            phases.append(PhaseMemory(phase, _allocated(shapes, phase, role.layout) | own))
-    for step in ("prefill", "decode"):
-        own = {"cache": shapes.cache, "scratch": scratch.get(f"engine {step}", 0)}
-        allocated = _allocated(shapes, "engine", shapes.layouts.rollout)
-        phases.append(PhaseMemory(f"engine {step}", allocated | own))
+            phases.append(PhaseMemory(step, _allocated(shapes, step, role.layout) | own))
+    for kind in (StepKind.PREFILL, StepKind.DECODE):
+        step = StepId(ENGINE, kind)
+        own = {"cache": shapes.cache, "scratch": scratch.get(step, 0)}
+        allocated = _allocated(shapes, step, shapes.layouts.rollout)
+        phases.append(PhaseMemory(step, allocated | own))
     return phases
 
 
-def _allocated(shapes: RunShapes, phase: str, layout: Layout) -> dict[str, int | float]:
-    """Return the bytes that a layout's devices hold in a phase, without offloaded arrays."""
+def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int | float]:
+    """Return the bytes that a layout's devices hold in a step, without offloaded arrays."""
     here, offload = set(layout.mesh.devices.flat), shapes.config.offload
     offloaded = {"optimizer": offload.optimizer, "parameters": offload.params}
-    name, _, step = phase.partition(" ")
     held = {}
-    for kind, size, where in shapes.throughout:
-        owner, _, array = kind.partition(" ")
-        waits = offload.reference if owner == "reference" else offloaded.get(array, False)
-        needed = owner == name and (array != "optimizer" or step != "infer")
+    for allocation in shapes.throughout:
+        role, array, size, where = allocation
+        waits = offload.reference if role == "reference" else offloaded.get(array, False)
+        needed = role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
         if here & set(where.mesh.devices.flat) and (needed or not waits):
-            held[kind] = size
+            held[allocation.label] = size
     return held
 
 
@@ -193,13 +203,13 @@ class Work(NamedTuple):
     flops: int | float
 
 
-def workload(shapes: RunShapes, step: str) -> Work:
+def workload(shapes: RunShapes, step: StepId) -> Work:
     """Return how often a step runs, and the least that it must read and compute.
 
     All sequences are taken to be of full length; a token attends to half of its own on average.
     """
-    name, kind = step.split()
-    if name == "engine":
+    name, kind = step
+    if name == ENGINE:
         return _engine_work(shapes, kind)
     config, role = shapes.config, shapes.roles[name]
     batch, mesh = config.batch, role.layout.mesh
@@ -209,23 +219,23 @@ def workload(shapes: RunShapes, step: str) -> Work:
     params, moments = bytes_per_device(role.params), bytes_per_device(role.optimizer)
     tokens = role.shape.tokens
     forward = forward_flops(role.settings.spec, tokens, tokens * longest(config) / 2)
-    if kind == "apply":
+    if kind is StepKind.APPLY:
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
-    if kind == "accumulate":
+    if kind is StepKind.ACCUMULATE:
         return Work(mesh, updates * runs, 3 * params, 3 * forward)
     passes = runs * batch.prompts_per_step / groups
     idle = not role.needs_inference or (name == "actor" and config.algorithm.use_rollout_logprobs)
     return Work(mesh, 0.0 if idle else passes, params, forward)
 
 
-def _engine_work(shapes: RunShapes, kind: str) -> Work:
+def _engine_work(shapes: RunShapes, kind: StepKind) -> Work:
     config, mesh = shapes.config, shapes.layouts.rollout.mesh
     prompts, slots = config.batch.prompts_per_step, config.rollout.max_running_sequences
     rounds = max(1.0, prompts * config.rollout.samples_per_prompt / slots)
-    weights = next(held.size for held in shapes.throughout if held.kind == "engine weights")
+    weights = next(held.size for held in shapes.throughout if held.role == ENGINE)
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     spec = shapes.spec.for_decoding
-    if kind == "decode":
+    if kind is StepKind.DECODE:
         attended = prompt + answer / 2
         cached = shapes.cache / 2 * attended / longest(config)  # half of it are pages
         flops = forward_flops(spec, slots, slots * attended)

@@ -34,7 +34,7 @@ def describe_memory(phases: Sequence[PhaseMemory], limit: int | float, gpu: str)
     """Tabulate memory by phase and kind."""
     kinds = list(dict.fromkeys(kind for phase in phases for kind in phase.held))
     width = max(map(len, kinds)) + 2
-    names = [phase.name for phase in phases]
+    names = [str(phase.step) for phase in phases]
     lines = ["memory of a device, GiB", " " * width + "  ".join(names)]
 
     def row(name: str, values: list[str]) -> str:
@@ -54,7 +54,7 @@ def describe_advice(path: Sequence[Remedy], limit: int | float) -> list[str]:
     """Say which changes make the run fit."""
     lines = ["what would make it fit, one after another (scratch is scaled: plan the result again)"]
     for tried in path:
-        size = f"{tried.worst.total / GIB:.1f} GiB in {tried.worst.name}"
+        size = f"{tried.worst.total / GIB:.1f} GiB in {tried.worst.step}"
         lines.append(f"  {' '.join(tried.changes)}: {size}")
     if not path or path[-1].worst.total > limit:
         lines.append("  and still it does not fit: take more devices")
@@ -69,7 +69,7 @@ def describe_operations(steps: Sequence[CompiledStep]) -> list[str]:
         done, needed = s.counted.flops / 1e12, s.model_flops / 1e12
         ratio = f"{done / needed:8.2f}" if needed else " " * 8
         lines.append(
-            f"{s.name:32}{s.runs:8.0f}{done:12.3f}{needed:12.3f}{ratio}{s.unlooped / 1e12:12.3f}"
+            f"{s.step!s:32}{s.runs:8.0f}{done:12.3f}{needed:12.3f}{ratio}{s.unlooped / 1e12:12.3f}"
         )
     return lines
 
@@ -79,7 +79,7 @@ def describe_collectives(steps: Sequence[CompiledStep]) -> list[str]:
     lines = ["bytes that a device sends in one run, GB"]
     for step in steps:
         lines += [
-            f"{step.name:24}{over.kind:20}{','.join(over.axes):20}"
+            f"{step.step!s:24}{over.kind:20}{','.join(over.axes):20}"
             f"{'between nodes' if over.leaves_node else 'in a node':15}{size / 1e9:12.4g}"
             for over, size in step.counted.sent.most_common()
             if size >= LEAST_SHARE * step.counted.sent.total()
@@ -96,7 +96,7 @@ def describe_time(steps: Sequence[CompiledStep], shapes: RunShapes, gpu: str) ->
         whole = s.time.total * s.runs
         total += whole
         lines.append(
-            f"{s.name:32}{s.runs:8.0f}{s.time.compute:12.4f}{s.time.memory:12.4f}"
+            f"{s.step!s:32}{s.runs:8.0f}{s.time.compute:12.4f}{s.time.memory:12.4f}"
             f"{s.time.communication:12.4f}{whole:12.1f}"
         )
     lines.append(f"{'a training step':76}{total:12.1f}")

@@ -5,7 +5,7 @@ import time
 from typing import Any, NamedTuple
 
 from jaxrl_llm.planning.estimate import PER_NODE, Gpu, StepSeconds, estimate_seconds
-from jaxrl_llm.planning.lowering import with_float16
+from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
 from jaxrl_llm.planning.memory import RunShapes, Work, workload
 from jaxrl_llm.planning.program import OperationCounts, count_operations
 
@@ -16,7 +16,7 @@ class CompiledStep(NamedTuple):
     """A step of a run, compiled.
 
     Attributes:
-        name: of the model and of its step, as "actor accumulate".
+        step: whose it is, and which of its steps.
         arguments: bytes of a device.
         scratch: bytes of a device beside arguments, and beside results that take their place.
         counted: operations and bytes sent of a device in one run.
@@ -26,7 +26,7 @@ class CompiledStep(NamedTuple):
         time: of one run.
     """
 
-    name: str
+    step: StepId
     arguments: int
     scratch: int
     counted: OperationCounts
@@ -39,29 +39,24 @@ class CompiledStep(NamedTuple):
 def compile_planned_steps(shapes: RunShapes, gpu: Gpu) -> list[CompiledStep]:
     """Lower and compile every step of a run, one after another."""
     steps = []
-    for name, lower in shapes.lower.items():
-        lowered = lower()
-        parts = {name: lowered}
-        if name == "engine":
-            parts = {f"engine {step}": program for step, program in lowered.items()}
-        for part, program in parts.items():
-            begun = time.perf_counter()
-            compiled = with_float16(program).compile()
-            log.info("compiled %s in %.0f s", part, time.perf_counter() - begun)
-            steps.append(analyze_step(part, compiled, workload(shapes, part), gpu))
+    for step, lower in shapes.lower.items():
+        lowered, begun = lower(), time.perf_counter()
+        compiled = with_float16(lowered).compile()
+        log.info("compiled %s in %.0f s", step, time.perf_counter() - begun)
+        steps.append(analyze_step(step, compiled, workload(shapes, step), gpu))
     return steps
 
 
-def analyze_step(name: str, compiled: Any, work: Work, gpu: Gpu) -> CompiledStep:
+def analyze_step(step: StepId, compiled: Any, work: Work, gpu: Gpu) -> CompiledStep:
     """Read a compiled program's memory, operations and time on a device."""
     memory = compiled.memory_analysis()
     scratch = memory.temp_size_in_bytes
-    if name.split()[1] == "infer":
+    if step.kind is StepKind.INFER:
         scratch += memory.output_size_in_bytes
     counted = count_operations(compiled.as_text(), work.mesh.shape, per_node=PER_NODE)
     analysis = compiled.cost_analysis() or {}
     return CompiledStep(
-        name,
+        step,
         memory.argument_size_in_bytes,
         scratch,
         counted,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -16,11 +16,10 @@ from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.planning.lowering import StepKind
+from jaxrl_llm.planning.memory import RunShapes, plan_shapes
 from jaxrl_llm.runs.compile_cache import compilation_cache_of
 from jaxrl_llm.sharding import distributed
-
-if TYPE_CHECKING:
-    from jaxrl_llm.planning.memory import RunShapes
 
 log = logging.getLogger(__name__)
 
@@ -72,23 +71,18 @@ def is_large(config: ModelConfig) -> bool:
 
 def compile_steps(config: TrainConfig, stopped: Event) -> None:
     """Compile the steps of a run from shapes, one after another, until it is stopped."""
-    from jaxrl_llm.planning.memory import plan_shapes  # which imports what builds a run
-
     for program in programs(plan_shapes(config)):
         if stopped.is_set():
             return
         program.compile()
 
 
-def programs(shapes: "RunShapes") -> Iterator[Any]:
+def programs(shapes: RunShapes) -> Iterator[Any]:
     """Lower the steps that a run takes, for every bucket of shapes of micro-batches."""
-    for name, lower in shapes.lower.items():
-        model, _, step = name.partition(" ")
-        if step in ("accumulate", "infer"):
-            role = shapes.roles[model]
-            if step == "accumulate" or role.needs_inference:
-                yield from map(lower, role.shape.buckets)
-        elif step == "apply":
+    for (name, kind), lower in shapes.lower.items():
+        if kind is StepKind.INFER and not shapes.roles[name].needs_inference:
+            continue
+        if kind in (StepKind.ACCUMULATE, StepKind.INFER):  # these read micro-batches
+            yield from map(lower, shapes.roles[name].shape.buckets)
+        else:
             yield lower()
-        else:  # of the engine
-            yield from lower().values()

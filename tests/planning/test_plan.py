@@ -24,7 +24,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.planning.advice import advise, scale_scratch
 from jaxrl_llm.planning.estimate import GPUS
-from jaxrl_llm.planning.lowering import bytes_per_device, with_float16
+from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device, with_float16
 from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes, workload
 from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
 from jaxrl_llm.planning.steps import analyze_step
@@ -41,6 +41,8 @@ from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/planning/")
+
+UPDATE_STEP, DECODE_STEP = StepId("actor", StepKind.ACCUMULATE), StepId(ENGINE, StepKind.DECODE)
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = ModelSpec(
@@ -86,11 +88,11 @@ def on_first_device(tree):
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     config = configure()
     shapes = plan_shapes(config)
-    lowered = shapes.lower["actor accumulate"]()
+    lowered = shapes.lower[UPDATE_STEP]()
     planned = analyze_step(
-        "actor accumulate",
+        UPDATE_STEP,
         with_float16(lowered).compile(),
-        workload(shapes, "actor accumulate"),
+        workload(shapes, UPDATE_STEP),
         GPUS["H100"],
     )
 
@@ -101,7 +103,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
         "actor"
     ].learner
     state = learner.init(model.params)
-    held = {kind: size for kind, size, _ in shapes.throughout}
+    held = {held.label: held.size for held in shapes.throughout}
     assert held["actor parameters"] == on_first_device(state.params)
     assert held["actor optimizer"] == on_first_device(state.opt_state)
 
@@ -134,7 +136,7 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure):
     gathered = engine.programs.gather_pages(pool, engine._runner._no_pages(rows, width // PAGE))
     engine.close()
     assert shapes.cache == on_first_device((pool, gathered)) == bytes_per_device(cache)
-    held = {kind: size for kind, size, _ in shapes.throughout}
+    held = {held.label: held.size for held in shapes.throughout}
     assert held["engine weights"] == bytes_per_device(weights)
 
 
@@ -142,17 +144,17 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure):
 def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offload):
     whole = memory_by_phase(plan_shapes(configure()), {})
     less = memory_by_phase(plan_shapes(configure(f"offload.{offload}=true")), {})
-    saved = {a.name: a.total - b.total for a, b in zip(whole, less, strict=True)}
+    saved = {a.step: a.total - b.total for a, b in zip(whole, less, strict=True)}
     kind = "actor parameters" if offload == "params" else "actor optimizer"
-    assert saved["engine decode"] == whole[0].held[kind]
-    assert saved["actor accumulate"] == saved["actor apply"] == 0
-    assert (saved["actor infer"] > 0) == (offload == "optimizer")
+    assert saved[DECODE_STEP] == whole[0].held[kind]
+    assert saved[UPDATE_STEP] == saved[StepId("actor", StepKind.APPLY)] == 0
+    assert (saved[StepId("actor", StepKind.INFER)] > 0) == (offload == "optimizer")
 
 
 def test_moments_in_bfloat16_take_half(configure):
     def optimizer(*words):
         return next(
-            h.size for h in plan_shapes(configure(*words)).throughout if "optimizer" in h.kind
+            h.size for h in plan_shapes(configure(*words)).throughout if h.array == "optimizer"
         )
 
     whole, counts = optimizer(), 8  # AdamW's and its schedule's
@@ -245,7 +247,7 @@ def test_groups_over_a_part_of_a_named_axis():
 @pytest.mark.slow
 def test_advice_is_a_config_that_fits(configure):
     shapes = plan_shapes(configure("mesh.train={data: 8, fsdp: 1}", "mesh.rollout={data: 8}"))
-    scratch = {"actor accumulate": 1e5, "engine decode": 1e4}
+    scratch = {UPDATE_STEP: 1e5, DECODE_STEP: 1e4}
     before = max(p.total for p in memory_by_phase(shapes, scratch))
 
     def change(more):

@@ -17,7 +17,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import COMPUTE, GPUS
-from jaxrl_llm.planning.lowering import with_float16
+from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.planning.sampling import (
@@ -194,7 +194,12 @@ def test_an_engines_pace_is_that_of_its_weights_cache_and_operations():
 
 
 @pytest.mark.parametrize(
-    ("step", "update"), [("actor accumulate", True), ("reference infer", False)]
+    ("step", "update"),
+    [
+        (StepId("actor", StepKind.ACCUMULATE), True),
+        (StepId("reference", StepKind.INFER), False),
+    ],
+    ids=str,
 )
 def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, update):
     (tmp_path / "config.json").write_text(json.dumps(make_config(SPEC)))
