@@ -65,14 +65,20 @@ def find_config(name: str | Path) -> Path:
 
 
 def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return nested mappings put on top of each other; a function that is named replaces another.
+    """Return nested mappings put on top of each other.
+
+    A function that is named replaces another; keywords without a name go to the function below.
 
     >>> merged({"a": {"x": 1, "y": 2}, "b": {"fn": "f", "k": 1}}, {"a": {"y": 3}, "b": {"fn": "g"}})
     {'a': {'x': 1, 'y': 3}, 'b': {'fn': 'g'}}
+    >>> merged({"loss": "ppo_clip"}, {"loss": {"clip_high": 0.28}})
+    {'loss': {'fn': 'ppo_clip', 'clip_high': 0.28}}
     """
     values = dict(below)
     for name, value in above.items():
         old = values.get(name)
+        if isinstance(old, str):  # the short form of a function, if keywords come on top
+            old = {"fn": old}
         both = isinstance(old, Mapping) and isinstance(value, Mapping) and "fn" not in value
         values[name] = merged(old, value) if both else value
     return values

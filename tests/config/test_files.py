@@ -46,6 +46,35 @@ def test_a_config_stands_on_its_base_and_is_printed_whole(tmp_path, capsys):
     assert (printed["algorithm"]["kl_coef"], printed["run_dir"], printed["seed"]) == (0.5, "a", 2)
 
 
+@pytest.mark.parametrize(
+    ("below", "above", "loss"),
+    [
+        ("ppo_clip", "{clip_high: 0.28}", {"fn": "ppo_clip", "clip_high": 0.28}),
+        (
+            "{fn: gspo, clip_low: 1e-3}",
+            "{clip_high: 4e-3}",
+            {"fn": "gspo", "clip_low": 1e-3, "clip_high": 4e-3},
+        ),
+        (
+            "{clip_low: 0.1}",
+            "{clip_high: 0.28}",
+            {"fn": "ppo_clip", "clip_low": 0.1, "clip_high": 0.28},
+        ),
+        ("ppo_clip", "{fn: gspo, clip_high: 4e-3}", {"fn": "gspo", "clip_high": 4e-3}),
+        ("{fn: ppo_clip, clip_low: 0.1}", "gspo", {"fn": "gspo"}),
+        ("null", "{clip_high: 0.28}", {"fn": "ppo_clip", "clip_high": 0.28}),
+    ],
+)
+def test_keywords_without_a_name_go_to_the_function_of_the_base(tmp_path, below, above, loss):
+    (tmp_path / "base.yaml").write_text(
+        f"run_dir: a\nmodel: {{path: m}}\ndata: {{train: t}}\nalgorithm: {{loss: {below}}}\n"
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"base: base.yaml\nalgorithm: {{loss: {above}}}\n")
+    config = load(TrainConfig, recipe)
+    assert config.algorithm.loss.as_config() == loss
+
+
 def test_a_base_has_no_base(tmp_path):
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: c.yaml")
