@@ -79,8 +79,8 @@ def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]
         old = values.get(name)
         if isinstance(old, str):  # the short form of a function, if keywords come on top
             old = {"fn": old}
-        both = isinstance(old, Mapping) and isinstance(value, Mapping) and "fn" not in value
-        values[name] = merged(old, value) if both else value
+        named = not isinstance(value, Mapping) or "fn" in value
+        values[name] = merged(old, value) if isinstance(old, Mapping) and not named else value
     return values
 
 

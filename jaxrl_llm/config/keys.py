@@ -5,21 +5,46 @@ Types are strict: YAML's `yes` or a quoted "3" is no number. An int is taken for
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.violations import violations
 
 Item = TypeVar("Item")
 
 STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
-class Section:
-    """The base of all groups of keys, whole configs included."""
+class _ConfigErrors(type):
+    """The type of groups: what pydantic refuses when one is made is a ConfigError."""
+
+    def __call__(cls, *args: Any, **kwargs: Any):  # the result's type is the class's
+        """Make a group."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValidationError as error:
+            raise ConfigError(*violations(cls, error)) from None
+
+
+class Section(metaclass=_ConfigErrors):
+    """The base of all groups of keys, whole configs included.
+
+    Raises:
+        ConfigError: a line for each value that is wrong; if there is none, for each contradiction.
+    """
 
     __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
 
@@ -32,17 +57,6 @@ class Section:
             inner = inner["schema"]
         inner["strict"] = False
         return schema
-
-
-def group_of(annotation: Any) -> type[Section] | None:
-    """Return the group of keys that an annotation names, `T` or `T | None`.
-
-    >>> group_of(int) is None, group_of(Section | None).__name__
-    (True, 'Section')
-    """
-    options = (annotation, *get_args(annotation))
-    groups = [t for t in options if isinstance(t, type) and issubclass(t, Section)]
-    return groups[0] if groups else None
 
 
 def function_key(

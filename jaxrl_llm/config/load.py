@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import Section, group_of
+from jaxrl_llm.config.groups import group_of
+from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.violations import violations
 
 Config = TypeVar("Config", bound=Section)
@@ -110,7 +111,7 @@ def from_tree(cls: type[Config], tree: Mapping[Any, Any], prefix: str = "") -> C
             of bounds and missing key; where there is none, for each contradiction between keys.
     """
     try:
-        return cls(**_complete(cls, tree))
+        return TypeAdapter(cls).validate_python(_complete(cls, tree))
     except ValidationError as error:
         raise ConfigError(*violations(cls, error, prefix)) from None
 

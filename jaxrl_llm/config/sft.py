@@ -13,13 +13,15 @@ from jaxrl_llm.config.sections.checkpoint import CheckpointConfig
 from jaxrl_llm.config.sections.data import SftDataConfig
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
-from jaxrl_llm.config.sections.model import (
-    ModelConfig,
+from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.shared import (
+    COMPILATION_CACHE,
+    STALL_TIMEOUT,
     adapter_has_a_kept_base,
     adapter_is_new_or_given,
+    profiled_steps_are_steps,
 )
-from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.config.shared import COMPILATION_CACHE, STALL_TIMEOUT, profiled_steps_are_steps
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -47,8 +49,14 @@ class SftConfig(Section):
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        check(self, longest_example_fits, folders_are_two, profiled_steps_are_steps)
-        check(self.model, adapter_is_new_or_given, adapter_has_a_kept_base)
+        check(
+            self,
+            longest_example_fits,
+            folders_are_two,
+            profiled_steps_are_steps,
+            adapter_is_new_or_given,
+            adapter_has_a_kept_base,
+        )
 
 
 def longest_example_fits(config: SftConfig) -> Iterator[str]:

@@ -23,3 +23,19 @@ def profiled_steps_are_steps(config: Any) -> Iterator[str]:
                 f"log.profile_steps: expected numbers from 1 to {config.steps or 'the last step'}, "
                 f"got {list(config.log.profile_steps)}, but {step} is not a step of the run"
             )
+
+
+def adapter_is_new_or_given(config: Any) -> Iterator[str]:
+    """Refuse a new adapter beside a given one."""
+    if config.model.lora and config.model.adapter:
+        yield "model.adapter brings its own rank, alpha and targets: remove model.lora"
+
+
+def adapter_has_a_kept_base(config: Any) -> Iterator[str]:
+    """Refuse an adapter of a model whose weights are drawn anew by every run."""
+    model = config.model
+    if model.random_init and (model.lora or model.adapter):
+        yield (
+            "model.random_init draws a model that is not kept, so that no adapter fits it later: "
+            "remove model.lora and model.adapter, or name a model that has weights"
+        )

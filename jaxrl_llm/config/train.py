@@ -16,21 +16,19 @@ from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sections.mesh import MeshConfig
-from jaxrl_llm.config.sections.model import (
-    PolicyConfig,
-    adapter_has_a_kept_base,
-    adapter_is_new_or_given,
-)
+from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.config.sections.reward import (
-    RewardConfig,
-    components_are_reported,
-    something_scores,
-)
+from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.sections.rollout import RolloutConfig, VllmConfig
 from jaxrl_llm.config.sections.validation import ValidationConfig
-from jaxrl_llm.config.shared import COMPILATION_CACHE, STALL_TIMEOUT, profiled_steps_are_steps
+from jaxrl_llm.config.shared import (
+    COMPILATION_CACHE,
+    STALL_TIMEOUT,
+    adapter_has_a_kept_base,
+    adapter_is_new_or_given,
+    profiled_steps_are_steps,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -77,12 +75,19 @@ class TrainConfig(Section):
             correction_has_something_to_correct,
             filtered_runs_have_steps,
             profiled_steps_are_steps,
+            adapter_is_new_or_given,
+            adapter_has_a_kept_base,
+            something_scores,
+            components_are_reported,
+            vllm_keys_have_vllm,
+            sidecars_share_evenly,
+            launch_commands_fit,
+            engines_have_nodes,
+            devices_are_of_engines,
+            sidecars_fit_devices,
+            reward_tasks_divide,
+            vllm_has_one_trainer_or_nodes,
         )
-        check(self.model, adapter_is_new_or_given, adapter_has_a_kept_base)
-        check(self.reward, something_scores, components_are_reported)
-        check(self, vllm_keys_have_vllm, sidecars_share_evenly, launch_commands_fit)
-        check(self, engines_have_nodes, devices_are_of_engines, sidecars_fit_devices)
-        check(self, reward_tasks_divide, vllm_has_one_trainer_or_nodes)
 
 
 def minibatches_divide_the_step(config: TrainConfig) -> Iterator[str]:
@@ -148,6 +153,18 @@ def filtered_runs_have_steps(config: TrainConfig) -> Iterator[str]:
             "algorithm.group_filter draws as many prompts as it needs, so epochs say no number of "
             "steps: set steps"
         )
+
+
+def something_scores(config: TrainConfig) -> Iterator[str]:
+    """Require a reward function or a classifier."""
+    if config.reward.function is None and config.reward.classifier is None:
+        yield "reward.function and reward.classifier are both null: nothing scores the answers"
+
+
+def components_are_reported(config: TrainConfig) -> Iterator[str]:
+    """Require a reward function where there are components."""
+    if config.reward.function is None and config.reward.components:
+        yield "reward.components are what a reward function reports, but reward.function is null"
 
 
 def vllm_keys_have_vllm(config: TrainConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.config.keys import Section, group_of
+from jaxrl_llm.config.groups import group_of
 from jaxrl_llm.config.renamed import renamed
 
 EXPECTED = {
@@ -31,7 +31,7 @@ BOUNDS = {
 }
 
 
-def violations(cls: type[Section], error: ValidationError, prefix: str = "") -> list[str]:
+def violations(cls: type[Any], error: ValidationError, prefix: str = "") -> list[str]:
     """Return a line for each thing that is wrong.
 
     Args:
@@ -42,7 +42,7 @@ def violations(cls: type[Section], error: ValidationError, prefix: str = "") -> 
     return [line for item in error.errors() for line in _lines(cls, dict(item), prefix)]
 
 
-def _lines(cls: type[Section], error: Mapping[str, Any], prefix: str) -> list[str]:
+def _lines(cls: type[Any], error: Mapping[str, Any], prefix: str) -> list[str]:
     path = [str(part) for part in error["loc"] if not isinstance(part, int)]
     name, kind = prefix + ".".join(path), error["type"]
     if kind == "value_error":  # of rules
@@ -57,7 +57,7 @@ def _lines(cls: type[Section], error: Mapping[str, Any], prefix: str) -> list[st
     return [f"{name}: expected {_expected(error, info.annotation)}, got {_shown(error['input'])}"]
 
 
-def _group(cls: type[Section], path: list[str]) -> type[Section]:
+def _group(cls: type[Any], path: list[str]) -> type[Any]:
     for name in path:
         cls = group_of(cls.__pydantic_fields__[name].annotation) or cls
     return cls

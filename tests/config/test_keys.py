@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxrl_llm import train
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import apply_override, describe, from_tree, read_yaml, to_yaml
+from jaxrl_llm.config.sections.validation import ValidationConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig, divisors
 
@@ -222,6 +224,31 @@ def test_profiled_steps_are_steps_of_the_run(cls):
 )
 def test_contradictions_between_keys(overrides, said):
     assert refusal(TrainConfig, *overrides) == said
+
+
+def test_all_contradictions_are_reported_at_once(capsys, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(TRAIN))
+    wrong = ["validation.every=5", "model.random_init=true", "model.adapter=a", "rollout.devices=2"]
+    assert train.main(["--config", str(file), *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1].partition("=")[0] for line in lines] == [
+        "validation.every",
+        "model.random_init",
+        "rollout.devices",
+    ]
+
+
+def test_records_made_directly_are_checked_too():
+    config = build_with(TrainConfig)
+    with pytest.raises(ConfigError, match=r"^steps: expected 1 or more, or null, got 0 \(int\)$"):
+        dataclasses.replace(config, steps=0)
+    with pytest.raises(ConfigError, match=r"^validation.every=5 but data.validation names no file"):
+        dataclasses.replace(config, validation=ValidationConfig(every=5))
+    with pytest.raises(ConfigError, match=r"^unknown key 'evry'; did you mean 'every'\?"):
+        ValidationConfig(evry=5)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError, match=r"^run_dir is missing: directory"):
+        TrainConfig(model=config.model, data=config.data)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(

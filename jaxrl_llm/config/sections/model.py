@@ -1,6 +1,5 @@
 """The keys of a model."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -92,18 +91,3 @@ class PolicyConfig(ModelConfig):
         default=None,
         description="config for jaxrl_llm.sft that makes model.path when there is nothing there",
     )
-
-
-def adapter_is_new_or_given(model: ModelConfig) -> Iterator[str]:
-    """Refuse a new adapter beside a given one."""
-    if model.lora and model.adapter:
-        yield "model.adapter brings its own rank, alpha and targets: remove model.lora"
-
-
-def adapter_has_a_kept_base(model: ModelConfig) -> Iterator[str]:
-    """Refuse an adapter of a model whose weights are drawn anew by every run."""
-    if model.random_init and (model.lora or model.adapter):
-        yield (
-            "model.random_init draws a model that is not kept, so that no adapter fits it later: "
-            "remove model.lora and model.adapter, or name a model that has weights"
-        )

@@ -1,7 +1,5 @@
 """The keys of scoring."""
 
-from collections.abc import Iterator
-
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -82,15 +80,3 @@ class EvaluateRewardConfig(ScoringConfig):
         "by_source",
         "reward function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
     )
-
-
-def something_scores(reward: RewardConfig) -> Iterator[str]:
-    """Require a reward function or a classifier."""
-    if reward.function is None and reward.classifier is None:
-        yield "reward.function and reward.classifier are both null: nothing scores the answers"
-
-
-def components_are_reported(reward: RewardConfig) -> Iterator[str]:
-    """Require a reward function where there are components."""
-    if reward.function is None and reward.components:
-        yield "reward.components are what a reward function reports, but reward.function is null"
