@@ -38,7 +38,7 @@ from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
-from jaxrl_llm.training.resolve import SCORED, AlgorithmFunctions
+from jaxrl_llm.training.resolve import SCORED, resolve_functions
 from jaxrl_llm.training.run import run_training
 from jaxrl_llm.types import FIELDS
 
@@ -110,7 +110,7 @@ def test_the_readmes_loss_runs_from_the_readmes_config(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text(source)
     (tmp_path / "config.yaml").write_text("run_dir: r\nmodel: {path: m}\ndata: {train: t}\n" + line)
     monkeypatch.chdir(tmp_path)
-    objective = AlgorithmFunctions(load(TrainConfig, "config.yaml")).updates["actor"].objective
+    objective = resolve_functions(load(TrainConfig, "config.yaml")).updates["actor"].objective
     assert isinstance(objective, PolicyObjective)
     loss = objective.loss
     rng = np.random.default_rng(0)
@@ -207,12 +207,12 @@ def find_functions(*overrides):
     ]
     words = ["algorithm.kl_loss=null", "steps=1", *read_by, *overrides]
     try:
-        return AlgorithmFunctions(load(TrainConfig, GSM8K, words))
+        return resolve_functions(load(TrainConfig, GSM8K, words))
     except ConfigError as error:
         lacking = re.search(r"is not set, but a function asks for '(\w+)'", str(error))
         if not lacking:
             raise
-        return AlgorithmFunctions(load(TrainConfig, GSM8K, [*words, PRODUCERS[lacking[1]]]))
+        return resolve_functions(load(TrainConfig, GSM8K, [*words, PRODUCERS[lacking[1]]]))
 
 
 def test_the_keys_of_an_evaluation_are_those_of_its_page():
@@ -379,7 +379,7 @@ def within(part, whole):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_resolves_and_the_page_shows_its_lines(name):
-    AlgorithmFunctions(load(TrainConfig, RECIPES[name]))
+    resolve_functions(load(TrainConfig, RECIPES[name]))
     told = sections(3, sections(2, read("docs/algorithms.md"))["Recipes"])
     (text,) = (text for text in told.values() if f"(../configs/recipes/{name}.yaml)" in text)
     (shown,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)

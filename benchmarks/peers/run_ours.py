@@ -34,7 +34,7 @@ from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.resume import open_watchdog
 from jaxrl_llm.training.build import build_stages
 from jaxrl_llm.training.loop import run_loop
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.stages.rollout import make_sampler, training_sampler
 
 
@@ -148,7 +148,7 @@ def main() -> None:
         held = stack.enter_context(run_folder(config.run_dir, config))
         watchdog = stack.enter_context(open_watchdog(config))
         stages, start, stream = build_stages(
-            config, AlgorithmFunctions(config), held, stack, watchdog
+            config, resolve_functions(config), held, stack, watchdog
         )
         if "ref" not in {model_pass.timer for model_pass in stages.models.passes}:
             raise RuntimeError("the run has no reference, but its loss has a KL term")

@@ -27,7 +27,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_model import adapted_spec
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.resolve import resolve_functions
 
 
 class Allocation(NamedTuple):
@@ -84,7 +84,7 @@ def plan_shapes(config: TrainConfig) -> RunShapes:
     Raises:
         ConfigError: the run could not be built.
     """
-    functions, layouts = AlgorithmFunctions(config), open_layouts(config.mesh)
+    functions, layouts = resolve_functions(config), open_layouts(config.mesh)
     with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)

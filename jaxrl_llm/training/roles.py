@@ -24,8 +24,9 @@ from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts
+from jaxrl_llm.training.load_functions import UpdateSpec
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.resolve import AlgorithmFunctions, UpdateSpec, with_key
+from jaxrl_llm.training.resolve import AlgorithmFunctions, with_key
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 

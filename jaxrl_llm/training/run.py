@@ -19,7 +19,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.build import build_stages
 from jaxrl_llm.training.loop import Progress, run_loop
 from jaxrl_llm.training.precompile import compiling_ahead
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.supervised import run_sft
 
 
@@ -28,7 +28,7 @@ def run_training(config: TrainConfig) -> Progress:
     distributed.initialize()
     with distributed.abort_together((Preempted,)):
         quiet_libraries()
-        functions = AlgorithmFunctions(config)  # wrong names fail before anything is loaded
+        functions = resolve_functions(config)  # wrong names fail before anything is loaded
         prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
         warm_start(config)
         with (

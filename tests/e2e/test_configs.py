@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.resolve import resolve_functions
 from tests.guarded import MODEL, NATIVE, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, *NATIVE, "jaxrl_llm/rewards/", "configs/")
@@ -75,7 +75,7 @@ def test_recipes_are_short_and_whole(path):
     assert len(text.splitlines()) < 60
     assert f"python -m jaxrl_llm.train --config configs/recipes/{path.name}" in text
     config = load(TrainConfig, path)
-    assert AlgorithmFunctions(config).needs
+    assert resolve_functions(config).needs
     assert config.model.path == load(TrainConfig, CONFIGS / "quickstart.yaml").model.path
 
 

@@ -35,7 +35,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.microbatches import pack_microbatches
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
@@ -99,7 +99,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     layouts = open_layouts(config.mesh)
     model = open_model(config.model, layouts.train, seed=0)
     shape_on = functools.partial(microbatch_shape, config, model.spec)
-    learner = make_roles(config, AlgorithmFunctions(config), model, layouts, shape_on)[0][
+    learner = make_roles(config, resolve_functions(config), model, layouts, shape_on)[0][
         "actor"
     ].learner
     state = learner.init(model.params)
@@ -107,7 +107,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     assert held["actor parameters"] == on_first_device(state.params)
     assert held["actor optimizer"] == on_first_device(state.opt_state)
 
-    names = AlgorithmFunctions(config).updates["actor"].objective.asks_for()
+    names = resolve_functions(config).updates["actor"].objective.asks_for()
     names |= {"mask", "weights", "token_weights"}
     ones = np.ones((16, 32), np.float32)
     batch = Batch(

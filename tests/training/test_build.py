@@ -13,7 +13,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
 from jaxrl_llm.training.batch_metrics import extra_metrics
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.run import warm_start
 from jaxrl_llm.training.stages.rollout import make_sampler
 
@@ -93,7 +93,7 @@ def test_a_data_source_without_a_reward_function_is_refused_before_sampling():
 def test_a_function_of_another_kind_is_refused(key, function, message):
     named = FunctionSpec(f"jaxrl_llm.algorithms.kl:{function}").fn
     with pytest.raises(ConfigError, match=message):
-        AlgorithmFunctions(config_of(algorithm={key: named}))
+        resolve_functions(config_of(algorithm={key: named}))
 
 
 def test_a_missing_warm_start_config_names_its_key():
