@@ -178,3 +178,16 @@ def test_without_a_cluster_nothing_of_ray_is_imported():
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_reward_workers_import_the_standard_library_alone():
+    source = """if True:
+        import sys
+        before = set(sys.modules)
+        import jaxrl_llm.rewards.supervisor, jaxrl_llm.rewards.worker
+        tops = {name.partition(".")[0] for name in set(sys.modules) - before}
+        print(sorted(tops - sys.stdlib_module_names))
+    """
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "['jaxrl_llm']\n"
