@@ -182,7 +182,7 @@ def plan_role(
             (params, metrics), *inputs(bucket)
         ),
         StepId(name, StepKind.APPLY): lambda: learner.apply.lower(
-            state, params, metrics.get("router")
+            state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
         ),
         StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.lower(
             params, frozen, inputs(bucket)[2].rows

@@ -27,6 +27,7 @@ from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_functions import UpdateSpec
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.resolve import AlgorithmFunctions, with_key
+from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 
@@ -138,6 +139,7 @@ def learner_of(
         mesh=layout.mesh,
         params_like=params_like,
         frozen=frozen,
+        hooks=router_hooks(settings, shape, layout.mesh, frozen),
     )
 
 

@@ -30,6 +30,7 @@ from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.update import Learner, check_skipped
 from jaxrl_llm.types import Batch
 
@@ -136,15 +137,17 @@ def _start(
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
     )
+    forward = forward_config(config.model, model.spec, layout)
     learner = Learner(
         PolicyObjective(loss=negative_log_likelihood),
-        forward_config(config.model, model.spec, layout),
+        forward,
         optimizer,
         reduce=token_mean,
         shape=shape,
         mesh=layout.mesh,
         params_like=model.like,
         frozen=model.frozen,
+        hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     examples = _read_examples(config)
     opened = open_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)

@@ -2,9 +2,8 @@
 
 A mini-batch is cut into micro-batches of packed rows. The reduction's weights are computed over
 the whole mini-batch first, so a micro-batch adds `sum(weights * loss)` and the sum over them is
-exactly the mini-batch's loss, however it is cut. The load-balance loss of experts is a product of
-means over the mini-batch. One of them, how often each expert is chosen, has no gradient: a pass
-before the update counts it, and with that held constant this loss is such a sum too.
+exactly the mini-batch's loss, however it is cut. A model's hooks add to that, for example the
+load balance of its experts.
 """
 
 import functools
@@ -25,10 +24,8 @@ from jaxrl_llm.config.fields import name_of
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss, router_metrics, update_bias
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import balance_pass
 from jaxrl_llm.training.microbatches import (
     BucketWarmup,
     Fields,
@@ -56,6 +53,24 @@ class TrainState(NamedTuple):
     skipped: jax.Array
 
 
+class UpdateHooks(NamedTuple):
+    """What a model adds to its update, from statistics of the mini-batch.
+
+    Attributes:
+        statistics: name of the statistics in the objective's metrics, where they add up over
+            micro-batches; an objective without them has an update without changes.
+        coefficients: (params, mini-batch) -> more coefficients of the objective, computed before
+            the update.
+        change: (params before the optimizer's step, params after it, statistics) -> params.
+        summarize: statistics -> metrics.
+    """
+
+    statistics: str
+    coefficients: Callable[[Params, Batch], Fields]
+    change: Callable[[Params, Params, Any], Params]
+    summarize: Callable[[Any], Fields]
+
+
 class TrainingError(RunError):
     """A run that must not go on."""
 
@@ -74,6 +89,7 @@ class Learner:
         params_like: shape, dtype and sharding of each parameter; gradients and moments follow it.
         frozen: the model's other parameters, which have neither. They are read, never donated, so
             that others may share them.
+        hooks: what the model adds to its update.
     """
 
     objective: Objective
@@ -85,6 +101,7 @@ class Learner:
     mesh: Mesh
     params_like: Any
     frozen: Params | None = None
+    hooks: UpdateHooks | None = None
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -128,17 +145,20 @@ class Learner:
 
     @functools.cached_property
     def apply(self) -> Any:
-        """(state, gradients, router statistics) -> (state, metrics), jitted. Donates the state."""
+        """(state, gradients, hooks' statistics) -> (state, metrics), jitted. Donates the state."""
         shardings = self.state_shardings, replicated(self.mesh)
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-        def apply(
-            state: TrainState, grads: Params, router: RouterStats | None
-        ) -> tuple[TrainState, Fields]:
-            state, metrics = apply_gradients(
-                state, grads, self.optimizer, router, router_bias_rate=self.model.router_bias_rate
-            )
-            return state, metrics | ({} if router is None else _router_summary(router))
+        def apply(state: TrainState, grads: Params, statistics: Any) -> tuple[TrainState, Fields]:
+            hooks = self.hooks
+            if hooks is None or statistics is None:
+                return apply_gradients(state, grads, self.optimizer)
+
+            def change(before: Params, after: Params) -> Params:
+                return hooks.change(before, after, statistics)
+
+            state, metrics = apply_gradients(state, grads, self.optimizer, change)
+            return state, metrics | hooks.summarize(statistics)
 
         return apply
 
@@ -154,7 +174,8 @@ class Learner:
         if not np.isfinite(weights[batch["mask"]]).all():
             raise LossError(f"reduce {name_of(self.reduce)!r} returned NaN or infinity as a weight")
         batch = batch.add(weights=weights, token_weights=token_weights)
-        coefs = coefs | self._balance(state.params, batch)
+        if self.hooks:
+            coefs = coefs | self.hooks.coefficients(state.params, batch)
         names = self.objective.asks_for() | {"mask", "weights", "token_weights"}
 
         def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
@@ -168,7 +189,8 @@ class Learner:
             parts.append((indices, policy_stats))
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
-        state, applied = self.apply(state, grads, metrics.pop("router", None))
+        statistics = metrics.pop(self.hooks.statistics, None) if self.hooks else None
+        state, applied = self.apply(state, grads, statistics)
         policy = merge_microbatches(parts, batch)
         return state, metrics | applied | ({"policy": policy} if policy else {})
 
@@ -184,10 +206,6 @@ class Learner:
     @functools.cached_property
     def _differentiate(self) -> Callable[..., Any]:
         return _differentiator(self.objective, self.model, self.mesh)
-
-    @functools.cached_property
-    def _balance(self) -> Callable[[Params, Batch], Fields]:
-        return balance_pass(self.model, self.shape, self.mesh, self._rest)
 
     @functools.cached_property
     def _warm_up(self) -> BucketWarmup:
@@ -240,22 +258,23 @@ def apply_gradients(
     state: TrainState,
     grads: Params,
     optimizer: optax.GradientTransformation,
-    router: RouterStats | None = None,
-    *,
-    router_bias_rate: float = 0.001,
+    change: Callable[[Params, Params], Params] | None = None,
 ) -> tuple[TrainState, Fields]:
     """Apply an update, or skip it where the gradient is not finite.
 
-    The bias of sigmoid routers has no gradient. It is not the optimizer's, with its weight decay:
-    `update_bias` moves it by what the routers chose in the mini-batch.
+    Args:
+        state: before the update.
+        grads: of its parameters.
+        optimizer: with gradient clipping and learning rate already in it.
+        change: (params before, params after the optimizer's step) -> params, of an applied update.
     """
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
 
     def move(state: TrainState) -> TrainState:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        if router is not None:
-            params = _move_bias(state.params, params, router, router_bias_rate)
+        if change is not None:
+            params = change(state.params, params)
         return TrainState(params, opt_state, state.updates + 1, jnp.zeros_like(state.skipped))
 
     def skip(state: TrainState) -> TrainState:
@@ -264,25 +283,6 @@ def apply_gradients(
     # a branch updates in place; choosing between whole trees would hold both
     state = jax.lax.cond(jnp.isfinite(norm), move, skip, state)
     return state, {"grad_norm": norm, "skipped": state.skipped}
-
-
-def _move_bias(before: Params, after: Params, router: RouterStats, rate: float) -> Params:
-    bias = before.get("layers", {}).get("router_bias")
-    if bias is None:  # another router, or frozen beside an adapter
-        return after
-    moved = update_bias(bias, router.choices, rate=rate)
-    return after | {"layers": after["layers"] | {"router_bias": moved}}
-
-
-def _router_summary(router: RouterStats) -> Fields:
-    """Return the busiest expert's load, idle experts and entropy over all layers, and the loss."""
-    found = router_metrics(router)
-    return {
-        "router_loss": load_balance_loss(router),
-        "router_max_load": found["max_load"].max(),
-        "router_idle": jnp.mean(found["tokens_per_expert"] == 0),
-        "router_entropy": found["router_entropy"].mean(),
-    }
 
 
 def check_skipped(skipped: int, limit: int, key: str = "optim") -> None:

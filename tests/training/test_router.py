@@ -23,6 +23,7 @@ from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
+from jaxrl_llm.training.router import move_router_bias, router_hooks
 from jaxrl_llm.training.update import Learner, TrainState, apply_gradients
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
@@ -83,14 +84,17 @@ def build(spec, params, *, tokens, mesh=None, coef=COEF, objective=None):
     """Return a learner whose optimizer remembers the gradient, and the state it starts from."""
     mesh = mesh or one_device()
     placed = jax.device_put(params, shardings(declare(spec), mesh))
+    forward = ForwardConfig(spec=spec, router_loss_coef=coef, router_bias_rate=RATE)
+    shape = row_shape(tokens, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
     learner = Learner(
         objective or PolicyObjective(loss=plain),
-        ForwardConfig(spec=spec, router_loss_coef=coef, router_bias_rate=RATE),
+        forward,
         optax.chain(optax.trace(decay=0.0), optax.add_decayed_weights(0.1), optax.sgd(0.5)),
         reduce=token_mean,
-        shape=row_shape(tokens, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh)),
+        shape=shape,
         mesh=mesh,
         params_like=placed,
+        hooks=router_hooks(forward, shape, mesh),
     )
     return learner, learner.init(placed)
 
@@ -185,7 +189,11 @@ def test_the_optimizer_does_not_touch_the_bias(rate):
     grads = jax.tree.map(jnp.zeros_like, params)
     router = RouterStats(jnp.array([4.0]), jnp.array([[3.0, 1.0]]), bias, jnp.array([1.0]))
     state = TrainState(params, optimizer.init(params), count, count)
-    state, _ = apply_gradients(state, grads, optimizer, router, router_bias_rate=rate)
+
+    def change(before, after):
+        return move_router_bias(before, after, router, rate=rate)
+
+    state, _ = apply_gradients(state, grads, optimizer, change)
     assert state.params["layers"]["router_bias"].tolist() == [[1.0 - rate, -2.0 + rate]]
     assert state.params["layers"]["other"] < other
 
