@@ -13,30 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int, Num
 
-FIELDS: Mapping[str, str] = {
-    "scores": "[B] score of each answer, with the penalties where there are some",
-    "raw_scores": "[B] score of each answer as its reward function gave it",
-    "rewards": "[B T] reward of each token: the score on the last one, with the penalties",
-    "group_ids": "[B] which answers share a prompt",
-    "mask": "[B T] true on tokens that the policy generated",
-    "response_lengths": "[B] tokens that the policy generated",
-    "logprobs": "[B T] log-probs under the policy that is being updated",
-    "old_logprobs": "[B T] log-probs under the policy at the start of the step",
-    "rollout_logprobs": "[B T] log-probs that the engine reported",
-    "ref_logprobs": "[B T] log-probs under the reference",
-    "reward_logprobs": "[B T] log-probs under the implicit reward model at the start of the step",
-    "advantages": "[B T] what the advantage function returned",
-    "returns": "[B T] what it returned besides: the targets of the critic",
-    "values": "[B T] value of the state before each token; in the critic's loss, as it is updated",
-    "old_values": "[B T] the same at the start of the step",
-    "entropy": "[B T] entropy of the policy; in its loss, as it is updated",
-    "sum_pi_squared": "[B T] sum of the squared probabilities of all tokens, at the step's start",
-    "high_covariance": "[B T] the tokens that algorithm.high_covariance marks in a mini-batch",
-    "greedy_scores": "[B] score of the greedy answer to the same prompt",
-    "score_components": "[B C] the numbers of reward.components",
-}
-"""Fields that a function may ask for by parameter name."""
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -45,7 +21,7 @@ class Batch:
     Attributes:
         tokens: token ids, prompt first, padding last.
         sizes: tokens in each sequence, the prompt's included.
-        fields: arrays [B] or [B T] by name; see FIELDS.
+        fields: arrays [B] or [B T] by name; see `config.fields.FIELDS`.
     """
 
     tokens: Int[np.ndarray, "B T"]

@@ -26,7 +26,7 @@ from jaxrl_llm.algorithms import (
 )
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
-from jaxrl_llm.config.fields import asks_for
+from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, fields_at
 from jaxrl_llm.config.files import load, read_config
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.train import TrainConfig
@@ -38,9 +38,8 @@ from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
-from jaxrl_llm.training.resolve import SCORED, resolve_functions
+from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.run import run_training
-from jaxrl_llm.types import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -401,11 +400,11 @@ def test_algorithms_without_a_recipe_resolve_too():
 
 
 def test_the_fields_in_the_architecture_are_the_fields():
-    found = {}
-    for row in rows("docs/architecture.md"):
-        if re.fullmatch(r"`\[.*\]`", row[1]):
-            found[row[0].strip("`")] = row[1].strip("`")
-    assert found == {name: text.split("]")[0] + "]" for name, text in FIELDS.items()}
+    listed = [row for row in rows("docs/architecture.md") if re.fullmatch(r"`\[.*\]`", row[1])]
+    assert [[cell.replace("`", "") for cell in row] for row in listed] == [
+        [field.name, f"[{field.axes}]", field.dtype, field.stage.name.lower(), field.meaning]
+        for field in FIELDS.values()
+    ]
 
 
 def test_what_sees_which_fields_in_the_architecture():
@@ -417,7 +416,9 @@ def test_what_sees_which_fields_in_the_architecture():
         named = set(re.findall(r"`(\w+)`", text.partition(";")[0]))
         seen = named if text.startswith("what") else set(FIELDS) - named
         assert named <= set(FIELDS)
-        assert key not in ("algorithm.group_filter", "algorithm.penalty") or seen == SCORED
+        assert key not in ("algorithm.group_filter", "algorithm.penalty") or seen == fields_at(
+            Stage.SCORED
+        )
         for field in FIELDS:
             assert (field in seen) == (not refused(key, field)), (key, field)
 

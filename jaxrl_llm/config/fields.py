@@ -1,17 +1,208 @@
-"""The dataflow graph, read off the functions' signatures.
+"""The fields of a batch, and the dataflow graph, which is read off the functions' signatures.
 
 A function's positional parameters without a default name the fields that it asks for; what none of
 them asks for is never computed.
 """
 
+import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.types import FIELDS
+
+
+class Stage(enum.IntEnum):
+    """The stages of a step, in order; a field exists from one of them on."""
+
+    SCORED = 1
+    """Responses have been sampled and scored."""
+    INFERRED = 2
+    """Models have been run for log-probs and values."""
+    ESTIMATED = 3
+    """The advantage function has returned."""
+    UPDATING = 4
+    """The model that learns has been run on a mini-batch."""
+    SELECTED = 5
+    """Tokens of the mini-batch have been selected by their covariance."""
+
+
+class BatchField(NamedTuple):
+    """An array of a batch, which a function may ask for by parameter name.
+
+    Attributes:
+        name: of the parameter.
+        axes: B sequences, T tokens, C components of the score.
+        dtype: of its elements.
+        stage: from which it exists.
+        meaning: what it holds.
+        model: that a run has if a function asks for the field, besides the actor.
+    """
+
+    name: str
+    axes: Literal["B", "B T", "B C"]
+    dtype: Literal["float32", "int32", "bool"]
+    stage: Stage
+    meaning: str
+    model: Literal["critic", "reference", "implicit_reward_model"] | None = None
+
+
+FIELDS: Mapping[str, BatchField] = {
+    field.name: field
+    for field in (
+        BatchField(
+            "scores",
+            "B",
+            "float32",
+            Stage.SCORED,
+            "score of each answer, plus algorithm.penalty, less the KL penalty",
+        ),
+        BatchField(
+            "raw_scores",
+            "B",
+            "float32",
+            Stage.SCORED,
+            "score of each answer as its reward function, or reward.classifier, gave it",
+        ),
+        BatchField(
+            "rewards",
+            "B T",
+            "float32",
+            Stage.SCORED,
+            "the score and algorithm.penalty on the last token, less the KL penalty of each",
+        ),
+        BatchField("group_ids", "B", "int32", Stage.SCORED, "which answers share a prompt"),
+        BatchField(
+            "mask",
+            "B T",
+            "bool",
+            Stage.SCORED,
+            "true on tokens that the policy generated; false on prompt and padding",
+        ),
+        BatchField(
+            "response_lengths", "B", "int32", Stage.SCORED, "tokens that the policy generated"
+        ),
+        BatchField(
+            "logprobs",
+            "B T",
+            "float32",
+            Stage.UPDATING,
+            "log-probs under the policy that is being updated",
+        ),
+        BatchField(
+            "old_logprobs",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "log-probs under the policy at the start of the step; the engine's own with "
+            "algorithm.use_rollout_logprobs",
+        ),
+        BatchField(
+            "rollout_logprobs", "B T", "float32", Stage.SCORED, "log-probs that the engine reported"
+        ),
+        BatchField(
+            "ref_logprobs",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "log-probs under the reference: the policy at the start of the run",
+            model="reference",
+        ),
+        BatchField(
+            "reward_logprobs",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "log-probs under the implicit reward model at the start of the step",
+            model="implicit_reward_model",
+        ),
+        BatchField(
+            "advantages", "B T", "float32", Stage.ESTIMATED, "what the advantage function returned"
+        ),
+        BatchField(
+            "returns",
+            "B T",
+            "float32",
+            Stage.ESTIMATED,
+            "the second of a pair that it returned: the critic's targets",
+            model="critic",
+        ),
+        BatchField(
+            "values",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "value of the state before each token; in critic.loss, as it is updated",
+            model="critic",
+        ),
+        BatchField(
+            "old_values",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "the same at the start of the step",
+            model="critic",
+        ),
+        BatchField(
+            "entropy",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "entropy of the policy at the start of the step; in its loss, as it is updated",
+        ),
+        BatchField(
+            "sum_pi_squared",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "Σ_v π_v², the sum of the squared probabilities of all tokens, at the start of the "
+            "step",
+        ),
+        BatchField(
+            "high_covariance",
+            "B T",
+            "bool",
+            Stage.SELECTED,
+            "the tokens that algorithm.high_covariance marks in a mini-batch",
+        ),
+        BatchField(
+            "greedy_scores",
+            "B",
+            "float32",
+            Stage.INFERRED,
+            "score of the greedy answer to the same prompt, plus algorithm.penalty",
+        ),
+        BatchField(
+            "score_components",
+            "B C",
+            "float32",
+            Stage.SCORED,
+            "the numbers of reward.components; reward.on_error for each where a reward function "
+            "failed",
+        ),
+    )
+}
+"""What a function may ask for, by name."""
+
+
+def fields_at(stage: Stage) -> frozenset[str]:
+    """Return the names of the fields that exist at a stage.
+
+    >>> sorted(fields_at(Stage.ESTIMATED) - fields_at(Stage.INFERRED))
+    ['advantages', 'returns']
+    """
+    return frozenset(name for name, field in FIELDS.items() if field.stage <= stage)
+
+
+def fields_of_model(model: str) -> frozenset[str]:
+    """Return the names of the fields for which a run needs a model besides the actor.
+
+    >>> fields_of_model("reference")
+    frozenset({'ref_logprobs'})
+    """
+    return frozenset(name for name, field in FIELDS.items() if field.model == model)
 
 
 def asks_for(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -28,15 +219,14 @@ def asks_for(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
-def check_fields(function: Callable[..., Any], key: str, *, after: frozenset[str]) -> None:
+def check_fields(function: Callable[..., Any], key: str, *, available: Collection[str]) -> None:
     """Raise ConfigError where a function asks for a field that nothing produces before it.
 
     Args:
         function: as a config names it.
         key: its config key, for the message.
-        after: fields that exist only later in the step.
+        available: fields that exist when it is called.
     """
-    available = [name for name in FIELDS if name not in after]
     for name in asks_for(function):
         if name not in available:
             raise ConfigError(

@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import asks_for, check_fields, name_of
+from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, check_fields, fields_at, name_of
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.optimizer import make_optimizer
-from jaxrl_llm.types import FIELDS
 
 Function = Callable[..., Any]
 
@@ -26,17 +25,20 @@ class UpdateSpec(NamedTuple):
     max_skipped: int
 
 
-def find(spec: FunctionSpec, home: str, key: str, after: Iterable[str] = ()) -> Function:
+def find(
+    spec: FunctionSpec, home: str, key: str, stage: Stage, besides: Iterable[str] = ()
+) -> Function:
     """Return a function that asks for fields.
 
     Args:
         spec: as a config names it.
         home: the module of bare names.
         key: its config key, for messages.
-        after: fields that exist only later in the step.
+        stage: at which it is called.
+        besides: fields that it is given besides those that exist then.
     """
     function = load_function(spec, home, passed=None, key=key)
-    check_fields(function, key, after=frozenset(after))
+    check_fields(function, key, available=fields_at(stage).union(besides))
     return function
 
 
@@ -76,17 +78,16 @@ def find_kl(config: AlgorithmConfig) -> Function | None:
 
     It is called before the advantages are known, with the old log-probs for the current ones.
     """
-    later = {"advantages", "returns", "high_covariance"}
-    if config.kl_loss:
-        return find(config.kl_loss, kinds.KLS, "algorithm.kl_loss", later)
-    return config.kl_reward and find(config.kl_reward, kinds.KLS, "algorithm.kl_reward", later)
+    name = "kl_loss" if config.kl_loss else "kl_reward"
+    spec = config.kl_loss or config.kl_reward
+    return spec and find(spec, kinds.KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
 
 
 def find_covariance_selector(spec: FunctionSpec) -> Function:
     """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
     name = "algorithm.high_covariance"
     function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)
-    check_fields(function, name, after=frozenset({"high_covariance"}))
+    check_fields(function, name, available=fields_at(Stage.UPDATING))
     return function
 
 

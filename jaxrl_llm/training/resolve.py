@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import asks_for, call, name_of
+from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, call, fields_of_model, name_of
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
@@ -32,26 +32,6 @@ from jaxrl_llm.training.load_functions import (
     update_spec,
 )
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
-from jaxrl_llm.types import FIELDS
-
-SCORED = frozenset(
-    {
-        "scores",
-        "raw_scores",
-        "rewards",
-        "group_ids",
-        "mask",
-        "response_lengths",
-        "rollout_logprobs",
-        "score_components",
-    }
-)
-"""Fields that are there when answers have been sampled and scored."""
-
-UPDATING = frozenset({"logprobs", "high_covariance"})
-"""Fields that are there only while the policy is updated."""
-
-OF_CRITIC = frozenset({"values", "old_values", "returns"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +68,7 @@ class AlgorithmFunctions(BatchFunctions):
     @property
     def needs_reference(self) -> bool:
         """Return whether a function asks for the reference's log-probs."""
-        return "ref_logprobs" in self.needs
+        return bool(self.needs & fields_of_model("reference"))
 
     @property
     def on_policy(self) -> bool:
@@ -129,18 +109,19 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
 
 def load_batch_functions(config: TrainConfig) -> BatchFunctions:
     """Load the functions that see the whole batch."""
-    algorithm, later = config.algorithm, frozenset(FIELDS) - SCORED
-    estimating = UPDATING | {"advantages", "returns"}
+    algorithm = config.algorithm
     return BatchFunctions(
-        advantage=find(algorithm.advantage, kinds.ADVANTAGES, "algorithm.advantage", estimating),
+        advantage=find(
+            algorithm.advantage, kinds.ADVANTAGES, "algorithm.advantage", Stage.INFERRED
+        ),
         kl=find_kl(algorithm),
         controller=find_controller(algorithm.kl_controller),
         group_filter=algorithm.group_filter
-        and find(algorithm.group_filter, kinds.SHAPING, "algorithm.group_filter", later),
+        and find(algorithm.group_filter, kinds.SHAPING, "algorithm.group_filter", Stage.SCORED),
         penalty=algorithm.penalty
-        and find(algorithm.penalty, kinds.SHAPING, "algorithm.penalty", later),
+        and find(algorithm.penalty, kinds.SHAPING, "algorithm.penalty", Stage.SCORED),
         corrections=tuple(
-            find(spec, kinds.CORRECTIONS, "algorithm.correction", UPDATING)
+            find(spec, kinds.CORRECTIONS, "algorithm.correction", Stage.ESTIMATED)
             for spec in corrections(config)
         ),
         select_covariant=algorithm.high_covariance
@@ -151,7 +132,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
 def load_policy_objective(algorithm: AlgorithmConfig, functions: BatchFunctions) -> PolicyObjective:
     """Load the policy's loss."""
     return PolicyObjective(
-        loss=find(algorithm.loss, kinds.LOSSES, "algorithm.loss"),
+        loss=find(algorithm.loss, kinds.LOSSES, "algorithm.loss", Stage.SELECTED),
         kl=functions.kl if algorithm.kl_loss else None,
         entropy=algorithm.entropy_coef != 0,
         corrected=bool(functions.corrections),
@@ -165,13 +146,13 @@ def load_updates(
     updates = {"actor": update_spec(policy, config.algorithm.reduce, "algorithm", config.optim)}
     needs = policy.asks_for() | (fields_of_batch_functions(functions) - {"logprobs"})
     for _ in range(2):  # each may ask for the other
-        if "critic" not in updates and needs & OF_CRITIC:
+        if "critic" not in updates and needs & fields_of_model("critic"):
             updates["critic"] = load_critic_update(config.critic)
             needs |= updates["critic"].objective.asks_for()
-        if "implicit_reward_model" not in updates and "reward_logprobs" in needs:
-            update = load_reward_update(config.implicit_reward_model, functions.advantage)
-            updates["implicit_reward_model"] = update
-            needs |= update.objective.asks_for()
+        name = "implicit_reward_model"
+        if name not in updates and needs & fields_of_model(name):
+            updates[name] = load_reward_update(config.implicit_reward_model, functions.advantage)
+            needs |= updates[name].objective.asks_for()
     return updates, frozenset(needs)
 
 
@@ -190,7 +171,7 @@ def fields_of_batch_functions(functions: BatchFunctions) -> set[str]:
 
 def load_critic_update(config: CriticConfig) -> UpdateSpec:
     """Load the critic's loss."""
-    loss = find(config.loss, kinds.VALUES, "critic.loss", UPDATING)
+    loss = find(config.loss, kinds.VALUES, "critic.loss", Stage.ESTIMATED)
     objective = ValueObjective(loss=loss)
     return update_spec(objective, config.reduce, "critic", config.optim, "critic.optim")
 
@@ -198,7 +179,7 @@ def load_critic_update(config: CriticConfig) -> UpdateSpec:
 def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function) -> UpdateSpec:
     """Load the implicit reward model's loss; the advantage takes its rewards."""
     name = "implicit_reward_model"
-    loss = find(config.loss, kinds.VALUES, f"{name}.loss", {"high_covariance"})
+    loss = find(config.loss, kinds.VALUES, f"{name}.loss", Stage.UPDATING)
     check_betas(advantage, loss)
     objective = PolicyObjective(loss=loss)
     return update_spec(objective, config.reduce, name, config.optim, f"{name}.optim")
@@ -231,13 +212,12 @@ def is_on_policy(
 
 def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> None:
     """Refuse the section of a model that no function asks for."""
-    for name, default, fields in (
-        ("critic", CriticConfig(), OF_CRITIC),
-        ("implicit_reward_model", ImplicitRewardModelConfig(), {"reward_logprobs"}),
-    ):
+    defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
+    for name, default in defaults.items():
         if name not in updates and getattr(config, name) != default:
+            fields = sorted(fields_of_model(name))
             raise ConfigError(
-                f"{name} is set, but no function asks for {' or '.join(sorted(fields))}: "
+                f"{name} is set, but no function asks for {' or '.join(fields)}: "
                 "remove it, or name an advantage or a loss that does"
             )
 
@@ -324,14 +304,11 @@ def functions_by_key(
 
 def abstract_fields(size: int, length: int, components: int) -> dict[str, Any]:
     """Return shape and dtype of every field of a batch [B T]."""
-    sizes = {"[B]": (size,), "[B T]": (size, length), "[B C]": (size, components)}
-    dtypes: dict[str, Any] = dict.fromkeys(("mask", "high_covariance"), jnp.bool_)
-    dtypes |= dict.fromkeys(("group_ids", "response_lengths"), jnp.int32)
+    sizes = {"B": size, "T": length, "C": components}
+    shapes = {name: tuple(sizes[axis] for axis in f.axes.split()) for name, f in FIELDS.items()}
     return {
-        name: jax.ShapeDtypeStruct(
-            sizes[meaning[: meaning.index("]") + 1]], dtypes.get(name, jnp.float32)
-        )
-        for name, meaning in FIELDS.items()
+        name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
+        for name, field in FIELDS.items()
     }
 
 

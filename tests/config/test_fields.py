@@ -6,10 +6,19 @@ import pytest
 
 from jaxrl_llm.algorithms import advantages, kl, losses
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import asks_for, call, check_fields, name_of
+from jaxrl_llm.config.fields import (
+    FIELDS,
+    Stage,
+    asks_for,
+    call,
+    check_fields,
+    fields_at,
+    fields_of_model,
+    name_of,
+)
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.kinds import LOSSES
-from jaxrl_llm.types import FIELDS
+from jaxrl_llm.training.resolve import abstract_fields
 
 
 def test_fields_of_real_functions():
@@ -60,12 +69,12 @@ def test_every_field_is_known_and_nothing_else():
     for name in FIELDS:
         namespace = {}
         exec(f"def f({name}): ...", namespace)
-        check_fields(namespace["f"], "algorithm.loss", after=frozenset())
+        check_fields(namespace["f"], "algorithm.loss", available=FIELDS)
 
     def wrong(scores, old_logprob): ...
 
     with pytest.raises(ConfigError) as caught:
-        check_fields(wrong, "algorithm.loss", after=frozenset())
+        check_fields(wrong, "algorithm.loss", available=FIELDS)
     message = str(caught.value)
     assert message.startswith("algorithm.loss: wrong asks for 'old_logprob', which nothing")
     assert "did you mean 'old_logprobs'?" in message
@@ -74,10 +83,10 @@ def test_every_field_is_known_and_nothing_else():
 
 
 def test_a_field_that_exists_only_later_is_refused():
-    later = frozenset({"advantages", "logprobs"})
+    available = fields_at(Stage.INFERRED)
     with pytest.raises(ConfigError, match=r"algorithm.advantage: ppo_clip asks for 'logprobs'"):
-        check_fields(losses.ppo_clip, "algorithm.advantage", after=later)
-    check_fields(advantages.grpo, "algorithm.advantage", after=later)
+        check_fields(losses.ppo_clip, "algorithm.advantage", available=available)
+    check_fields(advantages.grpo, "algorithm.advantage", available=available)
 
 
 def test_names_for_messages():
@@ -90,3 +99,19 @@ def test_names_for_messages():
             return "Nameless()"
 
     assert name_of(Nameless()) == "Nameless()"
+
+
+def test_fields_are_named_once_and_stand_in_the_table_by_their_name():
+    assert [field.name for field in FIELDS.values()] == list(FIELDS)
+    assert all(fields_at(stage) for stage in Stage)
+    assert fields_at(Stage.SELECTED) == set(FIELDS)
+    assert fields_of_model("critic") == {"values", "old_values", "returns"}
+    assert fields_of_model("implicit_reward_model") == {"reward_logprobs"}
+
+
+def test_shapes_of_fields_are_those_of_the_table():
+    shapes = abstract_fields(3, 5, 2)
+    assert (shapes["scores"].shape, shapes["scores"].dtype) == ((3,), "float32")
+    assert (shapes["mask"].shape, shapes["mask"].dtype) == ((3, 5), "bool")
+    assert (shapes["score_components"].shape, shapes["group_ids"].dtype) == ((3, 2), "int32")
+    assert list(shapes) == list(FIELDS)
