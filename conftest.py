@@ -143,7 +143,7 @@ def promotion(request):
 
     Models broadcast biases and norms over all axes; optax, in training, promotes dtypes.
     """
-    folders = request.path.parts
+    folders = request.path.relative_to(request.config.rootpath).parts
     is_strict = "algorithms" in folders or "models" in folders
     with (
         jax.numpy_dtype_promotion("strict" if is_strict else "standard"),
