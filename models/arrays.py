@@ -70,6 +70,11 @@ class ArrayDecl:
         return self.axes[: len(self.axes) - sum(map(len, self.hf_axes))]
 
     @property
+    def is_stack(self) -> bool:
+        """Say whether the first axis counts layers."""
+        return self.axes[:1] == ("layers",)
+
+    @property
     def hf_shape(self) -> tuple[int, ...]:
         """Give the shape of one Hugging Face array."""
         sizes = dict(zip(self.axes, self.shape, strict=True))
@@ -82,3 +87,14 @@ class ArrayDecl:
             if "layers" in counts:
                 counts["layers"] += self.first_layer
             yield self.hf_name.format(**counts), index
+
+
+def by_layer(params: Params, declared: Declarations) -> Params:
+    """Return parameters with each stack of layers' array as a tuple of one array per layer.
+
+    >>> up = ArrayDecl(shape=(2, 4, 6), axes=("layers", "embed", "ff"), initializer=ONES,
+    ...                hf_name="{layers}.up", hf_axes=(("ff",), ("embed",)))
+    >>> [layer.shape for layer in by_layer({"up": np.ones((2, 4, 6))}, {"up": up})["up"]]
+    [(4, 6), (4, 6)]
+    """
+    return jax.tree.map(lambda decl, x: tuple(x) if decl.is_stack else x, declared, params)

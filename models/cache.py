@@ -63,19 +63,6 @@ def _keys_are_values(spec: ModelSpec) -> bool:
     return spec.latent is not None and spec.latent.absorbed
 
 
-def by_layer(params: Params, spec: ModelSpec) -> Params:
-    """Return parameters with each stack of layers' array as a tuple of one array per layer.
-
-    >>> spec = tiny_spec(layers=2)
-    >>> params = {"embed": jnp.ones((8, 4)), "layers": {"up": jnp.ones((2, 4, 6))}}
-    >>> [up.shape for up in by_layer(params, spec)["layers"]["up"]]
-    [(4, 6), (4, 6)]
-    """
-    return params | {
-        name: {key: tuple(stacked) for key, stacked in params[name].items()} for name in spec.stacks
-    }
-
-
 def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield each layer's weights, from stacked arrays or from those of `by_layer`."""
     for name, numbers in spec.stacks.items():

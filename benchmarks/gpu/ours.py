@@ -36,6 +36,7 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -99,7 +100,9 @@ def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
     )
     learner = Learner(
         PolicyObjective(loss=ppo_clip),
-        ForwardConfig(spec=spec, dtype="bfloat16", remat=job["remat"], kernel=choice.kernel),
+        ForwardConfig(
+            model=model_of(spec), dtype="bfloat16", remat=job["remat"], kernel=choice.kernel
+        ),
         optax.adamw(LEARNING_RATE),
         reduce=token_mean,
         shape=shape,
@@ -233,7 +236,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     spec, layout = spec_of(job["shape"]), Layout(make_mesh({}, jax.devices()[:1]))
     (prompt, new), requests = job["answer"], job["requests"]
     settings = EngineSettings(requests, prompt + new, dtype="bfloat16")
-    engine = NativeEngine(spec, settings, layout=layout)
+    engine = NativeEngine(model_of(spec), settings, layout=layout)
     draw = jax.jit(functools.partial(init_params, spec), out_shardings=layout.of(declare(spec)))
     engine.load(draw(key=jax.random.key(0)), version=0)
     rng = np.random.default_rng(0)

@@ -18,6 +18,7 @@ import jax
 
 import jaxrl_llm
 from jaxrl_llm.config import cli
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 
@@ -48,7 +49,7 @@ def engine_of(spec: Any, job: dict[str, Any], slots: int, longest: int) -> Any:
         from jaxrl_llm.rollout.engine import EngineSettings
         from jaxrl_llm.sharding.layout import Layout
 
-        return NativeEngine(spec, EngineSettings(slots, max_tokens), layout=Layout(mesh))
+        return NativeEngine(model_of(spec), EngineSettings(slots, max_tokens), layout=Layout(mesh))
     given: dict[str, Any] = {"slots": slots, "max_tokens": max_tokens}
     if "mesh" in known:
         given["mesh"] = mesh
@@ -59,7 +60,7 @@ def engine_of(spec: Any, job: dict[str, Any], slots: int, longest: int) -> Any:
     if "prompts_per_fill" in known:  # the engines of waves
         prompts = {"max_prompt_tokens": job["longest_prompt"], "prompts_per_fill": job["distinct"]}
         given |= prompts
-    return NativeEngine(spec, **given)
+    return NativeEngine(model_of(spec), **given)
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.flops import update_flops
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -158,7 +159,7 @@ def learner_of(case: Case, shape: RowShape) -> Learner:
     )
     return Learner(
         PolicyObjective(loss=ppo_clip, on_policy=True),
-        ForwardConfig(spec=case.spec, dtype=case.dtype, remat=case.size.remat),
+        ForwardConfig(model=model_of(case.spec), dtype=case.dtype, remat=case.size.remat),
         optax.chain(optax.trace(0.0), optax.adamw(1e-5)),
         reduce=token_mean,
         shape=shape,

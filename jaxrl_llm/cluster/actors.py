@@ -170,6 +170,7 @@ class EngineHost(_Process):
         self._config, self._index = config, index
         self._coordinator = ray.get_actor(coordinator)
         self._engine: Any = None
+        self._spec: Any = None
         self._sync = -1
         self._receipt: Any = None
         self._loading = threading.Lock()
@@ -210,8 +211,8 @@ class EngineHost(_Process):
             if self._sync == sync:
                 return self._receipt
             if self._engine is None:
-                self._engine = self._open()
-            engine, spec = self._engine, self._engine.spec
+                self._engine, self._spec = self._open()
+            engine, spec = self._engine, self._spec
             is_native = self._config.rollout.engine == "native"
             self._sync = -1
             if is_native:
@@ -230,7 +231,8 @@ class EngineHost(_Process):
             self._sync = sync
             return self._receipt
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Any]:
+        """Return the engine and the spec of its model."""
         from jaxrl_llm.models.hf.config import read_spec
         from jaxrl_llm.models.lora import without_adapter
         from jaxrl_llm.monitoring.logs import quiet_libraries
@@ -248,4 +250,4 @@ class EngineHost(_Process):
             self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
         spec = without_adapter(read_spec(config.model.path))
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
-        return local_engine(config, spec, layout, folder)
+        return local_engine(config, spec, layout, folder), spec

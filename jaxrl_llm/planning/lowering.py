@@ -67,6 +67,7 @@ class AbstractModel(NamedTuple):
     """A model that reads micro-batches, as shapes.
 
     Attributes:
+        spec: the model.
         settings: how it runs.
         layout: where it stands.
         shape: of its micro-batches.
@@ -76,6 +77,7 @@ class AbstractModel(NamedTuple):
         needs_inference: whether a step asks it for more than its updates do.
     """
 
+    spec: ModelSpec
     settings: ForwardConfig
     layout: Layout
     shape: RowShape
@@ -195,7 +197,7 @@ def plan_role(
         or (spec.lora is not None and functions.needs_reference)
     )
     return AbstractModel(
-        settings, layout, shape, params, state.opt_state, frozen, needs_inference
+        spec, settings, layout, shape, params, state.opt_state, frozen, needs_inference
     ), lower
 
 
@@ -228,7 +230,7 @@ def plan_reference(
         rows = abstract_microbatch(set(), config, bucket, layout.mesh).rows
         return infer.run.lower(weights, {}, rows)
 
-    return AbstractModel(settings, layout, shape, weights, None, {}), lower
+    return AbstractModel(spec, settings, layout, shape, weights, None, {}), lower
 
 
 def abstract_microbatch(

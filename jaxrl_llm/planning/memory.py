@@ -218,7 +218,7 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     runs = count_microbatches(config, role)
     params, moments = bytes_per_device(role.params), bytes_per_device(role.optimizer)
     tokens = role.shape.tokens
-    forward = forward_flops(role.settings.spec, tokens, tokens * longest(config) / 2)
+    forward = forward_flops(role.spec, tokens, tokens * longest(config) / 2)
     if kind is StepKind.APPLY:
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
     if kind is StepKind.ACCUMULATE:

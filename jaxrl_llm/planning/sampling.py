@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.flops import forward_flops
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS, Gpu
@@ -65,7 +65,7 @@ class EngineSpeed(NamedTuple):
 
 def cache_bytes(spec: ModelSpec) -> int:
     """Return the bytes of a token's keys and values, in bfloat16."""
-    cache = jax.eval_shape(lambda: init_cache(spec.for_decoding, 1, 1, dtype="bfloat16"))
+    cache = jax.eval_shape(lambda: model_of(spec).init_cache(1, 1, dtype="bfloat16"))
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
 
 

@@ -9,6 +9,7 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.lora import without_adapter
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -59,7 +60,7 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
 def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
     """Build the native engine for the longest prompt and answer of a run."""
     with config_errors_at("rollout"):
-        return NativeEngine(without_adapter(spec), engine_settings(config), layout=layout)
+        return NativeEngine(model_of(without_adapter(spec)), engine_settings(config), layout=layout)
 
 
 def engine_settings(config: TrainConfig) -> EngineSettings:
@@ -97,6 +98,6 @@ def loaded_engine(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     with config_errors_at("the engine"):
-        engine = NativeEngine(spec, settings, layout=layout, detokenize=detokenize)
+        engine = NativeEngine(model_of(spec), settings, layout=layout, detokenize=detokenize)
     engine.load(params, version=0)
     return engine

@@ -12,11 +12,9 @@ from jaxtyping import Array, Float, Float32
 from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
 from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.heads import head_matrix, token_values
 from jaxrl_llm.models.kernels import Kernel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.balance import RouterStats
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward_with_router
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.types import Rows
 
@@ -31,7 +29,7 @@ class ForwardConfig:
     None: XLA).
     """
 
-    spec: ModelSpec
+    model: Model
     dtype: str = "float32"
     remat: str = "none"
     logprob_chunk: int = 1024
@@ -42,21 +40,21 @@ class ForwardConfig:
     kernel: Kernel | None = None
 
 
-def token_fields(params: Params, rows: Rows, model: ForwardConfig, mesh: Mesh) -> TokenStats:
+def token_fields(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> TokenStats:
     """Run the model over packed rows and gather its per-token results back to [b T].
 
     Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
     Activations stay where the rows are, so it is the weights that are gathered.
     """
-    return _token_stats(params, hidden_states(params, rows, model, mesh)[0], rows, model, mesh)
+    return _token_stats(params, hidden_states(params, rows, config, mesh)[0], rows, config, mesh)
 
 
 def _token_stats(
-    params: Params, hidden: Float[Array, "P l D"], rows: Rows, model: ForwardConfig, mesh: Mesh
+    params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> TokenStats:
     """Score the rows' tokens, each device its own: the head's gradient is added up over the devices
     once, not once a chunk. Where stages hold the layers, they share the scoring too."""
-    layout = Layout(mesh, model.context)
+    layout = Layout(mesh, config.context)
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
     axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
     shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -67,57 +65,58 @@ def _token_stats(
 
     score = functools.partial(
         token_stats,
-        temperature=model.temperature,
-        softcap=model.spec.logit_softcap,
-        chunk=max(model.logprob_chunk // shards, 1),
+        temperature=config.temperature,
+        softcap=config.model.logit_softcap,
+        chunk=max(config.logprob_chunk // shards, 1),
     )
     stats = jax.vmap(score, in_axes=(0, None, 0), spmd_axis_name=axes)(
-        own(hidden), head_matrix(params, model.spec, layout), own(targets)
+        own(hidden), config.model.head_matrix(params, layout), own(targets)
     )
     return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
 
 
 def value_fields(
-    params: Params, rows: Rows, model: ForwardConfig, mesh: Mesh
+    params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> Float32[Array, "b T"]:
     """Run a model with a value head over packed rows and gather its values back to [b T].
 
     Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
     """
-    return _values(params, hidden_states(params, rows, model, mesh)[0], rows)
+    return _values(params, hidden_states(params, rows, config, mesh)[0], rows, config)
 
 
-def router_totals(params: Params, rows: Rows, model: ForwardConfig, mesh: Mesh) -> RouterStats:
+def router_totals(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> RouterStats:
     """Run a model with experts over packed rows and sum up what its routers did."""
-    router = hidden_states(params, rows, model, mesh)[1]
+    router = hidden_states(params, rows, config, mesh)[1]
     assert router is not None, "the model has experts"
     return router
 
 
 def hidden_states(
-    params: Params, rows: Rows, model: ForwardConfig, mesh: Mesh
+    params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> tuple[Float[Array, "P l D"], RouterStats | None]:
     """Return the hidden states of the rows, in pieces where devices share a row."""
-    layout = Layout(mesh, model.context, kernel=model.kernel)
+    layout = Layout(mesh, config.context, kernel=config.kernel)
     tokens, positions, segments = (
         layout.split_context(jnp.asarray(x))
         for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
-    hidden, router = forward_with_router(
+    hidden, router = config.model.hidden_states(
         params,
-        model.spec,
         tokens,
         positions,
         segments,
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
         layout=layout,
     )
     return hidden, RouterStats(**router) if router else None
 
 
-def _values(params: Params, hidden: Float[Array, "P l D"], rows: Rows) -> Float32[Array, "b T"]:
-    values = token_values(params, hidden)
+def _values(
+    params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig
+) -> Float32[Array, "b T"]:
+    values = config.model.token_values(params, hidden)
     return _to_sequences(values.reshape(jnp.shape(rows.tokens)), rows)
 
 

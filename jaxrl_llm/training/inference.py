@@ -112,7 +112,7 @@ def balance_pass(
         return model.router_loss_coef * balance_weights(total)
 
     def find(params: Params, batch: Batch) -> Fields:
-        if model.spec.moe is None or model.router_loss_coef == 0:
+        if not model.model.has_router or model.router_loss_coef == 0:
             return {}
         rehearse(lambda micro: count(params, frozen, micro.rows), params, batch)
         cut = pack_microbatches(batch, set(), shape, mesh)

@@ -22,10 +22,10 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
-from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
@@ -190,7 +190,7 @@ def forward_config(
     """
     check_split(spec, layout)
     return ForwardConfig(
-        spec=spec,
+        model=model_of(spec),
         dtype=config.dtype,
         remat=config.remat,
         logprob_chunk=config.logprob_chunk,
@@ -235,7 +235,9 @@ def check_split(spec: ModelSpec, layout: Layout) -> None:
     params = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
     with config_errors_at("mesh"):
         jax.eval_shape(
-            lambda params, rows: forward(params, spec, rows, rows, rows, layout=layout),
+            lambda params, rows: model_of(spec).hidden_states(
+                params, rows, rows, rows, dtype="float32", remat="none", layout=layout
+            ),
             params,
             rows,
         )

@@ -116,7 +116,7 @@ class ValueObjective:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         mask = micro.fields["mask"]
         hidden, router = hidden_states(params, micro.rows, model, mesh)
-        values = jnp.where(mask, _values(params, hidden, micro.rows), 0.0)
+        values = jnp.where(mask, _values(params, hidden, micro.rows, model), 0.0)
         found = call(self.loss, micro.fields | {"values": values})
         regression = as_token_loss(found, self.loss, mask.shape)
         loss = _total(regression.loss, micro.fields["weights"], mask)

@@ -12,9 +12,9 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.heads import sequence_scores
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
@@ -41,7 +41,8 @@ def score_pass(
     @jax.jit
     def compute(params: Params, rows: Rows) -> Array:
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
-        return sequence_scores(params, layout.merge_context(hidden), *map(jnp.asarray, rows[3:]))
+        hidden = layout.merge_context(hidden)
+        return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows[3:]))
 
     rehearse = BucketWarmup(shape, layout.mesh)
 
@@ -102,7 +103,7 @@ def open_reward_model(
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
-    run = score_pass(ForwardConfig(spec=spec, dtype=dtype), shape, layout)
+    run = score_pass(ForwardConfig(model=model_of(spec), dtype=dtype), shape, layout)
 
     def score(rollouts: Rollouts) -> np.ndarray:
         return run(params, Batch(*side_by_side(rollouts, shape.length), {}))

@@ -21,6 +21,7 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -60,7 +61,9 @@ def _sequences(device, dtype):
     params = jax.device_put(
         init_params(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh)
     )
-    engine = NativeEngine(SPEC, EngineSettings(32, LENGTH, dtype=dtype), layout=Layout(mesh))
+    engine = NativeEngine(
+        model_of(SPEC), EngineSettings(32, LENGTH, dtype=dtype), layout=Layout(mesh)
+    )
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]
@@ -75,7 +78,7 @@ def _sequences(device, dtype):
         tokens[i, : sizes[i]] = [*prompt, *answer.tokens]
         mask[i, start : sizes[i]], reported[i, start : sizes[i]] = True, answer.logprobs
     batch = Batch(tokens, sizes, {"mask": mask, "lengths": mask.sum(1)})
-    settings = ForwardConfig(spec=SPEC, dtype=dtype, temperature=0.8)
+    settings = ForwardConfig(model=model_of(SPEC), dtype=dtype, temperature=0.8)
     shape = row_shape(2048, LENGTH, sequences=64)
     found = logprob_pass(settings, shape, mesh)(params, batch)["logprobs"]
     return mesh, params, batch, reported, found
@@ -97,7 +100,7 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         batch = batch.add(old_logprobs=found, advantages=advantages)
         learner = Learner(
             PolicyObjective(loss=ppo_clip),
-            dataclasses.replace(ForwardConfig(spec=SPEC), temperature=0.8),
+            dataclasses.replace(ForwardConfig(model=model_of(SPEC)), temperature=0.8),
             optax.sgd(1e-2),
             reduce=token_mean,
             shape=row_shape(2048, LENGTH, sequences=64),
@@ -196,6 +199,8 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
 def test_log_probs_with_the_packed_kernel_equal_those_without():
     mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "bfloat16")
     choice = choose_kernel("cudnn", SPEC, Layout(mesh), "bfloat16", device=this_device())
-    settings = ForwardConfig(spec=SPEC, dtype="bfloat16", temperature=0.8, kernel=choice.kernel)
+    settings = ForwardConfig(
+        model=model_of(SPEC), dtype="bfloat16", temperature=0.8, kernel=choice.kernel
+    )
     again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
     assert np.abs(again["logprobs"] - found)[batch["mask"]].mean() < 5e-3

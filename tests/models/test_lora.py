@@ -28,6 +28,7 @@ from jaxrl_llm.models.lora import (
     without_adapter,
 )
 from jaxrl_llm.models.mla import LatentSpec
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
@@ -496,7 +497,7 @@ def place(tree, spec, mesh):
 def learn(spec, adapter, frozen, mesh, optimizer):
     return Learner(
         PolicyObjective(loss=reinforce),
-        ForwardConfig(spec=spec),
+        ForwardConfig(model=model_of(spec)),
         optimizer,
         reduce=token_mean,
         shape=SHAPE,
@@ -562,7 +563,7 @@ def test_the_mesh_makes_no_difference(whole, one_device, sizes):
         adapter, frozen = place(params, spec, mesh)
         learner = learn(spec, adapter, frozen, mesh, optax.sgd(0.1))
         state, metrics = learner.update(learner.init(adapter), make_batch(), {})
-        said = logprob_pass(ForwardConfig(spec=spec), SHAPE, mesh, frozen=frozen)
+        said = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, mesh, frozen=frozen)
         return jax.device_get(state.params), metrics, said(state.params, make_batch())
 
     found, wanted = trained(make_mesh(sizes)), trained(one_device)
@@ -574,9 +575,9 @@ def test_zeros_are_the_base(whole, one_device):
     """The reference of a run with an adapter: the same arrays, without a second program."""
     spec, params = whole
     adapter, frozen = place(params, spec, one_device)
-    said = logprob_pass(ForwardConfig(spec=spec), SHAPE, one_device, frozen=frozen)
+    said = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, one_device, frozen=frozen)
     found = said(jax.tree.map(jnp.zeros_like, adapter), make_batch())
-    alone = logprob_pass(ForwardConfig(spec=without_adapter(spec)), SHAPE, one_device)
+    alone = logprob_pass(ForwardConfig(model=model_of(without_adapter(spec))), SHAPE, one_device)
     wanted = alone(frozen, make_batch())
     np.testing.assert_allclose(found["logprobs"], wanted["logprobs"], atol=5e-6)
     assert np.abs(said(adapter, make_batch())["logprobs"] - wanted["logprobs"]).max() > 0.01

@@ -20,6 +20,7 @@ from jaxrl_llm.models.heads import logits, with_value_head
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.native.decode import (
@@ -310,9 +311,9 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
     count, width = prompts.shape
     size = -(-(width + new) // 2)
     table = jnp.arange(2 * count).reshape(count, 2)
-    pool = make_pool(spec, 1, 2 * count, size, dtype=dtype)
+    pool = make_pool(model_of(spec), 1, 2 * count, size, dtype=dtype)
     none, off = jnp.zeros(count, jnp.int32), jnp.zeros(count)
-    pool = prefill(params, spec, pool, PrefillChunk(table, prompts, none, lengths, table))
+    pool = prefill(params, model_of(spec), pool, PrefillChunk(table, prompts, none, lengths, table))
     rows = DecodeState(
         tokens=last,
         positions=lengths,
@@ -323,7 +324,7 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
             none.astype("uint32"), off, top_p=off + 1, top_k=none, min_p=off
         ),
     )
-    _, drawn = decode(params, spec, gather_pages(pool, table), rows, steps=new)
+    _, drawn = decode(params, model_of(spec), gather_pages(pool, table), rows, steps=new)
     return drawn.tokens, drawn.logprobs
 
 

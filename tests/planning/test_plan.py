@@ -18,6 +18,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
@@ -129,7 +130,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
 def test_the_plan_of_the_engine_is_what_it_holds(configure):
     config = configure()
     shapes = plan_shapes(config)
-    engine = NativeEngine(DENSE, EngineSettings(16, 32), layout=shapes.layouts.rollout)
+    engine = NativeEngine(model_of(DENSE), EngineSettings(16, 32), layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
     pool, (rows, width) = engine._runner._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)

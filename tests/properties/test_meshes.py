@@ -19,6 +19,7 @@ import pytest
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
@@ -162,7 +163,7 @@ def test_the_mesh_changes_nothing(name, sizes):
     )
     coef = BALANCE if spec.moe else 0.0
     model = ForwardConfig(
-        spec=spec,
+        model=model_of(spec),
         context="keys" if "context by keys" in sizes else "heads",
         router_loss_coef=coef,
         logprob_chunk=24,
@@ -303,7 +304,7 @@ def test_fsdp_divides_the_optimizer_s_state():
         )
         learner = Learner(
             PolicyObjective(loss=plain),
-            ForwardConfig(spec=DENSE),
+            ForwardConfig(model=model_of(DENSE)),
             optax.adamw(1e-3),
             reduce=token_mean,
             shape=row_shape(128, 16, sequences=8, multiple_of=8),
@@ -405,7 +406,7 @@ def test_logits_stay_split_over_the_vocabulary():
     """With a head split over `tensor`, no device ever holds the logits of all words."""
     spec = dataclasses.replace(DENSE, vocab_size=96, tied_embeddings=False)
     mesh = make_mesh({"tensor": 8})
-    model = ForwardConfig(spec=spec, logprob_chunk=64)
+    model = ForwardConfig(model=model_of(spec), logprob_chunk=64)
     params = jax.tree.map(
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
         declare(spec),

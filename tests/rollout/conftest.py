@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -90,7 +91,7 @@ def build():
             if field.name in options:
                 settings[field.name] = options.pop(field.name)
         return NativeEngine(
-            SPECS[model], EngineSettings(**settings), layout=Layout(mesh), **options
+            model_of(SPECS[model]), EngineSettings(**settings), layout=Layout(mesh), **options
         )
 
     return make

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.cache import by_layer
-from jaxrl_llm.models.parameters import compute_dtypes
+from jaxrl_llm.models.arrays import by_layer
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Request, SamplingParams
@@ -55,13 +54,13 @@ def test_load_echoes_what_the_engine_holds(hollow, params, dtype):
     engine = hollow(dtype=dtype)
     receipt = engine.load(params, version=5)
     assert receipt.version == 5
-    held = cast_tree(params, compute_dtypes(engine.spec, dtype))
+    held = cast_tree(params, engine.model.compute_dtypes(dtype))
     assert receipt.checksum == int(checksum(held))
     norms = {leaf.dtype for leaf in (held["final_norm"], held["layers"]["query_norm"])}
     assert norms == {jnp.dtype("float32")}  # as in the trainer's forward pass
     assert held["embed"].dtype == jnp.dtype(dtype)
     for mine, wanted in zip(
-        *map(jax.tree.leaves, (engine._params, by_layer(held, engine.spec))), strict=True
+        *map(jax.tree.leaves, (engine._params, by_layer(held, engine.model.declare()))), strict=True
     ):
         assert mine.dtype == wanted.dtype
         np.testing.assert_array_equal(mine, wanted)

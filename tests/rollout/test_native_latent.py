@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.mla import LatentSpec
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -49,7 +50,7 @@ def test_answers_and_cache():
         for n in (1, 5, 9)
     ]
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    engine = NativeEngine(SPEC, EngineSettings(SLOTS, LENGTH), layout=layout)
+    engine = NativeEngine(model_of(SPEC), EngineSettings(SLOTS, LENGTH), layout=layout)
     try:
         engine.load(params, version=0)
         answers = engine.sample(requests)

@@ -25,6 +25,7 @@ from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -208,7 +209,9 @@ def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, how):
     """One at a time: of both, vLLM adds the bias first, and transformers applies the penalty."""
     how = how | {"temperature": 0.0, "top_logprobs": 3}
     native = NativeEngine(
-        SPEC, EngineSettings(4, 64), layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1]))
+        model_of(SPEC),
+        EngineSettings(4, 64),
+        layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])),
     )
     native.load(FIRST, version=0)
     [wanted] = native.sample([ask(**how)])

@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import clipped_value_loss
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -92,7 +93,7 @@ def values_of(params, tokens):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_belong_to_the_state_before_each_token(mesh, shape):
     params, batch = draw(SPEC), make_batch()
-    found = value_pass(ForwardConfig(spec=SPEC), shape, mesh)(params, batch)["values"]
+    found = value_pass(ForwardConfig(model=model_of(SPEC)), shape, mesh)(params, batch)["values"]
     for row, tokens, size in zip(found, batch.tokens, SIZES, strict=True):
         np.testing.assert_allclose(row[:size], values_of(params, tokens[:size]), atol=1e-5)
         assert not row[size:].any()
@@ -128,7 +129,7 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
     placed = jax.device_put(params, shardings(declare(SPEC), mesh))
     learner = Learner(
         ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP)),
-        ForwardConfig(spec=SPEC),
+        ForwardConfig(model=model_of(SPEC)),
         KEEP_GRADIENT,
         reduce=token_mean,
         shape=shape,
@@ -143,7 +144,7 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
         jax.device_get(state.opt_state[0].trace),
         gradient,
     )
-    values = value_pass(ForwardConfig(spec=SPEC), shape, mesh)(params, batch)["values"]
+    values = value_pass(ForwardConfig(model=model_of(SPEC)), shape, mesh)(params, batch)["values"]
     np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)
 
 
@@ -161,7 +162,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
                 kl=lambda logprobs: 0 * logprobs + 3.0,
                 corrected=corrected,
             ),
-            ForwardConfig(spec=POLICY),
+            ForwardConfig(model=model_of(POLICY)),
             KEEP_GRADIENT,
             reduce=token_mean,
             shape=SHAPES[0],
@@ -180,7 +181,9 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
 def test_the_sum_of_squared_probabilities(mesh):
     params, batch = draw(POLICY), make_batch()
     names = ("logprobs", "sum_pi_squared")
-    found = logprob_pass(ForwardConfig(spec=POLICY), SHAPES[1], mesh, names)(params, batch)
+    found = logprob_pass(ForwardConfig(model=model_of(POLICY)), SHAPES[1], mesh, names)(
+        params, batch
+    )
     assert set(found) == set(names)
     for row, tokens, size in zip(found["sum_pi_squared"], batch.tokens, SIZES, strict=True):
         scores = logits(params, POLICY, hidden_states(params, POLICY, tokens[:size]))

@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, row_shape
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
@@ -82,7 +83,7 @@ def scaled(logprobs, advantages):
 def learn(mesh, params, loss, optimizer=None, shape=SHAPE):
     return Learner(
         PolicyObjective(loss=loss),
-        ForwardConfig(spec=SPEC),
+        ForwardConfig(model=model_of(SPEC)),
         optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
         reduce=sequence_mean_token_mean,
         shape=shape,
@@ -102,7 +103,7 @@ def bits(tree):
 
 def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     """It is that with the log-probs of a pass before it, and says what the pass says."""
-    batch, model = make_batch(), ForwardConfig(spec=SPEC)
+    batch, model = make_batch(), ForwardConfig(model=model_of(SPEC))
     found = logprob_pass(model, SHAPE, mesh)(params, batch)
     updated = {}
     for on_policy in (True, False):
@@ -324,7 +325,7 @@ def test_nothing_compiles_after_the_first_update(learner, params):
 
 def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
     """Later ones have other lengths, and so other shapes."""
-    model, names = ForwardConfig(spec=SPEC), ("logprobs",)
+    model, names = ForwardConfig(model=model_of(SPEC)), ("logprobs",)
     shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
     assert [bucket[:2] for bucket in shape.buckets] == [(1, 8), (2, 8)]
     infer, plain = (logprob_pass(model, s, mesh, names) for s in (shape, SHAPE))
@@ -363,7 +364,7 @@ def test_moments_lie_where_their_parameters_do():
 def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
     """Rows stay split over the devices: no device ever holds the hidden states of all rows."""
     mesh = make_mesh({"fsdp": 8})
-    model = ForwardConfig(spec=SPEC)
+    model = ForwardConfig(model=model_of(SPEC))
     params = jax.tree.map(
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
         declare(SPEC),

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int
 
-from jaxrl_llm.models.cache import Cache, extend, init_cache
-from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams, LogitsProcessors, choose_tokens
 from jaxrl_llm.sharding.layout import Layout
 
@@ -100,10 +99,10 @@ class DecodeOutput(NamedTuple):
 
 
 def make_pool(
-    spec: ModelSpec, parts: int, pages: int, size: int, *, dtype: DTypeLike = jnp.float32
+    model: Model, parts: int, pages: int, size: int, *, dtype: DTypeLike = jnp.float32
 ) -> Cache:
     """Make an empty pool of pages of `size` tokens."""
-    flat = init_cache(spec, parts * pages, size, dtype=dtype)
+    flat = model.init_cache(parts * pages, size, dtype=dtype)
     return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
 
 
@@ -119,8 +118,9 @@ def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
         pool: as `make_pool`.
         table: page numbers within the row's part; a number past the pages gives zeros.
 
-    >>> spec = tiny_spec()
-    >>> gather_pages(make_pool(spec, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
+    >>> from jaxrl_llm.models.model import model_of
+    >>> model = model_of(tiny_spec())
+    >>> gather_pages(make_pool(model, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
     parts = pool.keys[0].shape[0]
@@ -172,13 +172,13 @@ def scatter_pages(
 
 
 def prefill(
-    params: Any, spec: ModelSpec, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
+    params: Any, model: Model, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
 ) -> Cache:
     """Read a part of each prompt and keep its keys and values.
 
     Args:
         params: in the compute dtype.
-        spec: the model.
+        model: the model.
         pool: as `make_pool`.
         chunk: what to read.
         layout: how prompts are split over a mesh.
@@ -188,13 +188,13 @@ def prefill(
     positions = chunk.start[:, None] + index
     positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
     dtype = rows.keys[0].dtype
-    _, rows = extend(params, spec, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
+    _, rows = model.extend(params, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
     return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets)
 
 
 def decode(
     params: Any,
-    spec: ModelSpec,
+    model: Model,
     cache: Cache,
     state: DecodeState,
     extras: Extras | None = None,
@@ -206,7 +206,7 @@ def decode(
 
     Args:
         params: in the compute dtype.
-        spec: the model.
+        model: the model.
         cache: of the rows.
         state: where each sequence stands.
         extras: what else requests ask for.
@@ -219,9 +219,9 @@ def decode(
         jnp.zeros(size, jnp.int32),
         jnp.zeros((size, steps), jnp.int32),
         jnp.zeros((size, steps), jnp.float32),
-        *_no_top(spec, size, steps, extras),
+        *_no_top(model, size, steps, extras),
     )
-    seen = None if extras is None else _mark_seen(spec, extras.tokens)
+    seen = None if extras is None else _mark_seen(model, extras.tokens)
 
     def some_left(carry: tuple[Any, ...]) -> Bool[Array, ""]:
         step, _, state, _, _ = carry
@@ -230,9 +230,8 @@ def decode(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, cache, state, seen, output = carry
         going = state.left > 0
-        hidden, cache = extend(
+        hidden, cache = model.extend(
             params,
-            spec,
             cache,
             state.tokens[:, None],
             jnp.where(going, state.positions, outside)[:, None],
@@ -241,7 +240,7 @@ def decode(
         )
         processors = None if extras is None else LogitsProcessors(seen, *extras[1:])
         tokens, logprobs = choose_tokens(
-            logits(params, spec, hidden[:, 0]), state.generated, state.sampling, processors
+            model.logits(params, hidden[:, 0]), state.generated, state.sampling, processors
         )
         if extras is not None:
             seen = seen.at[jnp.arange(size), tokens].set(True)
@@ -288,15 +287,15 @@ def _record(
 
 
 def _no_top(
-    spec: ModelSpec, size: int, steps: int, extras: Extras | None
+    model: Model, size: int, steps: int, extras: Extras | None
 ) -> tuple[Array | None, Array | None]:
     if extras is None:
         return None, None
-    shape = (size, steps, min(MOST_TOP_LOGPROBS, spec.vocab_size))
+    shape = (size, steps, min(MOST_TOP_LOGPROBS, model.vocab_size))
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def _mark_seen(spec: ModelSpec, tokens: Int[Array, "B S"]) -> Bool[Array, "B V"]:
+def _mark_seen(model: Model, tokens: Int[Array, "B S"]) -> Bool[Array, "B V"]:
     """Mark the tokens of each row."""
-    none = jnp.zeros((len(tokens), spec.vocab_size), bool)
+    none = jnp.zeros((len(tokens), model.vocab_size), bool)
     return none.at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
@@ -58,7 +58,7 @@ class NativeEngine:
     """An `Engine` in pure JAX. Rows are split over the batch axes of a mesh, weights by rules.
 
     Args:
-        spec: the model.
+        model: what it samples from.
         settings: room and precision. `max_running_sequences` is a multiple of the parts of a
             batch; half of `cache_gb` is for pages, as much for rows gathered from these.
         layout: how rows and weights are split; the axes `stage` and `context` have one device.
@@ -72,7 +72,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        model: Model,
         settings: EngineSettings,
         *,
         layout: Layout,
@@ -80,9 +80,9 @@ class NativeEngine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
-        shapes = _choose_sizes(spec, settings, layout, steps)
-        self.spec, self.settings = spec, settings
-        self.programs = Programs(spec, layout, shapes, settings.dtype)
+        shapes = _choose_sizes(model, settings, layout, steps)
+        self.model, self.settings = model, settings
+        self.programs = Programs(model, layout, shapes, settings.dtype)
         self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
@@ -145,7 +145,7 @@ class NativeEngine:
 
     @property
     def weights_layout(self) -> Any:
-        """The sharding of each array of the weights, nested as `declare(spec)`."""
+        """The sharding of each array of the weights, nested as the model's declarations."""
         return self.programs.stacked_layout
 
     def pause(self) -> None:
@@ -221,7 +221,7 @@ class NativeEngine:
         check_request(
             request,
             max_tokens=self.settings.max_tokens,
-            vocab_size=self.spec.vocab_size,
+            vocab_size=self.model.vocab_size,
             limits={
                 "top_logprobs": MOST_TOP_LOGPROBS,
                 "stop_ids": STOP_IDS,
@@ -287,7 +287,7 @@ class NativeEngine:
         return self._runner.abort_all() + incoming
 
 
-def _choose_sizes(spec: ModelSpec, settings: EngineSettings, layout: Layout, steps: int) -> Sizes:
+def _choose_sizes(model: Model, settings: EngineSettings, layout: Layout, steps: int) -> Sizes:
     """Choose the shapes of the programs, with as many pages as the cache has room for."""
     sizes = choose_sizes(
         parts=_count_parts(layout, settings.max_running_sequences),
@@ -297,7 +297,7 @@ def _choose_sizes(spec: ModelSpec, settings: EngineSettings, layout: Layout, ste
     )
     if settings.cache_gb is None:
         return sizes
-    page_bytes = Programs(spec, layout, sizes, settings.dtype).page_bytes()
+    page_bytes = Programs(model, layout, sizes, settings.dtype).page_bytes()
     affordable = int(settings.cache_gb * 1e9 / 2 / page_bytes)
     sizes = sizes._replace(pages=min(affordable, sizes.pages))
     needed = -(-settings.max_tokens // PAGE) + 1

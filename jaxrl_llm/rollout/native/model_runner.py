@@ -173,7 +173,7 @@ class ModelRunner:
                 _fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
         extras = None
         if any(s.request.sampling.asks_for_extras for s in chosen):
-            extras = self._put(_extras(placed, self._width, self._programs.spec.vocab_size))
+            extras = self._put(_extras(placed, self._width, self._programs.model.vocab_size))
         inputs = (self._put(_decode_state(placed)), extras, self._put(targets))
         pool, rows = self._take_pool(), self.rows
         assert rows is not None  # `_gather_rows` gathers them

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.cache import Cache, by_layer
-from jaxrl_llm.models.parameters import compute_dtypes, declare
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.arrays import ArrayDecl, by_layer
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
@@ -136,48 +136,41 @@ class Programs:
     """What runs on devices, for one model in one layout. Compiled once each.
 
     Args:
-        spec: the model.
+        model: what they run.
         layout: how rows and weights are split.
         shapes: of all programs.
         dtype: of weights, cache and computation.
     """
 
-    def __init__(self, spec: ModelSpec, layout: Layout, shapes: Sizes, dtype: Any) -> None:
+    def __init__(self, model: Model, layout: Layout, shapes: Sizes, dtype: Any) -> None:
         """Compile nothing yet."""
-        self.spec, self.layout, self.sizes, self.dtype = spec, layout, shapes, jnp.dtype(dtype)
-        self._run_as = spec.for_decoding
-        self._dtypes = compute_dtypes(spec, self.dtype)
-        self.stacked_layout = layout.of(declare(spec))
-        self._layers_layout = self.stacked_layout | {
-            stack: {
-                name: (layout.sharding(*home.spec[1:]),) * len(numbers)
-                for name, home in self.stacked_layout[stack].items()
-            }
-            for stack, numbers in spec.stacks.items()
-        }
+        self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
+        self._declared = model.declare()
+        self._dtypes = model.compute_dtypes(self.dtype)
+        self.stacked_layout = layout.of(self._declared)
+        self._layers_layout = jax.tree.map(self._home_by_layer, self._declared, self.stacked_layout)
         self.by_row = over_batch(layout.mesh)
-        split = self._run_as.kv_heads % layout.mesh.shape["tensor"] == 0
-        heads = "tensor" if split else None
-        self._pool_layout = self._each_layer(layout.sharding(BATCH, None, heads))
-        self._rows_layout = self._each_layer(layout.sharding(BATCH, heads))
-        self._unstack = {
-            stack: {
-                name: jax.jit(tuple, out_shardings=homes)
-                for name, homes in self._layers_layout[stack].items()
-            }
-            for stack in spec.stacks
-        }
+        pool = jax.eval_shape(self._empty_pool)
+        heads = [self._split_heads(pages.shape[2]) for pages in jax.tree.leaves(pool)]
+        place = functools.partial(jax.tree.unflatten, jax.tree.structure(pool))
+        self._pool_layout = place([layout.sharding(BATCH, None, split) for split in heads])
+        self._rows_layout = place([layout.sharding(BATCH, split) for split in heads])
+        homes = jax.tree.structure(self._declared).flatten_up_to(self._layers_layout)
+        self._unstack = [
+            jax.jit(tuple, out_shardings=home) if isinstance(home, tuple) else None
+            for home in homes
+        ]
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def load(self, params: Any, *, donate: bool = False) -> Any:
         """Copy weights into the engine's layout and dtype, each layer's arrays apart."""
         whole = reshard(params, self.stacked_layout, dtype=self._dtypes, donate=donate)
-        apart = {n: dict(p) if n in self.spec.stacks else p for n, p in whole.items()}
+        arrays, tree = jax.tree.flatten(whole)
         del whole
-        for stack, split in self._unstack.items():
-            for name in split:
-                apart[stack][name] = split[name](apart[stack][name])
-        return apart
+        for i, split in enumerate(self._unstack):
+            if split is not None:
+                arrays[i] = split(arrays[i])
+        return jax.tree.unflatten(tree, arrays)
 
     def receipt(self, params: Any, weights: Any, version: int) -> Receipt:
         """Say what was loaded."""
@@ -235,9 +228,9 @@ class Programs:
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""
         stacked = jax.tree.map(
-            lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), declare(self.spec), self._dtypes
+            lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), self._declared, self._dtypes
         )
-        weights = jax.eval_shape(functools.partial(by_layer, spec=self.spec), stacked)
+        weights = jax.eval_shape(lambda arrays: by_layer(arrays, self._declared), stacked)
         pool = jax.eval_shape(self._empty_pool)
         return _placed((weights, pool), (self._layers_layout, self._pool_layout))
 
@@ -248,10 +241,12 @@ class Programs:
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
-        page = jax.eval_shape(lambda: make_pool(self._run_as, 1, 1, PAGE, dtype=self.dtype))
-        tensor = self.layout.mesh.shape["tensor"]
-        shared = tensor if self._run_as.kv_heads % tensor == 0 else 1
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(page)) // shared
+        page = jax.eval_shape(lambda: make_pool(self.model, 1, 1, PAGE, dtype=self.dtype))
+        size = 0
+        for x in jax.tree.leaves(page):
+            shared = self.layout.mesh.shape["tensor"] if self._split_heads(x.shape[2]) else 1
+            size += math.prod(x.shape) * x.dtype.itemsize // shared
+        return size
 
     def lower(self, name: str, *shape: Any) -> Any:
         """Lower one program for shapes alone.
@@ -278,7 +273,7 @@ class Programs:
 
     def _lower_prefill(self, rows: int, length: int, pages: int) -> Any:
         def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
-            return prefill(params, self._run_as, pool, chunk, layout=self.layout)
+            return prefill(params, self.model, pool, chunk, layout=self.layout)
 
         run = jax.jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
@@ -295,7 +290,7 @@ class Programs:
         ) -> tuple[Cache, Cache, DecodeOutput]:
             cache, output = decode(
                 params,
-                self._run_as,
+                self.model,
                 cache,
                 state,
                 extras,
@@ -325,10 +320,17 @@ class Programs:
 
     def _empty_pool(self) -> Cache:
         shapes = self.sizes
-        return make_pool(self._run_as, shapes.parts, shapes.pages, PAGE, dtype=self.dtype)
+        return make_pool(self.model, shapes.parts, shapes.pages, PAGE, dtype=self.dtype)
 
-    def _each_layer(self, home: Any) -> Cache:
-        return Cache((home,) * self.spec.layers, (home,) * self.spec.layers)
+    def _home_by_layer(self, declared: ArrayDecl, home: Any) -> Any:
+        """Return the layout of an array, or of each layer's where it is a stack of layers."""
+        if not declared.is_stack:
+            return home
+        return (self.layout.sharding(*home.spec[1:]),) * declared.shape[0]
+
+    def _split_heads(self, heads: int) -> str | None:
+        """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
+        return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
 
 
 def touched(tokens: int) -> int:

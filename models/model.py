@@ -1,0 +1,299 @@
+"""What the trainer and the engine ask of a model, and the decoder as one answer.
+
+`jaxrl_llm.training` and the native engine reach a model only through `Model`. A vision tower, a
+layer of another kind or a user's own module is trained and sampled by implementing it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+from jaxrl_llm.models import heads, parameters, transformer
+from jaxrl_llm.models.arrays import Declarations, Params
+from jaxrl_llm.models.cache import Cache, extend, init_cache
+from jaxrl_llm.models.layers import Router
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A language model, critic or reward model as pure functions of an array tree.
+
+    Hashable, so that it can be a static argument of `jax.jit`; equal models are the same functions.
+    Parameters are always the first argument, nested as `declare()`. The methods are traced under
+    `jax.jit`, `jax.grad` and `jax.vmap` and must have no side effects.
+
+    Shapes: R rows of L tokens, each row holding several packed sequences; B rows of the cache, one
+    per sequence, and T tokens of each that are read at once; D the width of the hidden states, V
+    the vocabulary.
+
+    The trainer calls `hidden_states` and then one head: `head_matrix` with `logit_softcap` for
+    log-probs, `token_values` for a critic, `sequence_scores` for a reward model. The engine calls
+    `init_cache`, `extend` and `logits`. A model has the head that it ends in; the others raise. A
+    model that is never sampled by the native engine needs no cache.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number V of logits per token."""
+        ...
+
+    @property
+    def logit_softcap(self) -> int | float | None:
+        """What logits are capped at: z becomes c·tanh(z/c). None: they are not."""
+        ...
+
+    @property
+    def has_router(self) -> bool:
+        """Whether there are experts, so that `hidden_states` returns statistics of their router."""
+        ...
+
+    def declare(self) -> Declarations:
+        """Declare every parameter array: its shape, logical axes, initializer and checkpoint name.
+
+        `sharding.rules` has a rule for each logical axis. An array whose first axis is `layers` is
+        a stack; `extend` is given it as a tuple of one array per layer.
+        """
+        ...
+
+    def compute_dtypes(self, dtype: DTypeLike) -> Any:
+        """Return the dtype in which each array is used, nested as `declare()`.
+
+        Weights cast to these dtypes, as the engine holds them, give the same results.
+
+        Args:
+            dtype: Of the computation.
+        """
+        ...
+
+    def hidden_states(
+        self,
+        params: Params,
+        tokens: Int[Array, "R L"],
+        positions: Int[Array, "R L"],
+        segment_ids: Int[Array, "R L"],
+        *,
+        dtype: DTypeLike,
+        remat: str,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "R L D"], Router]:
+        """Run the model over packed rows, up to its head.
+
+        The state of a token depends on the tokens before it in its own sequence, and on no other.
+
+        Args:
+            params: The parameters.
+            tokens: Token ids.
+            positions: Index of each token within its own sequence.
+            segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
+            dtype: Of the computation.
+            remat: Policy of `models.remat`: what is stored for the backward pass.
+            layout: How activations are split over a mesh, and by its `kernel` how tokens attend.
+                Where several devices share a row, the rows are its pieces, as
+                `Layout.split_context` makes them. None leaves everything to the compiler.
+
+        Returns:
+            Hidden states in `dtype`, meaningless at padding; and by name the fields of
+            `models.moe.balance.RouterStats`, or an empty dict without experts.
+        """
+        ...
+
+    def head_matrix(self, params: Params, layout: Layout | None = None) -> Float[Array, "D V"]:
+        """Return the matrix that projects hidden states onto the vocabulary.
+
+        Log-probs are computed from it in chunks of tokens, so that logits [R L V] never exist.
+
+        Args:
+            params: The parameters.
+            layout: Where the matrix is gathered from the devices that split tokens.
+
+        Raises:
+            ValueError: The model ends in another head.
+        """
+        ...
+
+    def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """Return the logits of hidden states, capped, in float32; as `head_matrix` gives them.
+
+        Raises:
+            ValueError: The model ends in another head.
+        """
+        ...
+
+    def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
+        """Return a critic's value of each state, in float32.
+
+        Raises:
+            KeyError: The model ends in another head.
+        """
+        ...
+
+    def sequence_scores(
+        self,
+        params: Params,
+        hidden: Float[Array, "R L D"],
+        row: Int[Array, " B"],
+        start: Int[Array, " B"],
+        size: Int[Array, " B"],
+    ) -> Float32[Array, " B"]:
+        """Return a reward model's score of each sequence, in float32; 0 for one of 0 tokens.
+
+        Args:
+            params: The parameters.
+            hidden: Hidden states of packed rows.
+            row: The row that holds each sequence.
+            start: Index of each sequence's first token in its row.
+            size: Number of tokens of each sequence.
+
+        Raises:
+            KeyError: The model ends in another head.
+        """
+        ...
+
+    def init_cache(self, batch: int, length: int, *, dtype: DTypeLike) -> Cache:
+        """Make an empty cache of `batch` rows with `length` slots.
+
+        The engine cuts it into pages: a slot must hold all that is kept of a position. A model that
+        keeps nothing has one layer of heads of width 0.
+        """
+        ...
+
+    def extend(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        *,
+        dtype: DTypeLike,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Run the next T tokens of each row: 1 to decode, more to prefill a chunk of a prompt.
+
+        Args:
+            params: The parameters, with stacks taken apart.
+            cache: Filled below `positions`.
+            tokens: The rows' next tokens.
+            positions: Their positions. A token at one past the slots is padding: nothing of it is
+                written, and its state means nothing.
+            dtype: Of the computation.
+            layout: How rows are split over a mesh; None leaves it to the compiler.
+
+        Returns:
+            The hidden states that `hidden_states` gives for the same tokens, and the cache with
+            these tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder that a `ModelSpec` describes, by the functions of `models`.
+
+    It decodes by `ModelSpec.for_decoding`, whose parameters are the same.
+
+    >>> decoder = Decoder(tiny_spec())
+    >>> decoder.vocab_size, decoder.has_router, decoder == Decoder(tiny_spec())
+    (8, False, True)
+    """
+
+    spec: ModelSpec
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding."""
+        return self.spec.vocab_size
+
+    @property
+    def logit_softcap(self) -> int | float | None:
+        """What logits are capped at."""
+        return self.spec.logit_softcap
+
+    @property
+    def has_router(self) -> bool:
+        """Whether there are experts."""
+        return self.spec.moe is not None
+
+    def declare(self) -> Declarations:
+        """See `models.parameters.declare`."""
+        return parameters.declare(self.spec)
+
+    def compute_dtypes(self, dtype: DTypeLike) -> Any:
+        """See `models.parameters.compute_dtypes`."""
+        return parameters.compute_dtypes(self.spec, dtype)
+
+    def hidden_states(
+        self,
+        params: Params,
+        tokens: Int[Array, "R L"],
+        positions: Int[Array, "R L"],
+        segment_ids: Int[Array, "R L"],
+        *,
+        dtype: DTypeLike,
+        remat: str,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "R L D"], Router]:
+        """See `models.transformer.forward_with_router`."""
+        return transformer.forward_with_router(
+            params,
+            self.spec,
+            tokens,
+            positions,
+            segment_ids,
+            dtype=dtype,
+            remat=remat,
+            layout=layout,
+        )
+
+    def head_matrix(self, params: Params, layout: Layout | None = None) -> Float[Array, "D V"]:
+        """See `models.heads.head_matrix`."""
+        return heads.head_matrix(params, self.spec, layout)
+
+    def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """See `models.heads.logits`."""
+        return heads.logits(params, self.spec, hidden)
+
+    def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
+        """See `models.heads.token_values`."""
+        return heads.token_values(params, hidden)
+
+    def sequence_scores(
+        self,
+        params: Params,
+        hidden: Float[Array, "R L D"],
+        row: Int[Array, " B"],
+        start: Int[Array, " B"],
+        size: Int[Array, " B"],
+    ) -> Float32[Array, " B"]:
+        """See `models.heads.sequence_scores`."""
+        return heads.sequence_scores(params, hidden, row, start, size)
+
+    def init_cache(self, batch: int, length: int, *, dtype: DTypeLike) -> Cache:
+        """See `models.cache.init_cache`."""
+        return init_cache(self.spec.for_decoding, batch, length, dtype=dtype)
+
+    def extend(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        *,
+        dtype: DTypeLike,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """See `models.cache.extend`."""
+        spec = self.spec.for_decoding
+        return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
+
+
+def model_of(spec: ModelSpec) -> Model:
+    """Return the model that a spec describes.
+
+    >>> model_of(tiny_spec()).declare()["embed"].shape
+    (8, 4)
+    """
+    return Decoder(spec)
