@@ -20,12 +20,12 @@ class Batch:
 
     Attributes:
         tokens: token ids, prompt first, padding last.
-        sizes: tokens in each sequence, the prompt's included.
+        sequence_lengths: tokens in each sequence, the prompt's included.
         fields: arrays [B] or [B T] by name; see `config.fields.FIELDS`.
     """
 
     tokens: Int[np.ndarray, "B T"]
-    sizes: Int[np.ndarray, " B"]
+    sequence_lengths: Int[np.ndarray, " B"]
     fields: Mapping[str, Num[np.ndarray, "B ..."] | np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -38,9 +38,8 @@ class Batch:
 
     def take(self, rows: Any) -> "Batch":
         """Return some of the sequences, by index array or slice."""
-        return Batch(
-            self.tokens[rows], self.sizes[rows], {k: v[rows] for k, v in self.fields.items()}
-        )
+        fields = {name: values[rows] for name, values in self.fields.items()}
+        return Batch(self.tokens[rows], self.sequence_lengths[rows], fields)
 
 
 class Rows(NamedTuple):

@@ -145,7 +145,9 @@ def batch_of(case: Case) -> Batch:
 
 def padded(batch: Batch) -> Batch:
     """Return a batch whose sequences go on, without a loss, to the longest length."""
-    return Batch(batch.tokens, np.full_like(batch.sizes, batch.tokens.shape[1]), batch.fields)
+    return Batch(
+        batch.tokens, np.full_like(batch.sequence_lengths, batch.tokens.shape[1]), batch.fields
+    )
 
 
 def learner_of(case: Case, shape: RowShape) -> Learner:
@@ -187,7 +189,7 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int) -> Run:
         repeats: updates after the first.
     """
     shape = case.shape
-    if (batch.sizes == shape.length).all():
+    if (batch.sequence_lengths == shape.length).all():
         shape = shape._replace(sequences=shape.rows)  # one in a row needs no more
     learner = learner_of(case, shape)
     params = jax.jit(init_params, static_argnums=0)(case.spec, key=jax.random.key(0))
@@ -198,8 +200,10 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int) -> Run:
         start = time.perf_counter()
         state, _ = jax.block_until_ready(learner.update(state, batch, {}))
         took.append(time.perf_counter() - start)
-    filled = padding(batch.sizes, plan_microbatches(batch.sizes, shape), shape)
-    share = 1 - (1 - filled) * tokens / int(batch.sizes.sum())
+    filled = padding(
+        batch.sequence_lengths, plan_microbatches(batch.sequence_lengths, shape), shape
+    )
+    share = 1 - (1 - filled) * tokens / int(batch.sequence_lengths.sum())
     return Run(took, float(first["loss"]), gradients, share)
 
 

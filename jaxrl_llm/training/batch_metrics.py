@@ -42,7 +42,7 @@ def batch_metrics(
         "response_length/clip_ratio": float(
             np.mean([answer.finish == "length" for answer in rollouts.completions])
         ),
-        **summary("prompt_length", batch.sizes - lengths),
+        **summary("prompt_length", batch.sequence_lengths - lengths),
         "critic/groups_without_spread": float(np.mean(np.ptp(per_group, axis=1) == 0)),
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
@@ -96,7 +96,7 @@ def load_balance(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
         shape: of the micro-batches.
         minibatch: sequences in an update.
     """
-    planned, sizes = [], batch.sizes
+    planned, sizes = [], batch.sequence_lengths
     for first in range(0, len(sizes), minibatch):
         packed = plan_microbatches(sizes[first : first + minibatch], shape)
         planned += [[[first + i for i in row] for row in rows] for rows in packed]
@@ -130,7 +130,7 @@ _mismatch = jax.jit(mismatch_metrics)
 
 def system_metrics(clock: Clock, compiled: CompileCounter, batch: Batch) -> dict[str, float]:
     """Return times, memory, compilations since the last step, and tokens per second and device."""
-    timing, total = clock.metrics(), int(batch.sizes.sum())
+    timing, total = clock.metrics(), int(batch.sequence_lengths.sum())
     return {
         **timing,
         **memory_metrics(),

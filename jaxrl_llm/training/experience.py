@@ -115,14 +115,14 @@ def per_answer(
         found = np.asarray(result) if isinstance(result, jax.Array) else None
         if (
             found is None
-            or found.shape != batch.sizes.shape
+            or found.shape != batch.sequence_lengths.shape
             or not np.issubdtype(found.dtype, kind)
         ):
             got = type(result).__name__ if found is None else f"{found.dtype}{list(found.shape)}"
             raise ScoreError(
                 f"{key}: {name_of(function)!r} returned {got}; wanted one "
                 f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
-                f"here [{len(batch.sizes)}]"
+                f"here [{len(batch.sequence_lengths)}]"
             )
         if kind is not np.bool_ and not np.isfinite(found).all():
             raise ScoreError(f"{key}: {name_of(function)!r} returned NaN or infinity")

@@ -200,7 +200,7 @@ def update_role(
 def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
     """Cut a batch into mini-batches of whole groups."""
     size = minibatch_size(config)
-    for first in range(0, len(batch.sizes), size):
+    for first in range(0, len(batch.sequence_lengths), size):
         yield batch.take(slice(first, first + size))
 
 

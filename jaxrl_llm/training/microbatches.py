@@ -38,8 +38,8 @@ def pack_microbatches(
             f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
         )
     sharding = over_batch(mesh)
-    for planned in plan_microbatches(batch.sizes, shape):
-        members, bucket = in_bucket(batch.sizes, planned, shape)
+    for planned in plan_microbatches(batch.sequence_lengths, shape):
+        members, bucket = in_bucket(batch.sequence_lengths, planned, shape)
         indices, micro = _laid_out(batch, names, members, bucket)
         yield indices, distributed.put(micro, sharding)
 
@@ -48,7 +48,7 @@ def _laid_out(
     batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
 ) -> tuple[np.ndarray, MicroBatch]:
     indices = np.array([i for row in members for i in row], np.int32)
-    rows = pack_rows(batch.tokens, batch.sizes, members, bucket)
+    rows = pack_rows(batch.tokens, batch.sequence_lengths, members, bucket)
     return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
 
 

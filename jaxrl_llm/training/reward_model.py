@@ -52,7 +52,7 @@ def score_pass(
             (indices, compute(params, micro.rows))
             for indices, micro in pack_microbatches(batch, set(), shape, layout.mesh)
         ]
-        scores = np.zeros(len(batch.sizes), np.float32)
+        scores = np.zeros(len(batch.sequence_lengths), np.float32)
         for indices, values in pending:
             scores[indices] = distributed.fetch(values)[: len(indices)]
         return scores

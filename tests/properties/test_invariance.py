@@ -134,7 +134,7 @@ def reference(params, batch, reduce):
     """Loop over the sequences; return gradient and metrics of the whole mini-batch."""
     weights = loop_weights(batch["mask"], reduce)
     gradient, metrics = jax.tree.map(np.zeros_like, params), {}
-    for i, n in enumerate(batch.sizes):
+    for i, n in enumerate(batch.sequence_lengths):
         names = ("mask", "old_logprobs", "ref_logprobs", "advantages")
         mask, *fields = (jnp.asarray(batch[name][i, :n]) for name in names)
         grads, parts = one_sequence(params, batch.tokens[i, :n], mask, weights[i, :n], *fields)
@@ -265,7 +265,7 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
     model = ForwardConfig(model=model_of(SPEC), temperature=TEMPERATURE)
     batch = make_batch(SIZES, 16)
     found = logprob_pass(model, shape, mesh)(place(params, mesh), batch)
-    for i, n in enumerate(batch.sizes):
+    for i, n in enumerate(batch.sequence_lengths):
         logpi = np.asarray(log_policy(params, jnp.asarray(batch.tokens[i, :n])))
         for t in range(16):
             inside = 0 < t < n

@@ -87,7 +87,7 @@ def plain(logprobs, advantages):
 
 def loss_by_hand(params, spec, batch):
     """The loss of all sequences, one in each row; its log-probs [B T]."""
-    real = np.arange(LENGTH) < batch.sizes[:, None]
+    real = np.arange(LENGTH) < batch.sequence_lengths[:, None]
     positions = np.broadcast_to(np.arange(LENGTH), real.shape)
     rows = map(jnp.asarray, (batch.tokens, positions, real.astype(np.int32)))
     hidden, router = forward_with_router(params, spec, *rows)
@@ -97,7 +97,7 @@ def loss_by_hand(params, spec, batch):
     mask = batch["mask"]
     loss = jnp.sum(jnp.where(mask, plain(logprobs, batch["advantages"]), 0)) / mask.sum()
     if router:
-        tokens = spec.layers * batch.sizes.sum()
+        tokens = spec.layers * batch.sequence_lengths.sum()
         often = jax.lax.stop_gradient(router["choices"]).sum(0) / tokens
         likely = router["probabilities"].sum(0) / tokens
         loss += BALANCE * spec.moe.experts * jnp.sum(often * likely)

@@ -54,7 +54,7 @@ def test_layout(batch):
         [13, 5, 6, 0, 0, 0],
         [13, 1, 2, 3, 4, 5],
     ]
-    assert batch.sizes.tolist() == [5, 3, 3, 6]
+    assert batch.sequence_lengths.tolist() == [5, 3, 3, 6]
     assert batch["mask"].astype(int).tolist() == [
         [0, 0, 1, 1, 1, 0],
         [0, 0, 1, 0, 0, 0],
@@ -75,7 +75,7 @@ def test_layout(batch):
         "raw_scores": np.float32,
         "rewards": np.float32,
     }
-    assert (batch.tokens.dtype, batch.sizes.dtype) == (np.int32, np.int32)
+    assert (batch.tokens.dtype, batch.sequence_lengths.dtype) == (np.int32, np.int32)
 
 
 def test_the_score_falls_on_the_last_token(batch):

@@ -236,13 +236,13 @@ def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only
     widths = []
 
     def infer(params, batch):
-        widths.append(len(batch.sizes))
+        widths.append(len(batch.sequence_lengths))
         zeros = np.zeros(batch.tokens.shape, np.float32)
         return {"logprobs": zeros, "entropy": zeros + 2, "sum_pi_squared": zeros + 3}
 
     full, probe = old_logprob_step(infer, use_rollout_logprobs=False, probe_tokens=17)(None, batch)
     assert not full["old_logprobs"].any() and full["sum_pi_squared"][0, 0] == 3
-    assert "logprobs" not in full.fields and len(probe.sizes) == 4
+    assert "logprobs" not in full.fields and len(probe.sequence_lengths) == 4
     trusted, probe = old_logprob_step(infer, use_rollout_logprobs=True, probe_tokens=17)(
         None, batch
     )

@@ -276,14 +276,14 @@ def test_only_fields_that_are_asked_for_travel(mesh):
 
 def test_micro_batches_hold_every_sequence_once(mesh):
     batch = make_batch(number=np.arange(4, dtype=np.int32) + 1)
-    narrow = Batch(batch.tokens, batch.sizes, {**batch.fields})
+    narrow = Batch(batch.tokens, batch.sequence_lengths, {**batch.fields})
     seen = []
     for indices, micro in pack_microbatches(narrow, {"mask", "number"}, SHAPE, mesh):
         rows = jax.device_get(micro.rows)
         assert rows.tokens.shape == (2, 8)
         for slot, index in enumerate(indices):
             n, start, row = rows.size[slot], rows.start[slot], rows.row[slot]
-            assert n == batch.sizes[index]
+            assert n == batch.sequence_lengths[index]
             inside = slice(start, start + n)
             np.testing.assert_array_equal(rows.tokens[row, inside], batch.tokens[index, :n])
             np.testing.assert_array_equal(rows.positions[row, inside], np.arange(n))
@@ -333,7 +333,7 @@ def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
     state, counter = learner.init(params), CompileCounter()
     counts = []
     for sizes in ([8, 8, 8, 8], [8, 3, 5, 6], [2, 2, 2, 2], [8, 3, 5, 2]):
-        batch = dataclasses.replace(make_batch(), sizes=np.array(sizes, np.int32))
+        batch = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes, np.int32))
         found = infer(state.params, batch)["logprobs"]
         state, _ = learner.update(state, batch, {})
         counts.append(counter.take())
