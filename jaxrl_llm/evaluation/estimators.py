@@ -104,13 +104,13 @@ def majority_at(
     array([1.])
     """
     n = _check(values, k)
-    found = np.zeros((len(values), n // k))
+    best = np.zeros((len(values), n // k))
     for row, answers in enumerate(votes):
         for block in range(n // k):
             voters = answers[block * k : (block + 1) * k]
             winner = voters.index(Counter(voters).most_common(1)[0][0])
-            found[row, block] = values[row, block * k + winner]
-    return found.mean(1)
+            best[row, block] = values[row, block * k + winner]
+    return best.mean(1)
 
 
 def _check(values: np.ndarray, k: int) -> int:

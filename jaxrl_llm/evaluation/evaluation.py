@@ -178,16 +178,16 @@ def table(
     groups = [scores[first : first + samples] for first in range(0, len(scores), samples)]
     quantity, values, votes = read_scores(groups)
     best = "pass" if np.isin(values, (0, 1)).all() else "best"
-    found = {f"mean@{samples}": values.mean(1)}
-    found |= {f"{best}@{k}": best_at(values, k) for k in ks}
+    by_name = {f"mean@{samples}": values.mean(1)}
+    by_name |= {f"{best}@{k}": best_at(values, k) for k in ks}
     if votes is not None:
-        found |= {f"maj@{k}": majority_at(values, votes, k) for k in ks}
+        by_name |= {f"maj@{k}": majority_at(values, votes, k) for k in ks}
     failures = (score.error.partition(":")[0] for score in scores if score.error is not None)
     return {
         "quantity": quantity,
         "prompts": len(groups),
         "samples": samples,
-        "metrics": {name: estimate(by_prompt) for name, by_prompt in found.items()},
+        "metrics": {name: estimate(by_prompt) for name, by_prompt in by_name.items()},
         "reward_errors": dict(Counter(failures)),
         "cut_off": float(np.mean([answer.finish == "length" for answer in answers])),
         "mean_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
@@ -229,9 +229,13 @@ def _part(name: str, part: Report) -> str:
     lines = [
         f"{name}: {part['prompts']} prompts, {part['samples']} answers each; {part['quantity']}"
     ]
-    for metric, found in part["metrics"].items():
-        ends = "" if found["low"] is None else f"  [{found['low']:.4f}, {found['high']:.4f}]"
-        lines.append(f"  {metric:<10} {found['value']:.4f}{ends}")
+    for metric, estimated in part["metrics"].items():
+        ends = (
+            ""
+            if estimated["low"] is None
+            else f"  [{estimated['low']:.4f}, {estimated['high']:.4f}]"
+        )
+        lines.append(f"  {metric:<10} {estimated['value']:.4f}{ends}")
     lines.append(f"  answers of {part['mean_tokens']:.0f} tokens, {part['cut_off']:.1%} cut off")
     if part["reward_errors"]:
         counts = ", ".join(f"{count} {kind}" for kind, count in part["reward_errors"].items())

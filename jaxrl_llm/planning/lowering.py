@@ -157,14 +157,14 @@ def plan_role(
         spec: the model, with its adapter or value head.
         layout: where it stands.
     """
-    how = functions.updates[name]
+    update = functions.updates[name]
     params, frozen = abstract_params(spec, layout), {}
     if spec.lora is not None:
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = forward_config(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
-    learner = learner_of(how, settings, shape, layout, params, frozen)
+    learner = learner_of(update, settings, shape, layout, params, frozen)
     state = with_shardings(jax.eval_shape(learner.init, params), learner.state_shardings)
     infer = inference_of(name, functions, settings, shape, layout, frozen)
     coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
@@ -174,7 +174,7 @@ def plan_role(
         coefs["balance_weights"] = weights
 
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
-        micro = abstract_microbatch(how.objective.asks_for(), config, bucket, layout.mesh)
+        micro = abstract_microbatch(update.objective.asks_for(), config, bucket, layout.mesh)
         return params, frozen, micro, coefs
 
     metrics = jax.eval_shape(learner.begin, *inputs(shape))[1]

@@ -67,14 +67,14 @@ def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
     def number(score: Score, name: str) -> float:
         if score.error is not None and name != "score":
             return score.extra.get(FUNCTION_COMPONENT, score.score)
-        found = score.extra.get(name, score.score if name == "score" else None)
-        if not isinstance(found, int | float) or not math.isfinite(found):
-            reported = f"{name}={found!r}" if name in score.extra else sorted(score.extra)
+        component = score.extra.get(name, score.score if name == "score" else None)
+        if not isinstance(component, int | float) or not math.isfinite(component):
+            reported = f"{name}={component!r}" if name in score.extra else sorted(score.extra)
             raise ScoreError(
                 f"reward.components names {name!r}, but the reward function reported "
                 f"{reported or 'a bare number'}: wanted a finite number under that name"
             )
-        return float(found)
+        return float(component)
 
     return np.array([[number(score, name) for name in names] for score in scores], np.float32)
 
@@ -112,21 +112,21 @@ def per_answer(
 
     def checked(batch: Batch) -> np.ndarray:
         result = compute(dict(batch.fields))
-        found = np.asarray(result) if isinstance(result, jax.Array) else None
+        values = np.asarray(result) if isinstance(result, jax.Array) else None
         if (
-            found is None
-            or found.shape != batch.sequence_lengths.shape
-            or not np.issubdtype(found.dtype, kind)
+            values is None
+            or values.shape != batch.sequence_lengths.shape
+            or not np.issubdtype(values.dtype, kind)
         ):
-            got = type(result).__name__ if found is None else f"{found.dtype}{list(found.shape)}"
+            got = type(result).__name__ if values is None else f"{values.dtype}{list(values.shape)}"
             raise ScoreError(
                 f"{key}: {name_of(function)!r} returned {got}; wanted one "
                 f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
                 f"here [{len(batch.sequence_lengths)}]"
             )
-        if kind is not np.bool_ and not np.isfinite(found).all():
+        if kind is not np.bool_ and not np.isfinite(values).all():
             raise ScoreError(f"{key}: {name_of(function)!r} returned NaN or infinity")
-        return found
+        return values
 
     return checked
 
@@ -152,14 +152,18 @@ def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch]
 
 
 def _weights(function: Callable[..., Any], fields: dict[str, Any]) -> Any:
-    found, shape = call(function, fields), fields["mask"].shape
-    if not isinstance(found, jax.Array) or found.shape != shape:
-        got = f"{found.dtype}{list(found.shape)}" if isinstance(found, jax.Array) else repr(found)
+    weights, shape = call(function, fields), fields["mask"].shape
+    if not isinstance(weights, jax.Array) or weights.shape != shape:
+        got = (
+            f"{weights.dtype}{list(weights.shape)}"
+            if isinstance(weights, jax.Array)
+            else repr(weights)
+        )
         raise ScoreError(
             f"algorithm.correction: {name_of(function)!r} returned {got}; wanted one weight for "
             f"each token [B T], here {list(shape)}"
         )
-    return found
+    return weights
 
 
 class AdvantageError(RunError):
@@ -192,8 +196,8 @@ def advantage_step(
         return {name: _per_token(function, name, array, mask) for name, array in named}
 
     def add(batch: Batch) -> Batch:
-        found = {name: np.asarray(array) for name, array in compute(dict(batch.fields)).items()}
-        for name, array in found.items():
+        arrays = {name: np.asarray(array) for name, array in compute(dict(batch.fields)).items()}
+        for name, array in arrays.items():
             wrong = np.flatnonzero(~np.isfinite(array).all(1))
             if wrong.size:
                 raise AdvantageError(
@@ -201,7 +205,7 @@ def advantage_step(
                     f"{len(wrong)} of {len(array)} answers, the first one number {wrong[0]} "
                     f"with score {batch['scores'][wrong[0]]}"
                 )
-        return batch.add(**found)
+        return batch.add(**arrays)
 
     return add
 

@@ -46,10 +46,12 @@ def token_fields(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) 
     Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
     Activations stay where the rows are, so it is the weights that are gathered.
     """
-    return _token_stats(params, hidden_states(params, rows, config, mesh)[0], rows, config, mesh)
+    return token_stats_from_hidden(
+        params, hidden_states(params, rows, config, mesh)[0], rows, config, mesh
+    )
 
 
-def _token_stats(
+def token_stats_from_hidden(
     params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> TokenStats:
     """Score the rows' tokens, each device its own: the head's gradient is added up over the devices
@@ -82,7 +84,7 @@ def value_fields(
 
     Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
     """
-    return _values(params, hidden_states(params, rows, config, mesh)[0], rows, config)
+    return values_from_hidden(params, hidden_states(params, rows, config, mesh)[0], rows, config)
 
 
 def router_totals(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> RouterStats:
@@ -113,7 +115,7 @@ def hidden_states(
     return hidden, RouterStats(**router) if router else None
 
 
-def _values(
+def values_from_hidden(
     params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig
 ) -> Float32[Array, "b T"]:
     values = config.model.token_values(params, hidden)

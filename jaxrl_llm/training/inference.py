@@ -89,8 +89,8 @@ class Inference:
         frozen = self._frozen
         self._rehearse(lambda micro: self.run(params, frozen, micro.rows), params, batch)
         cut = pack_microbatches(batch, set(), self._shape, self._mesh)
-        said = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
-        return merge_microbatches(said, batch)
+        parts = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
+        return merge_microbatches(parts, batch)
 
 
 def balance_pass(

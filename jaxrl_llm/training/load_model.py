@@ -127,13 +127,13 @@ def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) 
     if lora is None:
         return base
     with config_errors_at("model.lora"):
-        found = LoraSpec(
+        adapter_spec = LoraSpec(
             rank=lora.rank,
             alpha=lora.alpha,
             targets=find_targets(lora.targets, base),
             rslora=lora.rslora,
         )
-        return dataclasses.replace(base, lora=found)
+        return dataclasses.replace(base, lora=adapter_spec)
 
 
 def merged_into_base(

@@ -103,10 +103,10 @@ def merge_microbatches(
     parts: Iterable[tuple[np.ndarray, dict[str, Array]]], batch: Batch
 ) -> dict[str, np.ndarray]:
     """Put what micro-batches say of their tokens together, once all of them are on their way."""
-    found: dict[str, np.ndarray] = {}
+    merged: dict[str, np.ndarray] = {}
     for indices, results in list(parts):
         for name, values in distributed.fetch(results).items():
-            whole = found.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+            whole = merged.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
             width = min(values.shape[1], whole.shape[1])
             whole[indices, :width] = values[: len(indices), :width]
-    return found
+    return merged

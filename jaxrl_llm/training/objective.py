@@ -18,7 +18,12 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats
-from jaxrl_llm.training.forward import ForwardConfig, _token_stats, _values, hidden_states
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    hidden_states,
+    token_stats_from_hidden,
+    values_from_hidden,
+)
 from jaxrl_llm.training.microbatches import Fields, MicroBatch
 
 
@@ -77,14 +82,14 @@ class PolicyObjective:
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         hidden, router = hidden_states(params, micro.rows, model, mesh)
-        stats = _token_stats(params, hidden, micro.rows, model, mesh)
+        stats = token_stats_from_hidden(params, hidden, micro.rows, model, mesh)
         mask, weights = micro.fields["mask"], micro.fields["weights"]
         logprobs = jnp.where(mask, stats.logprobs, 0.0)
         fields = micro.fields | {"logprobs": logprobs, "entropy": stats.entropy}
-        said = {}
+        policy_stats = {}
         if self.on_policy:
             fields["old_logprobs"] = jax.lax.stop_gradient(logprobs)
-            said = {"policy": {"logprobs": stats.logprobs, "entropy": stats.entropy}}
+            policy_stats = {"policy": {"logprobs": stats.logprobs, "entropy": stats.entropy}}
         policy = as_token_loss(call(self.loss, fields), self.loss, mask.shape)
         corrected = weights * fields["correction"] if self.corrected else weights
         loss = _total(policy.loss, corrected, mask)
@@ -97,7 +102,7 @@ class PolicyObjective:
             metrics["entropy_loss"] = _total(stats.entropy, weights, mask)
             loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
         loss, routed = _balanced(loss, router, coefs)
-        return loss, metrics | routed | said | {"loss": loss}
+        return loss, metrics | routed | policy_stats | {"loss": loss}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +121,9 @@ class ValueObjective:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
         mask = micro.fields["mask"]
         hidden, router = hidden_states(params, micro.rows, model, mesh)
-        values = jnp.where(mask, _values(params, hidden, micro.rows, model), 0.0)
-        found = call(self.loss, micro.fields | {"values": values})
-        regression = as_token_loss(found, self.loss, mask.shape)
+        values = jnp.where(mask, values_from_hidden(params, hidden, micro.rows, model), 0.0)
+        result = call(self.loss, micro.fields | {"values": values})
+        regression = as_token_loss(result, self.loss, mask.shape)
         loss = _total(regression.loss, micro.fields["weights"], mask)
         mean = _total(values, micro.fields["token_weights"], mask)
         metrics = {"vf_loss": loss, "vpred_mean": mean} | _diagnostics(regression, micro)
@@ -141,9 +146,9 @@ def _total(values: Array, weights: Array, mask: Array) -> Float32[Array, ""]:
     return jnp.sum(weights * jnp.where(mask, values, 0.0))
 
 
-def _diagnostics(found: TokenLoss, micro: MicroBatch) -> Fields:
+def _diagnostics(loss: TokenLoss, micro: MicroBatch) -> Fields:
     weights, mask = micro.fields["token_weights"], micro.fields["mask"]
-    return {name: _total(value, weights, mask) for name, value in found.diagnostics.items()}
+    return {name: _total(value, weights, mask) for name, value in loss.diagnostics.items()}
 
 
 def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, ...]) -> TokenLoss:
@@ -152,10 +157,10 @@ def as_token_loss(result: Any, function: Callable[..., Any], shape: tuple[int, .
     Raises:
         LossError: for anything else, and for a wrong shape or dtype.
     """
-    found = result if isinstance(result, TokenLoss) else TokenLoss(result, {})
-    for name, value in {"loss": found.loss, **found.diagnostics}.items():
+    loss = result if isinstance(result, TokenLoss) else TokenLoss(result, {})
+    for name, value in {"loss": loss.loss, **loss.diagnostics}.items():
         per_token(value, function, "loss", shape, part=f" as {name!r}")
-    return found
+    return loss
 
 
 def per_token(

@@ -83,7 +83,7 @@ def make_roles(
         "critic": config.critic.path,
         "implicit_reward_model": config.implicit_reward_model.path,
     }
-    for name, how in functions.updates.items():
+    for name, update in functions.updates.items():
         is_critic, path = name == "critic", paths.get(name)
         layout = layouts.of(name)
         key = f"{name}.path" if path else "model.path"
@@ -99,14 +99,14 @@ def make_roles(
             model = as_critic(model, key, layout)
         settings = forward_config(config.model, model.spec, layout, config.rollout.temperature)
         shape = shape_on(layout)
-        learner = learner_of(how, settings, shape, layout, model.like, model.frozen)
+        learner = learner_of(update, settings, shape, layout, model.like, model.frozen)
         infer = inference_of(name, functions, settings, shape, layout, model.frozen)
         roles[name] = Role(
             name=name,
             learner=learner,
             infer=infer,
-            learning_rate=how.schedule,
-            max_skipped=how.max_skipped,
+            learning_rate=update.schedule,
+            max_skipped=update.max_skipped,
         )
         trainable[name] = TrainableModel(model, learner, key)
     if functions.select_covariant:
@@ -122,7 +122,7 @@ def make_roles(
 
 
 def learner_of(
-    how: UpdateSpec,
+    update: UpdateSpec,
     settings: ForwardConfig,
     shape: RowShape,
     layout: Layout,
@@ -131,10 +131,10 @@ def learner_of(
 ) -> Learner:
     """Build the update of a model as its functions say; the last two are `Learner`'s."""
     return Learner(
-        how.objective,
+        update.objective,
         settings,
-        how.optimizer,
-        reduce=how.reduce,
+        update.optimizer,
+        reduce=update.reduce,
         shape=shape,
         mesh=layout.mesh,
         params_like=params_like,

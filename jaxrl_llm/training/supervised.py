@@ -89,13 +89,17 @@ def _train(
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
         with clock("update_actor"):
-            state, found = learner.update(state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0})
-            found = jax.device_get(found)
-        check_skipped(int(found["skipped"]), config.optim.max_skipped)
-        router = {name: value for name, value in found.items() if name.startswith("router_")}
+            state, update_metrics = learner.update(
+                state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0}
+            )
+            update_metrics = jax.device_get(update_metrics)
+        check_skipped(int(update_metrics["skipped"]), config.optim.max_skipped)
+        router = {
+            name: value for name, value in update_metrics.items() if name.startswith("router_")
+        }
         metrics = {
-            "train/loss": float(found["pg_loss"]),
-            "train/grad_norm": float(found["grad_norm"]),
+            "train/loss": float(update_metrics["pg_loss"]),
+            "train/grad_norm": float(update_metrics["grad_norm"]),
             "train/lr": float(schedule(updates)),
             **{f"train/{name}": float(value) for name, value in router.items()},
             **clock.metrics(),
