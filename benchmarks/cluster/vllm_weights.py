@@ -44,7 +44,10 @@ from jaxrl_llm.sharding.cast import cast_tree
 
 VOCABULARY = 4096
 PROMPT, ANSWER, ANSWERS = 32, 64, 64
-HOWS = {"temperature 1": {}, "temperature 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9}}
+SAMPLING_OPTIONS = {
+    "temperature 1": {},
+    "temperature 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+}
 
 
 def spec_of(gb: float) -> ModelSpec:
@@ -76,12 +79,12 @@ def spec_of(gb: float) -> ModelSpec:
 
 def seconds_of(action: Callable[[], Any], repeats: int) -> float:
     """Return the median seconds of an action after its first run."""
-    found = []
+    seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         action()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 def measure_sync(
@@ -127,14 +130,14 @@ def differences(
     def logprobs(tokens: Any, temperature: Any) -> Any:
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         hidden = forward(own, spec, tokens, place, jnp.ones_like(tokens))
-        found = logits(own, spec, hidden).astype(jnp.float32) / temperature
-        chosen = jnp.take_along_axis(found[:, :-1], tokens[:, 1:, None], 2)[..., 0]
-        return chosen - jax.nn.logsumexp(found[:, :-1], axis=-1)
+        scores = logits(own, spec, hidden).astype(jnp.float32) / temperature
+        chosen = jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], 2)[..., 0]
+        return chosen - jax.nn.logsumexp(scores[:, :-1], axis=-1)
 
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, VOCABULARY, (ANSWERS, PROMPT))
-    for name, how in HOWS.items():
-        sampling = SamplingParams(max_new_tokens=ANSWER, **how)
+    for name, options in SAMPLING_OPTIONS.items():
+        sampling = SamplingParams(max_new_tokens=ANSWER, **options)
         asked = [Request(tuple(map(int, p)), sampling, i) for i, p in enumerate(prompts)]
         answers = engine.sample(asked)
         tokens = np.concatenate([prompts, [a.tokens for a in answers]], axis=1)

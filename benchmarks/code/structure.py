@@ -51,8 +51,8 @@ def list_files(root: Path, folders: Iterable[str] = LIBRARY) -> dict[str, str]:
     """Return the source of each Python file by its path from the root, without linked folders."""
     paths = [path.relative_to(root) for folder in folders for path in (root / folder).rglob("*.py")]
     linked = {(PACKAGE, name) for name in LINKED}
-    found = sorted(path.as_posix() for path in paths if path.parts[:2] not in linked)
-    return {path: (root / path).read_text(encoding="utf-8") for path in found}
+    unlinked = sorted(path.as_posix() for path in paths if path.parts[:2] not in linked)
+    return {path: (root / path).read_text(encoding="utf-8") for path in unlinked}
 
 
 def count_lines(sources: dict[str, str]) -> dict[str, int]:

@@ -105,7 +105,7 @@ def systems(options: argparse.Namespace) -> Iterator[tuple[str, str, str, dict[s
             yield name, str(Path(python).absolute()), f"generate_{name}.py", {"PYTHONPATH": ""}
 
 
-def check(name: str, job: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+def check(name: str, job: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
     """Raise SystemExit unless all have done the work, and ours without compiling in between.
 
     >>> job = {"lengths": [[2, 3]]}
@@ -116,35 +116,35 @@ def check(name: str, job: dict[str, Any], found: dict[str, dict[str, Any]]) -> N
     SystemExit: w: greedy tokens of transformers are not those of ours: [[2]] and [[1]]
     """
     wanted = sum(map(sum, job["lengths"]))
-    for system, result in found.items():
+    for system, result in results.items():
         counts = [step["generated"] for step in result["steps"]]
         if counts != [wanted] * len(counts):
             raise SystemExit(f"{name}, {system}: {counts} tokens by pass, wanted {wanted}")
-        if "greedy" in result and result["greedy"] != found["ours"]["greedy"]:
+        if "greedy" in result and result["greedy"] != results["ours"]["greedy"]:
             raise SystemExit(
                 f"{name}: greedy tokens of {system} are not those of ours: {result['greedy']} and "
-                f"{found['ours']['greedy']}"
+                f"{results['ours']['greedy']}"
             )
-    if found["ours"]["compilations"]:
-        raise SystemExit(f"{name}: ours compiled {found['ours']['compilations']} times at work")
+    if results["ours"]["compilations"]:
+        raise SystemExit(f"{name}: ours compiled {results['ours']['compilations']} times at work")
 
 
 HEADS = ["workload", "system", "s a pass (least to most)", "tokens/s", "ours = 1", "peak GB"]
 HEADS += ["warm-up, s", "compilations at work", "others"]
 
 
-def medians(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+def medians(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return the median seconds of a pass after the warm-up, by system."""
     return {
         system: statistics.median(step["seconds"] for step in result["steps"][1:])
-        for system, result in found.items()
+        for system, result in results.items()
     }
 
 
-def rows(name: str, found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+def rows(name: str, results: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
     """Yield a line of the table for each system."""
-    middle = medians(found)
-    for system, result in found.items():
+    middle = medians(results)
+    for system, result in results.items():
         seconds = [step["seconds"] for step in result["steps"][1:]]
         yield [
             name,
@@ -159,14 +159,14 @@ def rows(name: str, found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
         ]
 
 
-def summary(name: str, found: dict[str, dict[str, Any]]) -> str:
+def summary(name: str, results: dict[str, dict[str, Any]]) -> str:
     """Return how many times as fast as each of the others ours is.
 
-    >>> found = {"ours": [{}, {"seconds": 2.0}], "tunix": [{}, {"seconds": 3.0}]}
-    >>> summary("tiny", {system: {"steps": steps} for system, steps in found.items()})
+    >>> results = {"ours": [{}, {"seconds": 2.0}], "tunix": [{}, {"seconds": 3.0}]}
+    >>> summary("tiny", {system: {"steps": steps} for system, steps in results.items()})
     '- tiny: as fast as 1.50 times tunix'
     """
-    middle = medians(found)
+    middle = medians(results)
     times = [f"{s / middle['ours']:.2f} times {system}" for system, s in middle.items()]
     return f"- {name}: as fast as {', '.join(times[1:]) or 'nothing else that ran'}"
 
@@ -231,9 +231,9 @@ def report(results: dict[str, Any]) -> None:
     print(describe_run("generation.generate", sys.argv[1:]))
     for system, result in next(iter(results.values())).items():
         print(f"- {system}: {', '.join(f'{n} {v}' for n, v in result['versions'].items())}")
-    lines = [line for name, found in results.items() for line in rows(name, found)]
+    lines = [line for name, by_system in results.items() for line in rows(name, by_system)]
     print(f"\n{markdown_table(HEADS, lines)}\n")
-    print("\n".join(summary(name, found) for name, found in results.items()))
+    print("\n".join(summary(name, by_system) for name, by_system in results.items()))
 
 
 if __name__ == "__main__":

@@ -34,22 +34,22 @@ SYSTEMS = {"ours": "jaxrl_llm", "theirs": "torch"}
 
 PROBE = """
 import importlib, json, sys
-found = {"missing": [], "versions": {"python": sys.version.split()[0]}}
+report = {"missing": [], "versions": {"python": sys.version.split()[0]}}
 for name in sys.argv[1].split(","):
     try:
         module = importlib.import_module(name)
-        found["versions"][name] = str(getattr(module, "__version__", "?"))
+        report["versions"][name] = str(getattr(module, "__version__", "?"))
     except ImportError as error:
-        found["missing"].append(f"{name} ({error})")
-if "jax" in found["versions"]:
+        report["missing"].append(f"{name} ({error})")
+if "jax" in report["versions"]:
     import jax
     try:
         devices = jax.devices()
-        found["device"], found["count"] = devices[0].device_kind, len(devices)
-        found["platform"] = devices[0].platform
+        report["device"], report["count"] = devices[0].device_kind, len(devices)
+        report["platform"] = devices[0].platform
     except RuntimeError as error:
-        found["device"], found["count"], found["platform"] = str(error), 0, "none"
-print(json.dumps(found))
+        report["device"], report["count"], report["platform"] = str(error), 0, "none"
+print(json.dumps(report))
 """
 
 # --------------------------------------------------------------------------------- the processes
@@ -85,11 +85,11 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
             stopped = f"the process ended with {done.returncode}: {(lines or ['-'])[-1][:200]}"
         except subprocess.TimeoutExpired:
             stopped = f"not done after {limit:.0f} s"
-    found = json.loads(results.read_text()) if results.exists() else []
-    found += [{"error": stopped}] * (len(job.cases) - len(found))
+    outcomes = json.loads(results.read_text()) if results.exists() else []
+    outcomes += [{"error": stopped}] * (len(job.cases) - len(outcomes))
     return [
         {"part": job.do, "system": SYSTEMS.get(job.system, job.system), "case": case, **result}
-        for case, result in zip(job.cases, found, strict=True)
+        for case, result in zip(job.cases, outcomes, strict=True)
     ]
 
 
@@ -137,11 +137,11 @@ def driver() -> str:
     return (done.stdout or done.stderr).strip().replace("\n", "; ")
 
 
-def lacking(found: Row, small: bool) -> list[str]:
+def lacking(probed: Row, small: bool) -> list[str]:
     """Return what keeps the benchmarks from running."""
-    texts = [f"missing packages: {', '.join(found['missing'])}"] if found["missing"] else []
-    if not small and found.get("platform") != "gpu":
-        texts.append(f"no GPU: jax sees {found.get('device', 'nothing')}, the driver: {driver()}")
+    texts = [f"missing packages: {', '.join(probed['missing'])}"] if probed["missing"] else []
+    if not small and probed.get("platform") != "gpu":
+        texts.append(f"no GPU: jax sees {probed.get('device', 'nothing')}, the driver: {driver()}")
     return texts
 
 

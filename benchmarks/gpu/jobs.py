@@ -44,8 +44,8 @@ def _updates(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
     def torch(
         micro: int, again: bool, case: Row = equal, by: str = "sdpa", masters: bool = False
     ) -> Job:
-        how = _of(micro=micro, checkpointing=again, attention=by, masters=masters)
-        return Job("theirs", "update", [case | how])
+        settings = _of(micro=micro, checkpointing=again, attention=by, masters=masters)
+        return Job("theirs", "update", [case | settings])
 
     yield ours(middle, "dots")
     yield torch(middle, False)

@@ -247,8 +247,8 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     )
 
     def generate(tokens: int) -> float:
-        how = SamplingParams(max_new_tokens=tokens)
-        asked = [Request(tuple(p), how, seed) for seed, p in enumerate(prompts)]
+        sampling = SamplingParams(max_new_tokens=tokens)
+        asked = [Request(tuple(p), sampling, seed) for seed, p in enumerate(prompts)]
         begun = time.perf_counter()
         answers = engine.sample(asked)
         taken = time.perf_counter() - begun

@@ -53,15 +53,15 @@ def peak_of(device: str) -> Peak | None:
 def spread_lengths(tokens: int, mean: int, most: int, sigma: float = 1.0) -> list[int]:
     """Draw log-normal lengths, cut at `most`, that add up to a number of tokens.
 
-    >>> found = spread_lengths(4096, 128, 512)
-    >>> sum(found), max(found) <= 512, len(found) > 16
+    >>> lengths = spread_lengths(4096, 128, 512)
+    >>> sum(lengths), max(lengths) <= 512, len(lengths) > 16
     (4096, True, True)
     """
-    draw, found = random.Random(0), []
-    while (left := tokens - sum(found)) > 0:
+    draw, lengths = random.Random(0), []
+    while (left := tokens - sum(lengths)) > 0:
         drawn = round(draw.lognormvariate(0, sigma) * mean / 2.718281828 ** (sigma**2 / 2))
-        found.append(min(max(drawn, mean // 16), most, left))
-    return found
+        lengths.append(min(max(drawn, mean // 16), most, left))
+    return lengths
 
 
 def lengths_of(job: dict[str, Any]) -> list[int]:

@@ -132,8 +132,8 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
         )
     head = "requests, prompt + answer, system, s, tokens/s, second half, ms a step"
     head += ", of the floor, compiled, peak GB"
-    how = "given" if any(row["case"].get("bandwidth") for row in rows) else "measured"
-    shown = f"{rate / 1e12:.2f} TB/s ({how})" if rate else "a rate that was not measured"
+    source = "given" if any(row["case"].get("bandwidth") for row in rows) else "measured"
+    shown = f"{rate / 1e12:.2f} TB/s ({source})" if rate else "a rate that was not measured"
     note = "Tokens/s with prefill, and in the second half of the answers, as the columns after it. "
     note += f"The floor of a step: weights and the keys and values so far, read once at {shown}."
     nominal = f" The memory is said to give {peak.bandwidth / 1e12:.2f} TB/s." if peak else ""

@@ -206,7 +206,7 @@ def main() -> int:
         train(REFERENCE, "steps=1", "run_dir=runs/base", work=work, log=work / "base.log")
     failed = train_missing(wanted.recipes, wanted.seeds, work)
     pairs = [(name, seed) for name in everything for seed in wanted.seeds]
-    results = [found for pair in pairs if (found := finished(*pair, work))]
+    results = [result for pair in pairs if (result := finished(*pair, work))]
     if results:
         print("\n" + table(results))
         write(results, wanted.out, sys.argv[1:])

@@ -143,22 +143,22 @@ def measure_loading(directory: Path) -> dict[str, float]:
     jax.block_until_ready(jnp.zeros(8) + 1)
     gc.collect()
     declared = jax.tree.leaves(declare(spec))
-    found: dict[str, float] = {
+    figures: dict[str, float] = {
         "before_gb": peak_gb(),
         "model_gb": sum(4 * np.prod(decl.shape) for decl in declared) / GB,
         "largest_array_gb": max(4 * np.prod(decl.shape) for decl in declared) / GB,
     }
     stored = find_arrays(directory)
     sizes = [array.map().nbytes for array in stored.values()]
-    found |= {"stored_gb": sum(sizes) / GB, "largest_stored_gb": max(sizes) / GB}
+    figures |= {"stored_gb": sum(sizes) / GB, "largest_stored_gb": max(sizes) / GB}
     start = time.perf_counter()
     params = jax.block_until_ready(load_params(directory, spec))
-    found |= {"load_s": time.perf_counter() - start, "load_peak_gb": peak_gb()}
+    figures |= {"load_s": time.perf_counter() - start, "load_peak_gb": peak_gb()}
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
         start = time.perf_counter()
         save_params(Path(folder) / "x", params, spec, source=directory, dtype=jnp.float32)
-        found |= {"save_s": time.perf_counter() - start, "save_peak_gb": peak_gb()}
-    return found
+        figures |= {"save_s": time.perf_counter() - start, "save_peak_gb": peak_gb()}
+    return figures
 
 
 def load_in_processes(directory: Path, dtype: str) -> dict[str, float]:
@@ -181,10 +181,10 @@ def print_loading() -> None:
     print("| --- " * 8 + "|")
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as folder:
-            found = load_in_processes(Path(folder), dtype)
+            figures = load_in_processes(Path(folder), dtype)
         columns = ("stored_gb", "model_gb", "largest_array_gb", "before_gb", "load_peak_gb")
         columns += ("load_s", "save_peak_gb")
-        print(f"| {dtype} | " + " | ".join(f"{found[name]:.2f}" for name in columns) + " |")
+        print(f"| {dtype} | " + " | ".join(f"{figures[name]:.2f}" for name in columns) + " |")
 
 
 def main(words: list[str]) -> None:

@@ -94,8 +94,8 @@ def main() -> None:
         meter.add(generated=sum(len(answer.tokens) for answer in answers))
         meter.end_step()
         at_work += len(compiled) - before if number else 0
-    how = SamplingParams(max_new_tokens=job["greedy_tokens"], temperature=0.0)
-    greedy = engine.sample([Request(tuple(prompt), how, 0) for prompt in job["greedy"]])
+    sampling = SamplingParams(max_new_tokens=job["greedy_tokens"], temperature=0.0)
+    greedy = engine.sample([Request(tuple(prompt), sampling, 0) for prompt in job["greedy"]])
     engine.close()
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     meter.write(

@@ -23,14 +23,14 @@ def main() -> None:
     model = model.to(device).eval()
     model.generation_config.eos_token_id = None
 
-    def generate(prompts: list[list[int]], new_tokens: int, **how: Any) -> list[list[int]]:
+    def generate(prompts: list[list[int]], new_tokens: int, **options: Any) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        found = model.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=0, **how
+        sequences = model.generate(
+            ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=0, **options
         )
-        return found[:, width:].tolist()
+        return sequences[:, width:].tolist()
 
     meter = Meter()
     for _ in range(job["passes"]):

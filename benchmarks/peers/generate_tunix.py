@@ -38,7 +38,7 @@ def main() -> None:
     meter = Meter()
     for number in range(job["passes"]):
         for texts, lengths in zip(job["texts"], job["lengths"], strict=True):
-            found = sampler(
+            output = sampler(
                 texts,
                 longest,
                 max_prompt_length=job["longest_prompt"],
@@ -48,7 +48,7 @@ def main() -> None:
                 eos_tokens=[-1],
                 forbidden_tokens=forbidden,
             )
-            kept = [row[:length] for row, length in zip(found.tokens, lengths, strict=True)]
+            kept = [row[:length] for row, length in zip(output.tokens, lengths, strict=True)]
             meter.add(generated=sum(map(len, kept)))
         meter.end_step()
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -46,8 +46,8 @@ def main() -> None:
             answers = engine.sample(requests)
             meter.add(generated=sum(len(answer.tokens) for answer in answers))
             meter.end_step()
-        how = SamplingParams(max_new_tokens=job["greedy_tokens"], temperature=0.0)
-        greedy = engine.sample([Request(tuple(prompt), how, 0) for prompt in job["greedy"]])
+        sampling = SamplingParams(max_new_tokens=job["greedy_tokens"], temperature=0.0)
+        greedy = engine.sample([Request(tuple(prompt), sampling, 0) for prompt in job["greedy"]])
         engine.close()
     meter.write(
         greedy=[answer.tokens.tolist() for answer in greedy],

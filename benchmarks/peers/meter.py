@@ -77,8 +77,8 @@ class Meter:
 
     def write(self, **more: Any) -> None:
         """Write all of it to the JSON file that the command line names second."""
-        found = {"steps": self.steps, "peak_gb": peak_gb(), **more}
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        report = {"steps": self.steps, "peak_gb": peak_gb(), **more}
+        Path(sys.argv[2]).write_text(json.dumps(report))
 
     def _read(self) -> tuple[float, float, float]:
         return time.perf_counter(), time.process_time(), busy_seconds()

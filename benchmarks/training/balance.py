@@ -42,9 +42,9 @@ def in_order(sizes: np.ndarray, shape: RowShape) -> Plan:
     return [rows[at : at + shape.rows] for at in range(0, len(rows), shape.rows)]
 
 
-def padded(sizes: np.ndarray, found: Plan, shape: RowShape) -> float:
+def padded(sizes: np.ndarray, plan: Plan, shape: RowShape) -> float:
     """Return a step over its bound, where padding costs all but attention too."""
-    squares = sum_by_rank(VERL_COST(sizes) - sizes, found, shape.rows, shape.ranks)
+    squares = sum_by_rank(VERL_COST(sizes) - sizes, plan, shape.rows, shape.ranks)
     slowest = (squares + shape.tokens / shape.ranks).max(1).sum()
     return float(slowest * shape.ranks / VERL_COST(sizes).sum())
 
@@ -57,10 +57,10 @@ def measure(
     for seed in range(DRAWS):
         sizes = lognormal(seed, sequences)
         start = time.perf_counter()
-        found = make(sizes, shape)
+        plan = make(sizes, shape)
         seconds = time.perf_counter() - start
-        waiting = imbalance(sizes, found, shape.rows, shape.ranks, VERL_COST)["perf/imbalance"]
-        figures.append((len(found), waiting, padded(sizes, found, shape), seconds))
+        waiting = imbalance(sizes, plan, shape.rows, shape.ranks, VERL_COST)["perf/imbalance"]
+        figures.append((len(plan), waiting, padded(sizes, plan, shape), seconds))
     return [statistics.mean(column) for column in zip(*figures, strict=True)]
 
 

@@ -75,7 +75,7 @@ def rates(pythons: dict[str, str]) -> dict[str, list[float]]:
     return by_library
 
 
-def check_tokens(expected: dict[str, Sequence[float]], found: dict[str, dict[str, Any]]) -> None:
+def check_tokens(expected: dict[str, Sequence[float]], results: dict[str, dict[str, Any]]) -> None:
     """Raise SystemExit unless every system has done the work that was asked of it.
 
     >>> step = {"generated": 3, "trained": 3, "tokens": 5}
@@ -85,7 +85,7 @@ def check_tokens(expected: dict[str, Sequence[float]], found: dict[str, dict[str
     Traceback (most recent call last):
     SystemExit: trl, trained: [2] tokens by step, wanted [3]
     """
-    for system, result in found.items():
+    for system, result in results.items():
         for name, wanted in expected.items():
             counts = [step.get(name) for step in result["steps"]]
             if counts != list(wanted):
@@ -115,18 +115,18 @@ def run_workload(name: str, pythons: dict[str, str], options: Any, folder: Path)
         "learning_rate": LEARNING_RATE,
         "grad_clip": GRAD_CLIP,
     }
-    found = {}
+    results = {}
     for system, python in pythons.items():
         result = measure(python, PEERS / f"run_{system}.py", job, folder / f"{name}-{system}")
-        found[system] = result | {"measured": result["steps"][options.warm :]}
+        results[system] = result | {"measured": result["steps"][options.warm :]}
     generated = [sum(step) for step in lengths]
     whole = [g + SAMPLES * sum(step) for g, step in zip(generated, prompt_tokens, strict=True)]
-    check_tokens({"generated": generated, "trained": generated, "tokens": whole}, found)
+    check_tokens({"generated": generated, "trained": generated, "tokens": whole}, results)
     flops = statistics.median(
         step_flops(spec_of(MODELS[workload.model]), *step)
         for step in list(zip(prompt_tokens, lengths, strict=True))[options.warm :]
     )
-    return {"flops": flops, "systems": found}
+    return {"flops": flops, "systems": results}
 
 
 def set_up(folder: Path, bases: dict[str, str]) -> None:

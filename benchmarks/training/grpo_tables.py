@@ -50,9 +50,9 @@ HEADS = [
 def table(results: dict[str, Any], rate: float) -> str:
     """Return a Markdown table: one row for each workload and system."""
     rows = [
-        row(name, system, result, found["flops"], rate)
-        for name, found in results.items()
-        for system, result in found["systems"].items()
+        row(name, system, result, workload["flops"], rate)
+        for name, workload in results.items()
+        for system, result in workload["systems"].items()
     ]
     return markdown_table(HEADS, rows)
 
@@ -60,15 +60,15 @@ def table(results: dict[str, Any], rate: float) -> str:
 def comparison(results: dict[str, Any]) -> list[str]:
     """Return a line for each workload: how many times as fast as the fastest peer, and memory."""
     lines = []
-    for name, found in results.items():
+    for name, workload in results.items():
         systems = {
             system: statistics.median(step["seconds"] for step in result["measured"])
-            for system, result in found["systems"].items()
+            for system, result in workload["systems"].items()
         }
         peers = {system: seconds for system, seconds in systems.items() if system != "ours"}
         if "ours" in systems and peers:
             peer = min(peers, key=lambda system: peers[system])
-            memory = (found["systems"][system]["peak_gb"] for system in ("ours", peer))
+            memory = (workload["systems"][system]["peak_gb"] for system in ("ours", peer))
             lines.append(
                 f"- {name}: {peers[peer] / systems['ours']:.2f} times as fast as {peer}, the "
                 f"fastest of them; {' against '.join(f'{gb:.1f}' for gb in memory)} GB"
@@ -79,9 +79,9 @@ def comparison(results: dict[str, Any]) -> list[str]:
 def stages(results: dict[str, Any]) -> list[str]:
     """Return a line for each workload: where a step of ours spends its seconds."""
     lines = []
-    for name, found in results.items():
-        if "ours" in found["systems"]:
-            ours = found["systems"]["ours"]
+    for name, workload in results.items():
+        if "ours" in workload["systems"]:
+            ours = workload["systems"]["ours"]
             parts = [f"{k.removeprefix('timing_s/')} {s:.2f}" for k, s in ours["stages"].items()]
             compiled = f"{ours['compilations']:.0f} compilations after the warm-up"
             lines.append(f"- {name}: {', '.join(parts)}; {compiled}")
@@ -91,9 +91,9 @@ def stages(results: dict[str, Any]) -> list[str]:
 def learned(results: dict[str, Any]) -> list[str]:
     """Return a line for each workload: rewards and KLs, which show that the work is the same."""
     lines = []
-    for name, found in results.items():
+    for name, workload in results.items():
         parts = []
-        for system, result in found["systems"].items():
+        for system, result in workload["systems"].items():
             kl = f", {result['kl']:.1e}" if "kl" in result else ""
             parts.append(f"{system} {statistics.mean(result['rewards']):.3f}{kl}")
         lines.append(f"- {name}: {'; '.join(parts)}")
@@ -103,14 +103,16 @@ def learned(results: dict[str, Any]) -> list[str]:
 def report(results: dict[str, Any], measured: dict[str, list[float]], rate: float) -> None:
     """Print everything as Markdown."""
     print(describe_run("training.grpo_step", sys.argv[1:]))
-    systems = {s: r for found in results.values() for s, r in found["systems"].items()}
+    systems = {s: r for workload in results.values() for s, r in workload["systems"].items()}
     for system, result in systems.items():
         print(f"- {system}: {', '.join(f'{n} {v}' for n, v in result['versions'].items())}")
-    for library, found in measured.items():
-        by_shape = zip(RATE_SHAPES, found, strict=True)
+    for library, rates in measured.items():
+        by_shape = zip(RATE_SHAPES, rates, strict=True)
         products = ", ".join(f"{'×'.join(map(str, shape))} {r:.0f}" for shape, r in by_shape)
         print(f"- float32 products with {library}, GFLOP/s: {products}")
-    needed = ", ".join(f"{name} {found['flops'] / 1e12:.2f}" for name, found in results.items())
+    needed = ", ".join(
+        f"{name} {workload['flops'] / 1e12:.2f}" for name, workload in results.items()
+    )
     print(f"- TFLOP that a step needs: {needed}\n\n{table(results, rate)}\n")
     print("\n".join(comparison(results)))
     print("\nMean reward of all steps, KL to the reference in the last one:\n")

@@ -221,13 +221,13 @@ def check(case: Case, packed: Run, filled: Run) -> float:
     Raises:
         SystemExit: they, or the losses, differ by more than the dtype explains.
     """
-    found, limit = difference(packed, filled), TOLERANCE[case.dtype]
-    if not (found < limit and abs(packed.loss - filled.loss) < limit):
+    gap, limit = difference(packed, filled), TOLERANCE[case.dtype]
+    if not (gap < limit and abs(packed.loss - filled.loss) < limit):
         raise SystemExit(
-            f"{case.name}: packed and padded gradients differ by {found:.2g} of their norm, losses "
+            f"{case.name}: packed and padded gradients differ by {gap:.2g} of their norm, losses "
             f"{packed.loss:.8g} and {filled.loss:.8g}; wanted less than {limit}"
         )
-    return found
+    return gap
 
 
 def machine_rate(dtype: str) -> float:
@@ -286,24 +286,24 @@ HEADS = [
 ]
 
 
-def row(found: dict[str, Any]) -> list[str]:
+def row(figures: dict[str, Any]) -> list[str]:
     """Return a case's line of the table."""
 
     def span(values: list[float]) -> str:
         return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
-    counts = [f"{found[n]:,}" for n in ("parameters", "sequences", "tokens", "places")]
+    counts = [f"{figures[n]:,}" for n in ("parameters", "sequences", "tokens", "places")]
     return [
-        found["case"],
+        figures["case"],
         *counts,
-        span(found["packed_s"]),
-        span(found["padded_s"]),
-        f"{found['tokens_per_s']:,.0f}",
-        f"{found['utilisation']:.0%}",
-        f"{found['padding_packed']:.1%}",
-        f"{found['padding_padded']:.1%}",
-        f"{found['ratio']:.2f}",
-        f"{found['difference']:.0e}",
+        span(figures["packed_s"]),
+        span(figures["padded_s"]),
+        f"{figures['tokens_per_s']:,.0f}",
+        f"{figures['utilisation']:.0%}",
+        f"{figures['padding_packed']:.1%}",
+        f"{figures['padding_padded']:.1%}",
+        f"{figures['ratio']:.2f}",
+        f"{figures['difference']:.0e}",
     ]
 
 
