@@ -52,6 +52,7 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
 
     That is `JAX_COORDINATOR_ADDRESS` (host:port of the first process), `JAX_NUM_PROCESSES` and
     `JAX_PROCESS_ID`, or else what Slurm tells each task of a job step with several tasks.
+    jax's own detection reads only the first of these, and gives a Slurm task one device, not all.
 
     Args:
         environment: Variables by name.

@@ -1,4 +1,7 @@
-"""The fields of a request's JSON, read one by one; what is left over is refused."""
+"""The fields of a request's JSON, read one by one; what is left over is refused.
+
+By hand: pydantic models took 538 lines for 540 here and in `requests`, and reordered tool calls.
+"""
 
 import json
 import math
