@@ -302,7 +302,8 @@ def test_prompts_that_do_not_fit_into_one_step_are_read(engine):
 def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     """Also after `sleep`; every token has the version of the weights that drew it."""
     found = []
-    requests = [ask(tokens=200, seed=seed) for seed in range(40)]  # more than are decoded at once
+    # more than are decoded at once, and than are done before the sidecar's next report
+    requests = [ask(tokens=200, seed=seed) for seed in range(150)]
     thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
     sidecar = engine._replicas[0].sidecar
     before = sidecar._progress["generated"]
@@ -313,7 +314,7 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     assert engine.load(SECOND, version=1).version == 1
     engine.wake()
     thread.join(100)
-    assert len(found) == 40
+    assert len(found) == 150
     assert {0, 1} <= {int(v) for answer in found for v in answer.versions}
     for answer in found:
         assert answer.versions.tolist() == sorted(answer.versions)
@@ -650,9 +651,10 @@ def test_one_that_dies_too_often_ends_the_engine_and_says_why(tmp_path):
 def test_no_process_file_or_shared_memory_is_left_of_a_trainer_that_was_killed(tmp_path, base):
     before = set(Path("/dev/shm").iterdir())
     script = tmp_path / "trainer.py"
+    here = Path(__file__).parent
     script.write_text(
         "import sys, time, pathlib\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path[:0] = {[str(here), str(here.parents[1])]!r}\n"
         "import test_vllm as t\n"
         f"folder, env = pathlib.Path({str(tmp_path)!r}), {{'TMPDIR': {base!r}}}\n"
         "engine = t.make(folder, tensor_parallel=2, env=env)\n"
