@@ -153,11 +153,11 @@ def _forward(
         logits = projection.logits(hidden, narrow)
         stats, residual = _stats_and_residual(logits, targets)
         return stats, (hidden, head, targets, residual, logits)
-    found = jax.lax.map(
+    by_chunk = jax.lax.map(
         lambda block: _stats_and_residual(projection.logits(block[0], narrow), block[1]),
         (_strided(hidden, chunks), _strided(targets, chunks)),
     )
-    stats, residual = jax.tree.map(lambda x: _unstrided(x, hidden.shape[0]), found)
+    stats, residual = jax.tree.map(lambda x: _unstrided(x, hidden.shape[0]), by_chunk)
     return stats, (hidden, head, targets, residual, None)
 
 

@@ -40,7 +40,7 @@ def attend(
     k: Float[Array, "R L K H"],
     v: Float[Array, "R L K H"],
     segment_ids: Int[Array, "R L"],
-    how: Attending = PLAIN,
+    options: Attending = PLAIN,
     *,
     in_blocks: bool = True,
 ) -> Float[Array, "R L N H"]:
@@ -58,7 +58,7 @@ def attend(
         v: Values.
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
-        how: Scale, window and soft-cap of the scores.
+        options: Scale, window and soft-cap of the scores.
         in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
     Returns:
@@ -73,14 +73,14 @@ def attend(
     # batched products want their batch axes first
     q = q.reshape(rows, length, -1, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    window = jnp.asarray(NO_WINDOW if how.window is None else how.window, jnp.int32)
-    scale = width**-0.5 if how.scale is None else how.scale
+    window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
+    scale = width**-0.5 if options.scale is None else options.scale
     blocks = next(n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
     size = length // blocks if in_blocks else length
     outputs: list[Any] = []
     for end in range(size, length + 1, size):
         block = q[:, :, end - size : end].reshape(rows, -1, size * shared, width)
-        scoring = _Scoring(scale, how.softcap, end - size)
+        scoring = _Scoring(scale, options.softcap, end - size)
         mixed: Any = _attend(
             scoring, block, k[..., :end], v[:, :, :end], segment_ids[:, :end], window
         )
@@ -98,26 +98,26 @@ class _Scoring(NamedTuple):
 
 
 def _scores(
-    how: _Scoring, q: Float[Array, "R K Q H"], k: Float[Array, "R K H S"]
+    scoring: _Scoring, q: Float[Array, "R K Q H"], k: Float[Array, "R K H S"]
 ) -> Float32[Array, "R K Q S"]:
-    raw = jnp.matmul(q, k, preferred_element_type=jnp.float32) * how.scale
-    return raw if how.softcap is None else how.softcap * jnp.tanh(raw / how.softcap)
+    raw = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scoring.scale
+    return raw if scoring.softcap is None else scoring.softcap * jnp.tanh(raw / scoring.softcap)
 
 
 def _allowed(
-    how: _Scoring, q: Array, segment_ids: Int[Array, "R S"], window: Int[Array, ""]
+    scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], window: Int[Array, ""]
 ) -> Bool[Array, "R 1 Q S"]:
-    queries = segment_ids.shape[1] - how.first
+    queries = segment_ids.shape[1] - scoring.first
     index = jnp.arange(segment_ids.shape[1])
-    distance = index[how.first :, None] - index[None, :]
-    same = segment_ids[:, how.first :, None] == segment_ids[:, None, :]
+    distance = index[scoring.first :, None] - index[None, :]
+    same = segment_ids[:, scoring.first :, None] == segment_ids[:, None, :]
     allowed = same & (segment_ids != 0)[:, None, :] & (distance >= 0) & (distance < window)
     return jnp.repeat(allowed, q.shape[2] // queries, axis=1)[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    how: _Scoring,
+    scoring: _Scoring,
     q: Float[Array, "R K Q H"],
     k: Float[Array, "R K H S"],
     v: Float[Array, "R K S V"],
@@ -125,16 +125,16 @@ def _attend(
     window: Int[Array, ""],
 ) -> Float[Array, "R K Q V"]:
     """Attend with the last queries of a row, those of all heads that share keys as one axis Q."""
-    return _attend_forward(how, q, k, v, segment_ids, window)[0]
+    return _attend_forward(scoring, q, k, v, segment_ids, window)[0]
 
 
 @jax.named_scope("attention")
 def _attend_forward(
-    how: _Scoring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
+    scoring: _Scoring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    allowed = _allowed(how, q, segment_ids, window)
+    allowed = _allowed(scoring, q, segment_ids, window)
     # not -inf: a padding position allows nothing
-    scores = jnp.where(allowed, _scores(how, q, k), jnp.finfo(jnp.float32).min)
+    scores = jnp.where(allowed, _scores(scoring, q, k), jnp.finfo(jnp.float32).min)
     largest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
@@ -145,22 +145,22 @@ def _attend_forward(
 
 @jax.named_scope("attention")
 def _attend_backward(
-    how: _Scoring, saved: tuple[Any, ...], cotangent: Float[Array, "R K Q V"]
+    scoring: _Scoring, saved: tuple[Any, ...], cotangent: Float[Array, "R K Q V"]
 ) -> tuple[Array | None, ...]:
     r"""Compute the scores again; with $P$ and $o = P v$, $dS = P \odot (do\, v^T - do \cdot o)$.
 
     FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2).
     """
     q, k, v, segment_ids, window, mixed, log_total = saved
-    allowed = _allowed(how, q, segment_ids, jnp.asarray(window))  # under remat it is numpy's
-    scores = _scores(how, q, k)
+    allowed = _allowed(scoring, q, segment_ids, jnp.asarray(window))  # under remat it is numpy's
+    scores = _scores(scoring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total), 0.0)
     wide = cotangent.astype(jnp.float32)
     mean = (wide * mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    to_scores = weights * (product(cotangent, v.swapaxes(2, 3)) - mean) * how.scale
-    if how.softcap is not None:
-        to_scores = to_scores * (1.0 - jnp.square(scores / how.softcap))
+    to_scores = weights * (product(cotangent, v.swapaxes(2, 3)) - mean) * scoring.scale
+    if scoring.softcap is not None:
+        to_scores = to_scores * (1.0 - jnp.square(scores / scoring.softcap))
     to_scores, weights = to_scores.astype(q.dtype), weights.astype(v.dtype)
     to_q = product(to_scores, k.swapaxes(2, 3)).astype(q.dtype)
     to_k = product(q.swapaxes(2, 3), to_scores).astype(k.dtype)
@@ -177,7 +177,7 @@ def attend_cache(
     k: Float[Array, "B K H S"],
     v: Float[Array, "B K S V"],
     positions: Int[Array, "B T"],
-    how: Attending = PLAIN,
+    options: Attending = PLAIN,
 ) -> Float[Array, "B T N V"]:
     """Attend with queries at given positions over the slots of a cache up to each of them.
 
@@ -188,7 +188,7 @@ def attend_cache(
         k: Cached keys; slot s holds position s.
         v: Cached values.
         positions: Of the queries; their own keys and values are in the cache.
-        how: Scale, window and soft-cap of the scores.
+        options: Scale, window and soft-cap of the scores.
 
     Returns:
         The mixed values, in the dtype of `v`.
@@ -201,12 +201,12 @@ def attend_cache(
     shared = heads // k.shape[1]
     distance = positions[:, :, None] - jnp.arange(k.shape[3])
     allowed = distance >= 0
-    if how.window is not None:
-        allowed &= distance < how.window
+    if options.window is not None:
+        allowed &= distance < options.window
     grouped = q.reshape(batch, length, -1, shared, width).swapaxes(1, 2)
     grouped = grouped.reshape(batch, -1, length * shared, width)
-    scale = width**-0.5 if how.scale is None else how.scale
-    scores = _scores(_Scoring(scale, how.softcap, 0), grouped, k)
+    scale = width**-0.5 if options.scale is None else options.scale
+    scores = _scores(_Scoring(scale, options.softcap, 0), grouped, k)
     allowed = jnp.repeat(allowed, shared, axis=1)[:, None]
     weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
     mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

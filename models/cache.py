@@ -112,14 +112,14 @@ def extend(
     rows = jnp.arange(tokens.shape[0])[:, None]
 
     def attention(
-        number: int, how: Attending, q: Array, k: Array, v: Array
+        number: int, options: Attending, q: Array, k: Array, v: Array
     ) -> tuple[Array, tuple[Array, Array]]:
         keys = cache.keys[number].at[rows, :, :, positions].set(k.astype(cache.keys[0].dtype))
         values = cache.values[number]
         if not _keys_are_values(spec):
             values = values.at[rows, :, positions].set(v.astype(values.dtype))
         mixed_in = keys.swapaxes(2, 3) if _keys_are_values(spec) else values
-        return attend_cache(q, keys, mixed_in, positions, how), (keys, values)
+        return attend_cache(q, keys, mixed_in, positions, options), (keys, values)
 
     constrain = layout.constrain if layout else lambda x: x
     x, kept = constrain(embed(params, spec, tokens, dtype=dtype)), []

@@ -17,7 +17,7 @@ def attend_pieces(
     k: Float[Array, "P l K H"],
     v: Float[Array, "P l K H"],
     segment_ids: Int[Array, "P l"],
-    how: Attending = PLAIN,
+    options: Attending = PLAIN,
     *,
     layout: Layout,
 ) -> Float[Array, "P l N H"]:
@@ -30,7 +30,7 @@ def attend_pieces(
         k: Keys.
         v: Values.
         segment_ids: As for `attend`, unique in a row.
-        how: Scale, window and soft-cap of the scores.
+        options: Scale, window and soft-cap of the scores.
         layout: How rows are split, and the kernel that attends on each device, if any.
 
     Returns:
@@ -46,8 +46,8 @@ def attend_pieces(
     """
     if layout.pieces == 1:
         if layout.kernel is not None:
-            return _on_each(layout, "tensor", how)(q, k, v, segment_ids)
-        return attend(q, k, v, segment_ids, how)
+            return _on_each(layout, "tensor", options)(q, k, v, segment_ids)
+        return attend(q, k, v, segment_ids, options)
     q, k, v, segment_ids = map(layout.merge_context, (q, k, v, segment_ids))
     if layout.context == "heads":
         k, v = _repeated(q, k, v, layout)
@@ -59,20 +59,20 @@ def attend_pieces(
         q = jax.lax.with_sharding_constraint(q, layout.sharding(BATCH, "context", "tensor", None))
     segment_ids = jax.lax.with_sharding_constraint(segment_ids, layout.sharding(BATCH, None))
     if layout.kernel is not None:
-        mixed = _on_each(layout, ("tensor", "context"), how)(q, k, v, segment_ids)
+        mixed = _on_each(layout, ("tensor", "context"), options)(q, k, v, segment_ids)
     else:
-        mixed = attend(q, k, v, segment_ids, how, in_blocks=layout.context == "heads")
+        mixed = attend(q, k, v, segment_ids, options, in_blocks=layout.context == "heads")
     own = layout.sharding(BATCH, "context", "tensor", None)
     return layout.split_context(jax.lax.with_sharding_constraint(mixed, own))
 
 
-def _on_each(layout: Layout, heads: Any, how: Attending) -> Any:
+def _on_each(layout: Layout, heads: Any, options: Attending) -> Any:
     """Let each device attend to its rows with its heads; XLA can't divide a kernel itself."""
     kernel, rows = layout.kernel, PartitionSpec(BATCH)
     assert kernel is not None, "attend_pieces asked"
     mixed = PartitionSpec(BATCH, None, heads)
     return jax.shard_map(
-        lambda q, k, v, segment_ids: kernel(q, k, v, segment_ids, how),
+        lambda q, k, v, segment_ids: kernel(q, k, v, segment_ids, options),
         mesh=layout.mesh,
         in_specs=(mixed, mixed, mixed, rows),
         out_specs=mixed,

@@ -29,7 +29,7 @@ TOLERANCE = 0.04
 
 
 Kernel: TypeAlias = Callable[..., Array]
-"""What computes `attend`, from the same arguments (q, k, v, segment_ids, how)."""
+"""What computes `attend`, from the same arguments (q, k, v, segment_ids, options)."""
 
 
 class Segments(NamedTuple):
@@ -75,7 +75,7 @@ def attend_cudnn(
     k: Float[Array, "R L K H"],
     v: Float[Array, "R L K H"],
     segment_ids: Int[Array, "R L"],
-    how: Attending = PLAIN,
+    options: Attending = PLAIN,
 ) -> Float[Array, "R L N H"]:
     """Compute `models.attention.attend` with cuDNN's fused kernel, FlashAttention on packed rows.
 
@@ -89,7 +89,7 @@ def attend_cudnn(
         v: Values.
         segment_ids: As for `attend`, at most `MOST_SEGMENTS` in a row. What comes after these gets
             NaN, so that no wrong number is taken for a result.
-        how: Scale of the scores.
+        options: Scale of the scores.
 
     Returns:
         The mixed values; 0 at padding, and so is the gradient there.
@@ -102,10 +102,10 @@ def attend_cudnn(
     Traceback (most recent call last):
     ValueError: cuDNN's packed attention has no window and no soft-cap, got window=2, softcap=None
     """
-    if how.window is not None or how.softcap is not None:
+    if options.window is not None or options.softcap is not None:
         raise ValueError(
             "cuDNN's packed attention has no window and no soft-cap, got "
-            f"window={how.window}, softcap={how.softcap}"
+            f"window={options.window}, softcap={options.softcap}"
         )
     # private: the public function takes no segments (jax pull request 29731 would let it)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
@@ -122,7 +122,7 @@ def attend_cudnn(
         kv_seqlen=segments.sizes,
         q_offsets=segments.starts,
         kv_offsets=segments.starts,
-        scale=q.shape[3] ** -0.5 if how.scale is None else how.scale,
+        scale=q.shape[3] ** -0.5 if options.scale is None else options.scale,
         mask_type=MaskType.PADDING_CAUSAL,
     )
     left_out = real & (segments.number >= MOST_SEGMENTS)[:, :, None, None]
@@ -167,13 +167,13 @@ class Heads(NamedTuple):
         queries: Number of query heads N.
         keys: Number of key/value heads K.
         width: Of a head, H.
-        how: Scale, window and soft-cap.
+        options: Scale, window and soft-cap.
     """
 
     queries: int
     keys: int
     width: int
-    how: Attending
+    options: Attending
 
 
 class KernelChoice(NamedTuple):
@@ -208,8 +208,8 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
         keys = next((n for n in range(keys, spec.heads + 1, keys) if n % parts == 0), keys)
     if spec.heads % parts or keys % parts:
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
-    how = Attending(spec.score_scale, spec.window, spec.score_softcap)
-    return Heads(spec.heads // parts, keys // parts, spec.head_dim, how)
+    options = Attending(spec.score_scale, spec.window, spec.score_softcap)
+    return Heads(spec.heads // parts, keys // parts, spec.head_dim, options)
 
 
 def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
@@ -222,6 +222,7 @@ def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     """
     capability, version = (".".join(map(str, x)) for x in (device.capability, device.jax))
     least_capability, least_jax = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, LEAST_JAX))
+    options = heads.options
     reasons = {
         f"the devices are {device.platform}, not cuda": device.platform != "cuda",
         f"compute capability {capability}, it needs {least_capability} (Hopper) or later": (
@@ -234,8 +235,8 @@ def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
         f"heads are {heads.width} wide, it needs a multiple of 8 up to {WIDEST_HEAD}": (
             heads.width % 8 != 0 or heads.width > WIDEST_HEAD
         ),
-        f"the model has a window of {heads.how.window} tokens": heads.how.window is not None,
-        f"the model has a soft-cap of {heads.how.softcap}": heads.how.softcap is not None,
+        f"the model has a window of {options.window} tokens": options.window is not None,
+        f"the model has a soft-cap of {options.softcap}": options.softcap is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -269,7 +270,7 @@ def difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
     def results(kernel: Kernel, dtype: DTypeLike) -> list[Float32[Array, "R L n H"]]:
         def run(q: Array, k: Array, v: Array, cotangent: Array) -> tuple[Array, ...]:
             def mix(q: Array, k: Array, v: Array) -> Array:
-                return kernel(q, k, v, segment_ids, heads.how)
+                return kernel(q, k, v, segment_ids, heads.options)
 
             mixed, backward = jax.vjp(mix, q, k, v)
             return mixed, *backward(cotangent)

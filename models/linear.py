@@ -107,21 +107,23 @@ class _Product(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Float[Array, "R L ..."], matrix: Array, how: _Product) -> Array:
-    return _product_forward(x, matrix, how)[0]
+def _product(x: Float[Array, "R L ..."], matrix: Array, product: _Product) -> Array:
+    return _product_forward(x, matrix, product)[0]
 
 
-def _product_forward(x: Array, matrix: Array, how: _Product) -> tuple[Array, tuple[Array, Array]]:
+def _product_forward(
+    x: Array, matrix: Array, product: _Product
+) -> tuple[Array, tuple[Array, Array]]:
     # what is stored is x as it came: the products that share it then share one copy
-    left, right = how.flat(x, matrix)
-    return (left @ right).reshape(*x.shape[:2], *matrix.shape[how.inputs :]), (x, matrix)
+    left, right = product.flat(x, matrix)
+    return (left @ right).reshape(*x.shape[:2], *matrix.shape[product.inputs :]), (x, matrix)
 
 
 def _product_backward(
-    how: _Product, saved: tuple[Array, Array], cotangent: Float[Array, "R L ..."]
+    product: _Product, saved: tuple[Array, Array], cotangent: Float[Array, "R L ..."]
 ) -> tuple[Array, Array]:
     x, matrix = saved
-    left, right = how.flat(x, matrix)
+    left, right = product.flat(x, matrix)
     flat = cotangent.reshape(len(left), -1)
     to_matrix = jnp.matmul(left.T, flat, preferred_element_type=jnp.float32)
     to_x = (flat @ right.T).reshape(x.shape)

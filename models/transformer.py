@@ -166,13 +166,13 @@ def _layer_step(
 
     def body(x: Array, rows: _Row, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
         weights, layer = gather(of_layer[0]), of_layer[1]
-        how = attending(spec, layer)
+        options = attending(spec, layer)
         x, _, router = decoder_layer(
             weights,
             spec,
             x,
             rows.by.of(layer),
-            lambda q, k, v: (attention(q, k, v, rows.segment_ids, how), None),
+            lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
             rows.segment_ids != 0,
             layout,
         )

@@ -91,13 +91,13 @@ def _find(name: str, home: str, key: str) -> Callable[..., Any]:
         module = _import(where, key)
     else:
         module = _import(home, key)
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         raise ConfigError(
             f"{key}: no function {attribute!r} in {module.__name__}; "
             + closest(attribute, public_functions(module))
         )
-    return found
+    return function
 
 
 def _import(name: str, key: str) -> ModuleType:

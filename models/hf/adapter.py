@@ -291,9 +291,11 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
         got = config.get(key, wanted)
         if got != wanted and (got or wanted):  # None, false and {} mean the same
             raise ValueError(f"{path}: {key}={got!r}; supported is {wanted!r}")
-    how = config.get("init_lora_weights", True)
-    if how not in PEFT_INITIALIZERS:
-        raise ValueError(f"{path}: init_lora_weights={how!r} changes the base; it can't be loaded")
+    initializer = config.get("init_lora_weights", True)
+    if initializer not in PEFT_INITIALIZERS:
+        raise ValueError(
+            f"{path}: init_lora_weights={initializer!r} changes the base; it can't be loaded"
+        )
     missing = [key for key in ("r", "lora_alpha") if key not in config]
     if missing:
         raise ValueError(f"{path}: the keys {missing} are missing")

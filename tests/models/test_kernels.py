@@ -113,10 +113,10 @@ def test_the_kernel_is_told_the_segments_and_padding_stays_out(monkeypatch):
     q, k, v, out = (
         jax.random.normal(key, (4, 16, n, 8)) for key, n in zip(keys, (4, 2, 2, 4), strict=True)
     )
-    how, real = Attending(scale=0.3), (ids != 0)[:, :, None, None]
+    options, real = Attending(scale=0.3), (ids != 0)[:, :, None, None]
 
     def results(kernel):
-        mixed, backward = jax.vjp(lambda *x: kernel(*x, ids, how), q, k, v)
+        mixed, backward = jax.vjp(lambda *x: kernel(*x, ids, options), q, k, v)
         return mixed, *backward(out)
 
     got, wanted = jax.jit(results, static_argnums=0)(attend_cudnn), results(attend)
@@ -146,8 +146,13 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
         (PLAIN_HEADS, "float32", HOPPER, "dtype is float32"),
         (PLAIN_HEADS._replace(width=100), "bfloat16", HOPPER, "100 wide"),
         (PLAIN_HEADS._replace(width=264), "bfloat16", HOPPER, "264 wide"),
-        (PLAIN_HEADS._replace(how=Attending(window=64)), "bfloat16", HOPPER, "window of 64"),
-        (PLAIN_HEADS._replace(how=Attending(softcap=50.0)), "bfloat16", HOPPER, "soft-cap of 50"),
+        (PLAIN_HEADS._replace(options=Attending(window=64)), "bfloat16", HOPPER, "window of 64"),
+        (
+            PLAIN_HEADS._replace(options=Attending(softcap=50.0)),
+            "bfloat16",
+            HOPPER,
+            "soft-cap of 50",
+        ),
     ],
 )
 def test_what_speaks_against_the_kernel(heads, dtype, machine, wanted):
@@ -171,15 +176,15 @@ def test_where_the_kernel_can_stand(sizes, context, wanted):
     assert wanted in found if isinstance(wanted, str) else found[:2] == wanted
 
 
-def heedless(q, k, v, segment_ids, how=PLAIN):
-    return attend(q, k, v, jnp.ones_like(segment_ids), how)
+def heedless(q, k, v, segment_ids, options=PLAIN):
+    return attend(q, k, v, jnp.ones_like(segment_ids), options)
 
 
-def one_sided(q, k, v, segment_ids, how=PLAIN):
-    return attend(q, jax.lax.stop_gradient(k), v, segment_ids, how)
+def one_sided(q, k, v, segment_ids, options=PLAIN):
+    return attend(q, jax.lax.stop_gradient(k), v, segment_ids, options)
 
 
-def broken(q, k, v, segment_ids, how=PLAIN):
+def broken(q, k, v, segment_ids, options=PLAIN):
     raise RuntimeError("No valid engine configs for this graph\nand more")
 
 
@@ -210,9 +215,9 @@ def test_xla_is_not_questioned_and_cudnn_is_no_wish():
 def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
     seen = []
 
-    def kernel(q, k, v, segment_ids, how=PLAIN):
+    def kernel(q, k, v, segment_ids, options=PLAIN):
         seen.append((q.shape, k.shape))
-        return attend(q, k, v, segment_ids, how)
+        return attend(q, k, v, segment_ids, options)
 
     mesh = make_mesh(sizes, jax.devices()[:4])
     ids = jnp.array(packed(ROWS))
