@@ -116,10 +116,10 @@ def test_the_readmes_loss_runs_from_the_readmes_config(tmp_path, monkeypatch):
     fields = {name: -rng.random((2, 3), np.float32) for name in asks_for(loss)}
     fields["mask"] = np.array([[True, True, False], [True, True, True]])
     result = loss(*(jnp.asarray(fields[name]) for name in asks_for(loss)))
-    found = as_token_loss(result, loss, (2, 3))
+    token_loss = as_token_loss(result, loss, (2, 3))
     weights = np.minimum(np.exp(fields["old_logprobs"] - fields["rollout_logprobs"]), 3.0)
     np.testing.assert_allclose(
-        found.diagnostics["correction"], np.where(fields["mask"], weights, 0), rtol=1e-6
+        token_loss.diagnostics["correction"], np.where(fields["mask"], weights, 0), rtol=1e-6
     )
 
 
@@ -166,15 +166,15 @@ def test_every_recipe_is_in_the_readmes_table():
 
 def twins():
     """List what stands in the column of our keys: (cell, [(key, value or None)])."""
-    found = []
+    cells = []
     for row in rows("docs/coming_from_verl.md"):
         cell = row[1]
         if cell.startswith(("not supported yet", "not needed")):
             continue
         quoted = re.findall(r"`([a-z_.]+)(?:: (.*?))?`", cell)
         assert quoted, cell
-        found.append((cell, [(key, value or None) for key, value in quoted]))
-    return found
+        cells.append((cell, [(key, value or None) for key, value in quoted]))
+    return cells
 
 
 def known_keys():
@@ -318,15 +318,15 @@ def sections(level, text):
 
 def lines_of_functions():
     """Return {(kind, function): what a config says, or None for a part} of the last section."""
-    found = {}
+    settings = {}
     for kind, text in sections(3, sections(2, read("docs/algorithms.md"))["Functions"]).items():
-        for said in re.findall(r"^- `(.*?)`:", text, flags=re.MULTILINE):
-            key, _, value = said.partition(": ")
+        for quoted in re.findall(r"^- `(.*?)`:", text, flags=re.MULTILINE):
+            key, _, value = quoted.partition(": ")
             name = re.search(r"\w+", re.sub(r"^\[?\{fn: |^\[", "", value or key))
-            assert name, said
-            assert (kind, name[0]) not in found, said
-            found[kind, name[0]] = (key, value) if value else None
-    return found
+            assert name, quoted
+            assert (kind, name[0]) not in settings, quoted
+            settings[kind, name[0]] = (key, value) if value else None
+    return settings
 
 
 def public_functions(module):
@@ -342,7 +342,7 @@ def test_every_function_has_its_line():
     assert set(lines_of_functions()) == wanted
 
 
-CONFIGURED = {name: said for (_, name), said in lines_of_functions().items() if said}
+CONFIGURED = {name: setting for (_, name), setting in lines_of_functions().items() if setting}
 
 
 @pytest.mark.parametrize("name", CONFIGURED)
@@ -362,7 +362,9 @@ def test_what_a_line_says_can_be_configured(name):
 )
 def test_what_has_no_key_is_a_part(kind, key):
     """A part that a config could name takes fields, but gives something else."""
-    parts = {name for (of, name), said in lines_of_functions().items() if of == kind and not said}
+    parts = {
+        name for (of, name), setting in lines_of_functions().items() if of == kind and not setting
+    }
     allowed = {"rewards_from_scores", "mismatch_metrics"}
     for name in parts - allowed:
         with pytest.raises(ConfigError):
@@ -531,8 +533,8 @@ def diagnostics():
         function = getattr(losses, name)
         marks = {"mask": ones > 0, "high_covariance": ones > 0}
         more = {"beta": 1.0} if name == "dro" else {}
-        found = function(*(marks.get(field, ones) for field in asks_for(function)), **more)
-        names |= {f"actor/{diagnostic}" for diagnostic in found.diagnostics}
+        result = function(*(marks.get(field, ones) for field in asks_for(function)), **more)
+        names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}
     return names
 
 

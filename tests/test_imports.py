@@ -38,27 +38,27 @@ PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve"
 
 def complaints(path, source):
     """List what is wrong with the imports of a file, given its path from the root."""
-    home, found = path.partition("/")[0], []
+    home, messages = path.partition("/")[0], []
     allowed = {"ray"} if path in ON_RAY else set()  # these are imported lazily themselves
     for name, lazy in read_imports(path, source):
         top, *below = name.split(".")
         if path.startswith(SIDECAR):
             beside = (ROOT / SIDECAR / f"{top}.py").exists()
             if not beside and top not in {*sys.stdlib_module_names, "torch", "vllm"}:
-                found.append(f"{path} imports {name}: it has torch and vllm")
+                messages.append(f"{path} imports {name}: it has torch and vllm")
         elif top in LINKED:
-            found.append(f"{path} imports {name} bare")
+            messages.append(f"{path} imports {name} bare")
         elif top == "jaxrl_llm":
             folder = below[0] if below and below[0] in LINKED else "jaxrl_llm"
             if home in MAY_IMPORT and folder not in MAY_IMPORT[home]:
-                found.append(f"{path} imports {name}: a wrong arrow")
+                messages.append(f"{path} imports {name}: a wrong arrow")
         elif home not in MAY_IMPORT or top in sys.stdlib_module_names:
             continue
         elif home == "algorithms" and top not in FEWER:
-            found.append(f"{path} imports {name}: algorithms use {sorted(FEWER)}")
+            messages.append(f"{path} imports {name}: algorithms use {sorted(FEWER)}")
         elif not lazy and (top in HEAVY - allowed or (path.startswith(CORE) and top not in FEW)):
-            found.append(f"{path} imports {name} outside a function")
-    return found
+            messages.append(f"{path} imports {name} outside a function")
+    return messages
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,9 @@ def test_circles_are_found():
     ],
 )
 def test_a_wrong_import_is_found(path, source, wrong):
-    found = complaints(path, source)
-    assert len(found) == bool(wrong)
-    assert wrong in "".join(found)
+    messages = complaints(path, source)
+    assert len(messages) == bool(wrong)
+    assert wrong in "".join(messages)
 
 
 def test_the_core_imports_where_nothing_else_is_installed():

@@ -51,8 +51,10 @@ def test_files_are_short(sources):
 
 
 def test_no_public_name_is_defined_twice():
-    found = find_duplicates(list_files(ROOT))
-    duplicates = {n: paths for n, paths in found.items() if not NAMED_IN_CONFIGS.issuperset(paths)}
+    defined = find_duplicates(list_files(ROOT))
+    duplicates = {
+        n: paths for n, paths in defined.items() if not NAMED_IN_CONFIGS.issuperset(paths)
+    }
     assert duplicates == {}
 
 

@@ -102,13 +102,13 @@ def values_and_gradients(function, hidden, head):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
     hidden, head, targets = make(tokens)
-    how = {"temperature": 0.7, "softcap": softcap}
+    projection = {"temperature": 0.7, "softcap": softcap}
 
     def chunked(hidden, head):
-        return token_stats(hidden, head, targets, chunk=chunk, **how)
+        return token_stats(hidden, head, targets, chunk=chunk, **projection)
 
     def whole(hidden, head):
-        return plain(hidden, head, targets, **how)
+        return plain(hidden, head, targets, **projection)
 
     got, want = (values_and_gradients(f, hidden, head) for f in (chunked, whole))
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)

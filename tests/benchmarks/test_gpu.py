@@ -52,11 +52,11 @@ def test_every_job_has_a_row_in_the_tables_whatever_came_of_it():
 
 
 def test_what_is_missing_is_said():
-    found = {"missing": ["optax (No module named 'optax')"], "platform": "cpu", "device": "cpu"}
-    texts = benchmark.lacking(found, small=False)
+    probed = {"missing": ["optax (No module named 'optax')"], "platform": "cpu", "device": "cpu"}
+    texts = benchmark.lacking(probed, small=False)
     assert "optax" in texts[0]
     assert "no GPU: jax sees cpu" in texts[1]
-    assert benchmark.lacking(found | {"missing": []}, small=True) == []
+    assert benchmark.lacking(probed | {"missing": []}, small=True) == []
 
 
 def test_a_job_that_dies_or_takes_too_long_is_a_row(tmp_path):

@@ -15,18 +15,18 @@ def test_examples():
 
 def test_a_case(tmp_path, capsys):
     """Rows of 64 places, two in a micro-batch, for 32 sequences."""
-    where = tmp_path / "found.json"
+    where = tmp_path / "figures.json"
     words = "--cases test-64-spread --sequences 32 --repeats 1 --peak 1 --json"
     train_step.main([*words.split(), str(where)])
-    (found,) = json.loads(where.read_text())["cases"]
+    (figures,) = json.loads(where.read_text())["cases"]
     tokens = sum(workloads.lognormal_lengths(32, 16, 64))
-    assert found["tokens"] == tokens
-    assert found["padding_padded"] == pytest.approx(1 - tokens / (32 * 64))
-    rows = 1 / (1 - found["padding_packed"]) * tokens / 64
+    assert figures["tokens"] == tokens
+    assert figures["padding_padded"] == pytest.approx(1 - tokens / (32 * 64))
+    rows = 1 / (1 - figures["padding_packed"]) * tokens / 64
     assert rows == pytest.approx(round(rows))
     assert tokens / 64 <= rows <= tokens / 64 + 2
-    assert 0 < found["difference"] < 1e-4
-    assert found["ratio"] == pytest.approx(found["padded_s"][0] / found["packed_s"][0])
+    assert 0 < figures["difference"] < 1e-4
+    assert figures["ratio"] == pytest.approx(figures["padded_s"][0] / figures["packed_s"][0])
     assert capsys.readouterr().out.splitlines()[-1].startswith("| test-64-spread | 2,880 | 32 |")
 
 

@@ -105,7 +105,7 @@ def test_several_nodes_need_a_cluster(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "rollout", "said"),
+    ("cluster", "rollout", "message"),
     [
         (None, {"nodes": 1}, "rollout.nodes=1 needs a cluster"),
         ({}, {"devices": 1}, "rollout.devices=1 is of engines"),
@@ -127,6 +127,6 @@ def test_several_nodes_need_a_cluster(monkeypatch):
         ),
     ],
 )
-def test_keys_that_contradict_each_other(cluster, rollout, said):
-    with pytest.raises(ConfigError, match=said):
+def test_keys_that_contradict_each_other(cluster, rollout, message):
+    with pytest.raises(ConfigError, match=message):
         config(cluster, **rollout)

@@ -89,9 +89,9 @@ def test_options_of_keys_win_over_the_file_and_overrides_over_both(tmp_path, cap
     path.write_text("model: a\ndata: a.parquet\nsamples: 4\ntemperature: 1\n")
     words = ["--config", str(path), "--data", "b.parquet", "k=[2]", "--data", "c.parquet"]
     assert evaluate.main([*words, "--print-config", "model=b", "--model", "c"]) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert (found["model"], found["data"]) == ("b", ["b.parquet", "c.parquet"])
-    assert (found["samples"], found["k"]) == (4, [2])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["model"], shown["data"]) == ("b", ["b.parquet", "c.parquet"])
+    assert (shown["samples"], shown["k"]) == (4, [2])
     assert evaluate.main(["--model", "c"]) == 2
     assert "error: data is missing: parquet or jsonl files" in capsys.readouterr().err
 
@@ -129,7 +129,7 @@ def test_main_runs_what_it_should(name, config_file, monkeypatch):
 
 @BOTH
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (["sed=1"], "error: unknown key 'sed'; did you mean 'seed'?"),
         (["seed=one"], "error: seed: expected a whole number, got 'one' (str)"),
@@ -137,11 +137,13 @@ def test_main_runs_what_it_should(name, config_file, monkeypatch):
         (["checkpoint.keep=0"], "error: checkpoint.keep: expected 1 or more, got 0 (int)"),
     ],
 )
-def test_errors_of_the_user_are_one_line_and_status_2(name, overrides, said, config_file, capsys):
+def test_errors_of_the_user_are_one_line_and_status_2(
+    name, overrides, expected, config_file, capsys
+):
     assert MAINS[name](["--config", config_file(name), *overrides]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(said)
+    assert printed.err.startswith(expected)
     assert printed.err.count("\n") == 1
 
 

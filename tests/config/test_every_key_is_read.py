@@ -33,13 +33,13 @@ SECTIONS = {name: section for cls in CONFIGS for name, section in sections(cls).
 class Reads(ast.NodeVisitor):
     """Follows variables annotated with a config class, and notes which keys are read from them.
 
-    `found` holds dotted names that begin with a class: a function of a `TrainConfig` that reads
+    `names` holds dotted names that begin with a class: a function of a `TrainConfig` that reads
     `config.optim.schedule` gives `TrainConfig.optim.schedule`, one of an `OptimConfig` gives
     `OptimConfig.schedule`.
     """
 
     def __init__(self, sources):
-        self.found = set()
+        self.names = set()
         self.variables = {}
         trees = [ast.parse(source) for source in sources]
         self.attributes = {
@@ -72,7 +72,7 @@ class Reads(ast.NodeVisitor):
         for label, cls in owners:
             hint = typing.get_type_hints(cls).get(node.attr)
             if hint is not None:
-                self.found.add(f"{label}.{node.attr}")
+                self.names.add(f"{label}.{node.attr}")
                 results += [(f"{label}.{node.attr}", hint)] if hint in SECTIONS.values() else []
         return results
 
@@ -100,28 +100,28 @@ class Reads(ast.NodeVisitor):
 
 def leaves(cls, prefix=""):
     """List the dotted names of a config class's keys."""
-    found = []
+    names = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
-            found += leaves(hint, f"{prefix}{field.name}.")
+            names += leaves(hint, f"{prefix}{field.name}.")
         else:
-            found.append(prefix + field.name)
-    return found
+            names.append(prefix + field.name)
+    return names
 
 
-def unread(cls, found):
+def unread(cls, names_read):
     """Return the keys of a config that no function reads, from it or from a group passed to it."""
     missing = []
     for name in leaves(cls):
         *groups, leaf = name.split(".")
         section, labels = cls, {cls.__name__}
         for group in groups:
-            reached = {f"{label}.{group}" for label in labels} & found
+            reached = {f"{label}.{group}" for label in labels} & names_read
             section = typing.get_type_hints(section)[group]
             labels = reached | ({c.__name__ for c in section.__mro__} if reached else set())
-        if not {f"{label}.{leaf}" for label in labels} & found:
+        if not {f"{label}.{leaf}" for label in labels} & names_read:
             missing.append(name)
     return missing
 
@@ -148,7 +148,7 @@ def three(job):
 def four(config):
     return config.steps
 """
-    assert Reads([source]).found == {
+    assert Reads([source]).names == {
         "TrainConfig.seed",
         "SftConfig.seed",
         "TrainConfig.batch",
@@ -163,7 +163,7 @@ def four(config):
         "TrainConfig.rollout",
         "TrainConfig.rollout.top_p",
     }
-    missing = unread(TrainConfig, Reads([source]).found)
+    missing = unread(TrainConfig, Reads([source]).names)
     assert "optim.grad_clip" not in missing
     assert {"steps", "epochs", "validation.top_p", "optim.schedule"} <= set(missing)
 
@@ -173,4 +173,4 @@ def test_every_key_is_read_outside_its_declaration(cls):
     source = ROOT / "jaxrl_llm"
     files = [p for p in source.rglob("*.py") if source / "config" not in p.parents]
     assert len(files) > 20
-    assert unread(cls, Reads([path.read_text() for path in files]).found) == []
+    assert unread(cls, Reads([path.read_text() for path in files]).names) == []

@@ -84,12 +84,14 @@ def test_a_name_in_a_users_file_with_an_absolute_and_a_relative_path(mine, monke
 
 
 def test_files_of_the_same_name_are_different_modules(tmp_path):
-    found = []
+    functions = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.py").write_text(f"def where(): return {folder!r}\n")
-        found.append(load_function(FunctionSpec(f"{tmp_path / folder / 'same.py'}:where"), "math"))
-    assert [f() for f in found] == ["a", "b"]
+        functions.append(
+            load_function(FunctionSpec(f"{tmp_path / folder / 'same.py'}:where"), "math")
+        )
+    assert [f() for f in functions] == ["a", "b"]
 
 
 def test_a_partial_and_a_class_serve_too(mine):

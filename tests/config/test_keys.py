@@ -82,15 +82,15 @@ def test_the_defaults_shown_are_the_defaults(cls):
 
 def leaves(cls, prefix=""):
     """List the dotted names of a config class's keys."""
-    found = []
+    names = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
-            found += leaves(hint, f"{prefix}{field.name}.")
+            names += leaves(hint, f"{prefix}{field.name}.")
         else:
-            found.append(prefix + field.name)
-    return found
+            names.append(prefix + field.name)
+    return names
 
 
 def leaves_of(tree, prefix=""):
@@ -105,7 +105,7 @@ def leaves_of(tree, prefix=""):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("rollout.samples_per_prompt=0", "1 or more"),
         ("rollout.max_new_tokens=0", "1 or more"),
@@ -132,16 +132,16 @@ def leaves_of(tree, prefix=""):
         ("validation.top_p=-1", "a number above 0"),
     ],
 )
-def test_values_out_of_range(override, said):
+def test_values_out_of_range(override, expected):
     name, value = override.split("=")
     message = refusal(TrainConfig, override)
-    assert message.startswith(f"{name}: expected {said}")
+    assert message.startswith(f"{name}: expected {expected}")
     assert f", got {yaml.safe_load(value)} (" in message
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("steps=0", "steps: expected 1 or more, or null, got 0 (int)"),
         ("epochs=0", "epochs: expected 1 or more, got 0 (int)"),
@@ -175,8 +175,8 @@ def test_values_out_of_range(override, said):
         ("mesh.context_by=rows", "mesh.context_by: expected heads or keys, got 'rows' (str)"),
     ],
 )
-def test_values_out_of_range_in_the_shared_groups(cls, override, said):
-    assert refusal(cls, override).startswith(said) or said in refusal(cls, override)
+def test_values_out_of_range_in_the_shared_groups(cls, override, expected):
+    assert refusal(cls, override).startswith(expected) or expected in refusal(cls, override)
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
@@ -195,7 +195,7 @@ def test_profiled_steps_are_steps_of_the_run(cls):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (
             ["batch.prompts_per_step=12", "batch.prompts_per_minibatch=8"],
@@ -222,8 +222,8 @@ def test_profiled_steps_are_steps_of_the_run(cls):
         ),
     ],
 )
-def test_contradictions_between_keys(overrides, said):
-    assert refusal(TrainConfig, *overrides) == said
+def test_contradictions_between_keys(overrides, expected):
+    assert refusal(TrainConfig, *overrides) == expected
 
 
 def test_all_contradictions_are_reported_at_once(capsys, tmp_path):
@@ -252,7 +252,7 @@ def test_records_made_directly_are_checked_too():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (
             ["batch.max_tokens_per_device=1023"],
@@ -266,8 +266,8 @@ def test_records_made_directly_are_checked_too():
         ),
     ],
 )
-def test_contradictions_in_supervised_training(overrides, said):
-    assert refusal(SftConfig, *overrides) == said
+def test_contradictions_in_supervised_training(overrides, expected):
+    assert refusal(SftConfig, *overrides) == expected
 
 
 @pytest.mark.parametrize(

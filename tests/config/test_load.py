@@ -100,7 +100,7 @@ def test_unreadable_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (b"a: [1, 2", "is not YAML"),
         (b"a: b: c", "mapping values are not allowed here"),
@@ -114,12 +114,12 @@ def test_unreadable_file(tmp_path):
         (b"just words", "got str, wanted a mapping"),
     ],
 )
-def test_malformed_file(tmp_path, content, said):
+def test_malformed_file(tmp_path, content, expected):
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
     message = refusal(read_yaml, path)
     assert str(path) in message
-    assert said in message
+    assert expected in message
 
 
 @pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3\n", "g:\n  a: 1\n  a: 1\n", "g: {a: 1, a: 2}"])

@@ -41,13 +41,13 @@ def test_majority_at_k_is_a_vote_of_each_block(data, k, blocks):
     n = k * blocks + data.draw(st.integers(0, k - 1))
     votes = data.draw(st.lists(st.sampled_from(["a", "b", None]), min_size=n, max_size=n))
     values = np.array([data.draw(st.floats(0, 1, width=16)) for _ in range(n)])
-    found = []
+    winners = []
     for first in range(0, blocks * k, k):
         block = list(range(first, first + k))
         counts = [sum(votes[j] == votes[i] for j in block) for i in block]
-        found.append(values[block[counts.index(max(counts))]])
+        winners.append(values[block[counts.index(max(counts))]])
     (estimate,) = majority_at(values[None], [votes], k)
-    assert estimate == pytest.approx(np.mean(found))
+    assert estimate == pytest.approx(np.mean(winners))
 
 
 def test_majority_at_k_is_unbiased():
@@ -113,8 +113,8 @@ def test_without_a_spread_the_interval_counts_prompts_and_stays_within_bounds():
 
 
 def test_a_reward_function_that_failed_is_a_wrong_answer_without_a_vote():
-    found = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]])
-    assert found.quantity == "acc"
-    assert found.values.tolist() == [[1.0, 0.0]]
-    assert found.votes == [["4", None]]
+    readings = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]])
+    assert readings.quantity == "acc"
+    assert readings.values.tolist() == [[1.0, 0.0]]
+    assert readings.votes == [["4", None]]
     assert read_scores([[Score(0.5, {}, None)]]).votes is None

@@ -73,9 +73,9 @@ def validations(draw):
 def test_metrics_equal_a_naive_loop(validation):
     sources, scores, k = validation
     prompts = [prompt(source) for source in sources for _ in range(k)]
-    found = validation_metrics(prompts, scores, samples=k)
-    assert found == pytest.approx(naive(prompts, scores, k), abs=1e-12)
-    assert all(type(value) is float for value in found.values())
+    metrics = validation_metrics(prompts, scores, samples=k)
+    assert metrics == pytest.approx(naive(prompts, scores, k), abs=1e-12)
+    assert all(type(value) is float for value in metrics.values())
 
 
 def scores_of(*answers):
@@ -114,13 +114,13 @@ def test_by_hand():
 )
 def test_ties_go_to_the_answer_that_came_first(answers, majority):
     k = len(answers)
-    found = validation_metrics([prompt("s")] * k, scores_of(*answers), samples=k)
-    assert found[f"val-core/s/acc/maj@{k}"] == majority
+    metrics = validation_metrics([prompt("s")] * k, scores_of(*answers), samples=k)
+    assert metrics[f"val-core/s/acc/maj@{k}"] == majority
 
 
 def test_one_sample_has_a_mean_only():
-    found = validation_metrics([prompt("s")], scores_of(("a", 1.0)), samples=1)
-    assert found == {"val-core/s/acc/mean@1": 1.0}
+    metrics = validation_metrics([prompt("s")], scores_of(("a", 1.0)), samples=1)
+    assert metrics == {"val-core/s/acc/mean@1": 1.0}
 
 
 def test_the_reward_counts_where_an_answer_of_the_source_has_no_acc():
@@ -141,16 +141,16 @@ def test_the_reward_counts_where_an_answer_of_the_source_has_no_acc():
 
 def test_a_reward_function_that_failed_once_counts_as_wrong_and_changes_no_name():
     scores = [*scores_of(("4", 1.0), ("4", 1.0)), Score(-1.0, {}, "TimeoutError")]
-    found = validation_metrics([prompt("s")] * 3, scores, samples=3)
-    assert found == pytest.approx(
+    metrics = validation_metrics([prompt("s")] * 3, scores, samples=3)
+    assert metrics == pytest.approx(
         {"val-core/s/acc/mean@3": 2 / 3, "val-core/s/acc/best@3": 1.0, "val-core/s/acc/maj@3": 1.0}
     )
 
 
 def test_a_reward_function_that_always_failed_leaves_the_reward():
     scores = [Score(-1.0, {}, "TimeoutError")] * 2
-    found = validation_metrics([prompt("s")] * 2, scores, samples=2)
-    assert found == {"val-core/s/reward/mean@2": -1.0, "val-core/s/reward/best@2": -1.0}
+    metrics = validation_metrics([prompt("s")] * 2, scores, samples=2)
+    assert metrics == {"val-core/s/reward/mean@2": -1.0, "val-core/s/reward/best@2": -1.0}
 
 
 def test_the_headline_is_the_mean_over_sources():

@@ -21,7 +21,7 @@ def arrays(*shape, kv_heads):
     return [rng.normal(size=s).astype(np.float32) for s in (shape, kv_shape, kv_shape)]
 
 
-HOW = {
+OPTIONS = {
     "plain": Attending(),
     "window": Attending(window=3),
     "window of one": Attending(window=1),
@@ -30,12 +30,12 @@ HOW = {
     "scale and soft-cap": Attending(scale=0.7, softcap=1.5),
     "soft-cap and window": Attending(softcap=0.8, window=2),
 }
-each_how = pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
+each_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 
 
-def looped(q, k, v, allowed, how=HOW["plain"]):
+def looped(q, k, v, allowed, options=OPTIONS["plain"]):
     """Attend one query at a time over the keys that `allowed(row, i, j)` admits, in float64."""
-    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     out = np.full(q.shape, np.nan)
     rows, length, heads, _ = q.shape
     for r, i, n in np.ndindex(rows, length, heads):
@@ -43,8 +43,8 @@ def looped(q, k, v, allowed, how=HOW["plain"]):
         keys = [j for j in range(k.shape[1]) if allowed(r, i, j)]
         if keys:
             scores = scale * np.array([q[r, i, n].astype(float) @ k[r, j, kv] for j in keys])
-            if how.softcap is not None:
-                scores = how.softcap * np.tanh(scores / how.softcap)
+            if options.softcap is not None:
+                scores = options.softcap * np.tanh(scores / options.softcap)
             weights = np.exp(scores) / np.exp(scores).sum()
             out[r, i, n] = sum(w * v[r, j, kv] for w, j in zip(weights, keys, strict=True))
     return out
@@ -73,37 +73,39 @@ def test_cached_equals_loops(heads, kv_heads):
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-@each_how
-def test_windows_scales_and_caps_equal_loops(how):
+@each_options
+def test_windows_scales_and_caps_equal_loops(options):
     q, k, v = arrays(4, 6, 4, 8, kv_heads=2)
     segments = np.array(SEGMENTS)
-    window = 6 if how.window is None else int(how.window)
+    window = 6 if options.window is None else int(options.window)
 
     def allowed(r, i, j):
         return i - window < j <= i and segments[r, i] == segments[r, j] and segments[r, i] > 0
 
-    wanted = looped(q, k, v, allowed, how)
-    got = np.asarray(attend(*map(jnp.array, (q, k, v, segments)), how))
+    wanted = looped(q, k, v, allowed, options)
+    got = np.asarray(attend(*map(jnp.array, (q, k, v, segments)), options))
     real = segments > 0
     np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
     assert np.isfinite(got).all()
 
     at = np.array([[0, 1, 2], [1, 2, 3], [3, 4, 5], [5, 6, 6]])  # the last row ends in padding
-    wanted = looped(q[:, :3], k, v, lambda r, i, j: at[r, i] - window < j <= at[r, i], how)
+    wanted = looped(q[:, :3], k, v, lambda r, i, j: at[r, i] - window < j <= at[r, i], options)
     k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-    got = np.asarray(attend_cache(*map(jnp.array, (q[:, :3], k, v, at)), how))
+    got = np.asarray(attend_cache(*map(jnp.array, (q[:, :3], k, v, at)), options))
     np.testing.assert_allclose(got[at < 6], wanted[at < 6], atol=1e-5)
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("how", [HOW["plain"], HOW["soft-cap and window"]], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS["plain"], OPTIONS["soft-cap and window"]], ids=["plain", "capped"]
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_are_finite_and_do_not_cross_segments(dtype, how):
+def test_gradients_are_finite_and_do_not_cross_segments(dtype, options):
     qkv = [jnp.array(x, dtype) for x in arrays(4, 6, 4, 8, kv_heads=2)]
     segments = jnp.array(SEGMENTS)
 
     def second_segment(q, k, v):
-        mixed = attend(q, k, v, segments, how)
+        mixed = attend(q, k, v, segments, options)
         assert mixed.dtype == dtype
         weights = jnp.where(segments == 2, 1.0, 0.0)[..., None, None] * jnp.arange(1.0, 9.0)
         return (mixed.astype(jnp.float32) * weights).sum()
@@ -113,15 +115,15 @@ def test_gradients_are_finite_and_do_not_cross_segments(dtype, how):
         assert not gradient[segments != 2].any()
         assert gradient[segments == 2].any()
 
-    everything = jax.grad(lambda *a: attend(*a, segments, how).sum(), argnums=(0, 1, 2))(*qkv)
+    everything = jax.grad(lambda *a: attend(*a, segments, options).sum(), argnums=(0, 1, 2))(*qkv)
     assert all(jnp.isfinite(gradient).all() for gradient in everything)
 
 
-@pytest.mark.parametrize("how", [Attending(), Attending(softcap=1e6)], ids=["plain", "capped"])
-def test_softmax_is_float32_in_bfloat16(how):
+@pytest.mark.parametrize("options", [Attending(), Attending(softcap=1e6)], ids=["plain", "capped"])
+def test_softmax_is_float32_in_bfloat16(options):
     """Scores near 64 that differ by 1/8 are one number in bfloat16, whose step there is 1/2."""
     q = jnp.full((1, 2, 1, 4), 8.0, jnp.bfloat16)
     k = jnp.array([[[[4.0, 4.0, 4.0, 4.0]], [[4.0, 4.0, 4.0, 4.03125]]]], jnp.bfloat16)
     v = jnp.array([[[[0.0] * 4], [[1.0] * 4]]], jnp.bfloat16)
-    got = attend(q, k, v, jnp.ones((1, 2), jnp.int32), how)[0, 1, 0, 0]
+    got = attend(q, k, v, jnp.ones((1, 2), jnp.int32), options)[0, 1, 0, 0]
     assert abs(float(got) - 1 / (1 + np.exp(-0.125))) < 4e-3

@@ -60,14 +60,14 @@ def test_decoding_equals_the_teacher_forced_forward(spec, params, tokens, change
     whole = jax.jit(forward, static_argnums=1)(params, spec, tokens, positions, positions * 0 + 1)
 
     def compare(hidden, at):
-        found, wanted = (
+        decoded, wanted = (
             np.asarray(jax.nn.log_softmax(logits(params, spec, states)))
             for states in (hidden, whole)
         )
         for row in range(3):
             real = at[row] < SLOTS
             np.testing.assert_allclose(
-                found[row, real], wanted[row, at[row, real]], atol=1e-4, err_msg=f"{at}"
+                decoded[row, real], wanted[row, at[row, real]], atol=1e-4, err_msg=f"{at}"
             )
 
     at = places(PROMPTS * 0, PROMPTS, 7)

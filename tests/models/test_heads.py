@@ -30,8 +30,8 @@ def rows():
     return tokens, jnp.tile(jnp.arange(6), (8, 1)), jnp.ones_like(tokens)
 
 
-def values_of(params, spec, rows, **how):
-    return token_values(params, forward(params, spec, *rows, **how))
+def values_of(params, spec, rows, **options):
+    return token_values(params, forward(params, spec, *rows, **options))
 
 
 def shapes(tree):

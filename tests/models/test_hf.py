@@ -143,10 +143,10 @@ def test_load_into_split_layers(spec, params, source, tmp_path):
 
 
 def arrays_in(directory):
-    found = {}
+    arrays = {}
     for path in directory.glob("*.safetensors"):
-        found |= {k: v.tobytes() for k, v in safetensors.numpy.load_file(path).items()}
-    return found
+        arrays |= {k: v.tobytes() for k, v in safetensors.numpy.load_file(path).items()}
+    return arrays
 
 
 def test_source_files_are_taken_over(spec, params, source, tmp_path):

@@ -79,14 +79,14 @@ def test_model_and_tokenizer_of_a_repository(cache, spec, params, tmp_path):
 
 def test_what_is_not_cached_is_an_error_offline(cache, tmp_path):
     cache()
-    for name, said in (
+    for name, message in (
         (
             "someone/other",
             r"no directory 'someone/other' here, and the hub's cache .*hub does not ",
         ),
         (f"{REPO}@v2", r"does not hold it at revision 'v2', and HF_HUB_OFFLINE is set"),
     ):
-        with pytest.raises(FileNotFoundError, match=said):
+        with pytest.raises(FileNotFoundError, match=message):
             resolve(name)
     with pytest.raises(ValueError, match=r"tokenizer: .*no directory 'someone/other' here"):
         load_tokenizer("someone/other")
@@ -110,8 +110,8 @@ def test_a_path_is_always_local(cache, tmp_path, monkeypatch):
 def test_only_what_a_model_needs_is_downloaded(monkeypatch, tmp_path):
     asked = []
 
-    def download(repo, **how):
-        asked.append((repo, how))
+    def download(repo, **options):
+        asked.append((repo, options))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -127,13 +127,13 @@ def test_only_what_a_model_needs_is_downloaded(monkeypatch, tmp_path):
 
 
 def test_failing_download_names_the_repository(monkeypatch):
-    def download(repo, **how):
+    def download(repo, **options):
         raise errors.LocalEntryNotFoundError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    said = r"no directory 'a/b' here, and it can't be had from the Hugging Face hub: no route"
-    with pytest.raises(FileNotFoundError, match=said):
+    message = r"no directory 'a/b' here, and it can't be had from the Hugging Face hub: no route"
+    with pytest.raises(FileNotFoundError, match=message):
         resolve("a/b")
 
 

@@ -65,14 +65,14 @@ def test_sizes_and_starts_equal_a_loop():
     rows = [rng.multinomial(14, np.ones(n) / n).tolist() for n in (1, 2, 5, 9)] + ROWS
     ids = packed(rows)
     ids[1] = np.roll(ids[1], 2)  # padding may stand anywhere
-    found = find_segments(jnp.array(ids), 9)
+    segments = find_segments(jnp.array(ids), 9)
     for r, row in enumerate(ids):
         starts = [i for i in range(16) if row[i] and (i == 0 or row[i] != row[i - 1])]
         sizes = [int((row == row[i]).sum()) for i in starts]
         none = 9 - len(starts)
-        assert found.starts[r].tolist() == starts + [-1] * (none + 1)
-        assert found.sizes[r].tolist() == sizes + [-1] * none
-    assert found.starts.dtype == found.sizes.dtype == jnp.int32
+        assert segments.starts[r].tolist() == starts + [-1] * (none + 1)
+        assert segments.sizes[r].tolist() == sizes + [-1] * none
+    assert segments.starts.dtype == segments.sizes.dtype == jnp.int32
     assert MOST_SEGMENTS == MAX_SEQUENCES_PER_ROW
 
 
@@ -156,8 +156,8 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
     ],
 )
 def test_what_speaks_against_the_kernel(heads, dtype, machine, wanted):
-    found = objection(heads, dtype, machine)
-    assert found is None if wanted is None else wanted in found
+    reason = objection(heads, dtype, machine)
+    assert reason is None if wanted is None else wanted in reason
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_what_speaks_against_the_kernel(heads, dtype, machine, wanted):
 )
 def test_where_the_kernel_can_stand(sizes, context, wanted):
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    found = heads_on(SPEC, Layout(make_mesh(sizes, devices), context))
-    assert wanted in found if isinstance(wanted, str) else found[:2] == wanted
+    result = heads_on(SPEC, Layout(make_mesh(sizes, devices), context))
+    assert wanted in result if isinstance(wanted, str) else result[:2] == wanted
 
 
 def heedless(q, k, v, segment_ids, options=PLAIN):
@@ -198,15 +198,15 @@ def broken(q, k, v, segment_ids, options=PLAIN):
     ],
 )
 def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kernel, name, reason):
-    found = choose_kernel("auto", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=kernel)
-    assert found.name == name
-    assert found.kernel is (kernel if name == "cudnn" else None)
-    assert reason in found.reason
+    choice = choose_kernel("auto", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=kernel)
+    assert choice.name == name
+    assert choice.kernel is (kernel if name == "cudnn" else None)
+    assert reason in choice.reason
 
 
 def test_xla_is_not_questioned_and_cudnn_is_no_wish():
-    found = choose_kernel("xla", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
-    assert (found.name, found.kernel) == ("xla", None)
+    choice = choose_kernel("xla", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
+    assert (choice.name, choice.kernel) == ("xla", None)
     with pytest.raises(ValueError, match=r"failed: RuntimeError.*wanted auto or xla"):
         choose_kernel("cudnn", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
 

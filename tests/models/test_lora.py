@@ -139,10 +139,10 @@ def their_model(family="qwen3"):
     return made.eval()
 
 
-def with_peft(model, seed=1, **how):
+def with_peft(model, seed=1, **options):
     """A model with an adapter both of whose matrices are random."""
     torch.manual_seed(seed)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **how)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
     adapted = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -167,8 +167,8 @@ def their_logits(model):
         return model(torch.from_numpy(TOKENS)).logits.numpy()
 
 
-def close(found, wanted):
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+def close(actual, wanted):
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
 def bits(tree):
@@ -238,8 +238,8 @@ def test_an_adapter_of_peft_over_routed_experts_is_ours(family, kind, tmp_path):
     base = read_spec(tmp_path / "base")
     names = dict(zip(("gate", "up", "down"), base.moe.hf_projections, strict=True))
     modules = [names.get(name, name) for name in ROUTED_KINDS[kind]["target_modules"]]
-    how = ROUTED_KINDS[kind] | {"target_modules": modules}
-    theirs = with_peft(model, r=3, lora_alpha=5, **how)
+    options = ROUTED_KINDS[kind] | {"target_modules": modules}
+    theirs = with_peft(model, r=3, lora_alpha=5, **options)
     theirs.save_pretrained(tmp_path / "adapter")
     spec = read_adapter_spec(tmp_path / "adapter", base)
     params = combine_params(
@@ -329,9 +329,9 @@ def test_a_new_adapter_begins_as_pefts_does(base):
     ):
         for name, index in decl.hf_indices():
             wanted = theirs[name.replace(".weight", ".default.weight")].detach().numpy()
-            found = np.asarray(ours[index])
-            np.testing.assert_allclose(found.std(), wanted.std(), rtol=0.1, err_msg=name)
-            np.testing.assert_allclose(np.abs(found).max(), np.abs(wanted).max(), rtol=0.05)
+            actual = np.asarray(ours[index])
+            np.testing.assert_allclose(actual.std(), wanted.std(), rtol=0.1, err_msg=name)
+            np.testing.assert_allclose(np.abs(actual).max(), np.abs(wanted).max(), rtol=0.05)
     alone = split_adapter(drawn)[1]
     close(our_logits(drawn, spec), our_logits(alone, without_adapter(spec)))  # B is zero
 
@@ -385,7 +385,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("wanted", "names"),
     [
         (["all-linear"], "down gate key output query up value"),
         (["q_proj", "v_proj"], "query value"),
@@ -394,9 +394,9 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path):
         (["*.self_attn.*", "down"], "down key output query value"),
     ],
 )
-def test_targets_by_our_names_and_theirs(spec, wanted, found):
-    assert find_targets(wanted, spec) == tuple(found.split())
-    assert find_targets(find_targets(wanted, spec), spec) == tuple(found.split())
+def test_targets_by_our_names_and_theirs(spec, wanted, names):
+    assert find_targets(wanted, spec) == tuple(names.split())
+    assert find_targets(find_targets(wanted, spec), spec) == tuple(names.split())
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "q_norm", "qproj", "attention_norm"])
@@ -421,8 +421,8 @@ def test_merged_is_unmerged(spec, params):
     a, b = (np.asarray(adapter["layers"][f"output_lora_{x}"][layer], np.float64) for x in "ab")
     wanted = np.asarray(params["layers"]["output"][layer], np.float64)
     wanted = wanted + scale * np.einsum("nhr,rd->nhd", a, b)
-    found = merge_adapter(whole, both)[0]["layers"]["output"][layer]
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    merged = merge_adapter(whole, both)[0]["layers"]["output"][layer]
+    np.testing.assert_allclose(merged, wanted, atol=1e-6)
     assert bits(split_adapter(whole)[1]) == bits(params)
 
 
@@ -544,10 +544,12 @@ def test_an_update_is_that_of_the_whole_model_without_the_rest(whole, one_device
     everything = combine_params(adapter, frozen)
     part = learn(spec, adapter, frozen, one_device, optax.sgd(0.1))
     full = learn(spec, everything, None, one_device, optax.sgd(0.1))
-    found, _ = part.update(part.init(adapter), make_batch(), {})
+    updated, _ = part.update(part.init(adapter), make_batch(), {})
     wanted, _ = full.update(full.init(everything), make_batch(), {})
     for x, y in zip(
-        jax.tree.leaves(found.params), jax.tree.leaves(split_adapter(wanted.params)[0]), strict=True
+        jax.tree.leaves(updated.params),
+        jax.tree.leaves(split_adapter(wanted.params)[0]),
+        strict=True,
     ):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
@@ -563,11 +565,11 @@ def test_the_mesh_makes_no_difference(whole, one_device, sizes):
         adapter, frozen = place(params, spec, mesh)
         learner = learn(spec, adapter, frozen, mesh, optax.sgd(0.1))
         state, metrics = learner.update(learner.init(adapter), make_batch(), {})
-        said = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, mesh, frozen=frozen)
-        return jax.device_get(state.params), metrics, said(state.params, make_batch())
+        infer = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, mesh, frozen=frozen)
+        return jax.device_get(state.params), metrics, infer(state.params, make_batch())
 
-    found, wanted = trained(make_mesh(sizes)), trained(one_device)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    actual, wanted = trained(make_mesh(sizes)), trained(one_device)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
@@ -575,9 +577,9 @@ def test_zeros_are_the_base(whole, one_device):
     """The reference of a run with an adapter: the same arrays, without a second program."""
     spec, params = whole
     adapter, frozen = place(params, spec, one_device)
-    said = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, one_device, frozen=frozen)
-    found = said(jax.tree.map(jnp.zeros_like, adapter), make_batch())
+    infer = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, one_device, frozen=frozen)
+    actual = infer(jax.tree.map(jnp.zeros_like, adapter), make_batch())
     alone = logprob_pass(ForwardConfig(model=model_of(without_adapter(spec))), SHAPE, one_device)
     wanted = alone(frozen, make_batch())
-    np.testing.assert_allclose(found["logprobs"], wanted["logprobs"], atol=5e-6)
-    assert np.abs(said(adapter, make_batch())["logprobs"] - wanted["logprobs"]).max() > 0.01
+    np.testing.assert_allclose(actual["logprobs"], wanted["logprobs"], atol=5e-6)
+    assert np.abs(infer(adapter, make_batch())["logprobs"] - wanted["logprobs"]).max() > 0.01

@@ -101,8 +101,8 @@ def test_latent_attention_equals_loop(query_rank, absorbed):
         extra = (weights["kv_b"],) if absorbed else ()
         q, k, v = form(latent, h, by, linear, lambda name, x: x, *extra)
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == latent.head_dim
-        how = Attending(scale=latent.key_width**-0.5)
-        mixed = attend(q, k, v, jnp.ones((1, LENGTH), jnp.int32), how)
+        options = Attending(scale=latent.key_width**-0.5)
+        mixed = attend(q, k, v, jnp.ones((1, LENGTH), jnp.int32), options)
         return mixed_values(latent, mixed, weights["kv_b"] if absorbed else None)
 
     ours = mix(h)[0]

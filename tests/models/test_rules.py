@@ -35,26 +35,26 @@ def test_partitions_by_hand(axes, shape, wanted):
 
 def test_a_mesh_axis_of_one_device_is_left_out_of_a_product():
     mesh = abstract_mesh(data=1, fsdp=4)
-    found, missed = partition_spec(("vocab",), {"vocab": ("data", "fsdp")}, mesh, (8,))
-    assert found == jax.P("fsdp")
+    spec, missed = partition_spec(("vocab",), {"vocab": ("data", "fsdp")}, mesh, (8,))
+    assert spec == jax.P("fsdp")
     assert not missed
 
 
 def test_indivisible_dimension_stays_whole_and_is_reported():
     mesh = abstract_mesh(data=2, fsdp=2, tensor=4)
-    found, missed = partition_spec(("embed", "kv_heads"), DEFAULT_RULES, mesh, (16, 2))
-    assert found == jax.P("fsdp", None)
+    spec, missed = partition_spec(("embed", "kv_heads"), DEFAULT_RULES, mesh, (16, 2))
+    assert spec == jax.P("fsdp", None)
     assert missed == (Fallback("kv_heads", 2, ("tensor",), 4),)
-    found, missed = partition_spec(("vocab",), {"vocab": ("data", "fsdp")}, mesh, (2,))
-    assert found == jax.P("data")
+    spec, missed = partition_spec(("vocab",), {"vocab": ("data", "fsdp")}, mesh, (2,))
+    assert spec == jax.P("data")
     assert missed == (Fallback("vocab", 2, ("data", "fsdp"), 4),)
 
 
 def test_fallbacks_name_the_arrays(spec):
-    found = fallbacks(declare(spec), abstract_mesh(fsdp=2, tensor=4))
-    assert found.keys() == {"embed", "head", "layers/key", "layers/value"}
-    assert found["layers/key"] == (Fallback("kv_heads", 2, ("tensor",), 4),)
-    assert found["embed"] == (Fallback("vocab", 37, ("tensor",), 4),)
+    by_array = fallbacks(declare(spec), abstract_mesh(fsdp=2, tensor=4))
+    assert by_array.keys() == {"embed", "head", "layers/key", "layers/value"}
+    assert by_array["layers/key"] == (Fallback("kv_heads", 2, ("tensor",), 4),)
+    assert by_array["embed"] == (Fallback("vocab", 37, ("tensor",), 4),)
 
 
 def test_shardings_place_arrays(spec, params):

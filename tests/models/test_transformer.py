@@ -148,11 +148,11 @@ def test_later_tokens_do_not_matter(run, packed):
     assert (changed > 1e-3).all()
 
 
-def nll_gradient(params, spec, packed, **how):
+def nll_gradient(params, spec, packed, **options):
     tokens, positions, segment_ids = packed
 
     def nll(params):
-        hidden = forward(params, spec, tokens, positions, segment_ids, **how)
+        hidden = forward(params, spec, tokens, positions, segment_ids, **options)
         scores = jax.nn.log_softmax(logits(params, spec, hidden))
         picked = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
         return -jnp.where(segment_ids > 0, picked, 0.0).sum()
@@ -219,8 +219,8 @@ def test_activations_stay_with_their_rows(spec, params, packed):
     tiled = (jnp.tile(x, (32, 1)) for x in packed)
     batch = jax.device_put(tuple(tiled), jax.NamedSharding(mesh, jax.P("fsdp")))
 
-    def memory(params, batch, **how):
-        gradient = jax.grad(lambda p: forward(p, spec, *batch, **how).sum())
+    def memory(params, batch, **options):
+        gradient = jax.grad(lambda p: forward(p, spec, *batch, **options).sum())
         stats = jax.jit(gradient).lower(params).compile().memory_analysis()
         return stats.temp_size_in_bytes
 

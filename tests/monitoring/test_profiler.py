@@ -79,7 +79,9 @@ def test_phases_last_as_long_as_the_clock_says(traced):
         seconds = sum(span.end - span.start for span in spans[name]) / 1e9
         # a phase is marked inside of what the clock times; a busy machine may wait in between
         assert clock.seconds[name] - 0.2 < seconds < clock.seconds[name] + 1e-3
-    everything = sum(span.end - span.start for found in spans.values() for span in found)
+    everything = sum(
+        span.end - span.start for spans_of_phase in spans.values() for span in spans_of_phase
+    )
     assert everything == pytest.approx(trace.step.end - trace.step.start)
 
 
@@ -102,11 +104,15 @@ def test_every_operation_is_found_on_every_device(traced):
 def test_the_programs_in_a_trace_are_those_that_xla_compiled(traced):
     path, _, _ = traced
     programs = read_programs(path.read_bytes())
-    (multiply,) = (found for name, found in programs.items() if name.startswith("jit_multiply("))
-    opcodes = {opcode for said in multiply.values() for opcode in said.opcodes}
+    (multiply,) = (
+        operations for name, operations in programs.items() if name.startswith("jit_multiply(")
+    )
+    opcodes = {opcode for operation in multiply.values() for opcode in operation.opcodes}
     assert {"while", "dot", "all-reduce", "tanh"} <= opcodes
     assert [
-        name for name, said in multiply.items() if "while" in said.opcodes and len(said.opcodes) > 1
+        name
+        for name, operation in multiply.items()
+        if "while" in operation.opcodes and len(operation.opcodes) > 1
     ] == []
 
 
@@ -135,15 +141,15 @@ def test_operations_share_the_time_that_a_device_is_busy():
         Operation("0", "", "", "", "other", a * 1e9, b * 1e9)
         for a, b in zip(starts, ends, strict=True)
     ]
-    found = device_timeline(Trace(Span("step", 0, 100e9), [], operations), "0")
+    timeline = device_timeline(Trace(Span("step", 0, 100e9), [], operations), "0")
     wanted, used = np.zeros(40), np.zeros(100)
     for second in range(100):
         running = (starts <= second) & (second < ends)
         used[second] = running.any()
         wanted += running / max(1, running.sum())
-    np.testing.assert_allclose(found.seconds, wanted, atol=1e-9)
+    np.testing.assert_allclose(timeline.seconds, wanted, atol=1e-9)
     for first, last in ((0, 100), (3, 4), (10, 33), (90, 99)):
-        assert found.busy(Span("gen", first * 1e9, last * 1e9)) == pytest.approx(
+        assert timeline.busy(Span("gen", first * 1e9, last * 1e9)) == pytest.approx(
             used[first:last].sum()
         )
 
@@ -188,8 +194,8 @@ def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):
     profiler.close()
     display.close()
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_3"]
-    found = {path.name.partition(".")[2] for path in (tmp_path / "profile").rglob("*.*")}
-    assert {"txt", "xplane.pb", "trace.json.gz"} == found
+    suffixes = {path.name.partition(".")[2] for path in (tmp_path / "profile").rglob("*.*")}
+    assert {"txt", "xplane.pb", "trace.json.gz"} == suffixes
     shown = capsys.readouterr().out
     text = (tmp_path / "profile/step_3/summary.txt").read_text()
     assert shown.startswith(text.partition("\n\n")[0]) and shown.startswith("step 3: ")
@@ -205,13 +211,13 @@ def test_a_step_behind_the_end_is_refused(tmp_path):
 
 def gpu_event(kernel, start_us, length_us, **stats):
     """Return the text of an event: a kernel's number among the names, and stats by number."""
-    said = "".join(
+    text = "".join(
         f"stats {{ metadata_id: {STATS.index(name) + 1} str_value: '{value}' }} "
         for name, value in stats.items()
     )
     return (
         f"events {{ metadata_id: {KERNELS.index(kernel) + 1} offset_ps: {start_us * 10**6} "
-        f"duration_ps: {length_us * 10**6} {said}}}"
+        f"duration_ps: {length_us * 10**6} {text}}}"
     )
 
 
@@ -262,7 +268,7 @@ def test_a_gpus_streams_are_read(tmp_path):
         ("", "MemcpyD2D", "copies"),
         ("jit_step", "all-gather.2", "collectives"),
     ]
-    found = device_timeline(trace, "/device:GPU:0")
-    np.testing.assert_allclose(found.seconds, np.array([4.5, 1, 2.5]) / 1e6)
-    assert found.busy(trace.step) == pytest.approx(8e-6)
-    assert found.busy(trace.phases[0]) == pytest.approx(7e-6)
+    timeline = device_timeline(trace, "/device:GPU:0")
+    np.testing.assert_allclose(timeline.seconds, np.array([4.5, 1, 2.5]) / 1e6)
+    assert timeline.busy(trace.step) == pytest.approx(8e-6)
+    assert timeline.busy(trace.phases[0]) == pytest.approx(7e-6)

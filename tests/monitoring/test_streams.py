@@ -63,19 +63,19 @@ def test_stdout_that_is_closed_by_its_reader():
     process = start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "before\n"
     process.stdout.close()
-    status, said = end(process)
+    status, stderr = end(process)
     assert status == 3
-    assert "WARNING:jaxrl_llm.monitoring.trackers:can't write to stdout: Broken pipe; " in said
-    assert said.count("can't write") == 1 and "ignored" not in said
+    assert "WARNING:jaxrl_llm.monitoring.trackers:can't write to stdout: Broken pipe; " in stderr
+    assert stderr.count("can't write") == 1 and "ignored" not in stderr
 
 
 def test_stdout_that_nobody_reads():
     process = start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process.stdout:
-        status, said = end(process)
+        status, stderr = end(process)
     assert status == 3
-    assert "stdout does not keep up" in said and "stdout has not ended within 0.2 s" in said
-    assert "ignored" not in said
+    assert "stdout does not keep up" in stderr and "stdout has not ended within 0.2 s" in stderr
+    assert "ignored" not in stderr
 
 
 def test_stdout_and_stderr_in_one_pipe_that_nobody_reads():
@@ -201,9 +201,9 @@ def logger(monkeypatch):
     with contextlib.suppress(BrokenPipeError), open(writer, "w") as file:  # noqa: PTH123
         monkeypatch.setattr(sys, "stderr", file)
         handler = StderrHandler()
-        found = logging.Logger("alone")
-        found.addHandler(handler)
-        yield found, reader
+        alone = logging.Logger("alone")
+        alone.addHandler(handler)
+        yield alone, reader
         handler._kept.clear()
     with contextlib.suppress(OSError):
         os.close(reader)

@@ -81,7 +81,7 @@ def lines(path):
 
 def events(folder):
     """Return the events of all files of TensorBoard's, in its order; each must be whole."""
-    found = []
+    parsed = []
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         while content:
@@ -90,8 +90,8 @@ def events(folder):
             event, content = content[12 : 12 + size], content[12 + size :]
             assert struct.unpack("I", content[:4])[0] == masked_crc32c(event)
             content = content[4:]
-            found.append(Event.FromString(event))
-    return found
+            parsed.append(Event.FromString(event))
+    return parsed
 
 
 def steps(folder):
@@ -210,15 +210,15 @@ def test_a_run_that_is_continued_hides_the_steps_after_its_checkpoint(tmp_path):
         tracker.close()
     first, second = sorted(tmp_path.iterdir())
     assert second.name.startswith("events.out.tfevents.") and first != second
-    found = events(tmp_path)
-    assert [event.file_version for event in found[::3]] == ["brain.Event:2"] * 2
-    assert [(e.step, e.session_log.status) for e in found[1::3]] == [
+    written = events(tmp_path)
+    assert [event.file_version for event in written[::3]] == ["brain.Event:2"] * 2
+    assert [(e.step, e.session_log.status) for e in written[1::3]] == [
         (0, SessionLog.START),
         (5, SessionLog.START),
     ]
-    values = [(value.tag, value.simple_value) for value in found[2].summary.value]
+    values = [(value.tag, value.simple_value) for value in written[2].summary.value]
     assert values == [("loss", 0.5), ("b_c", 2.0)]
-    assert found[2].step == 1 and found[2].wall_time > 1e9
+    assert written[2].step == 1 and written[2].wall_time > 1e9
 
 
 # ---------------------------------------------------------------------------------------- a disk
@@ -255,10 +255,10 @@ def test_a_disk_that_is_full_and_is_freed(disk, warnings):
         wait_until(lambda: not writer.waiting)
     assert record.position() == (run_dir / "metrics.jsonl").stat().st_size
     log.close()
-    found = lines(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in found] == list(range(1, 31))
-    assert all(line.items() >= row.items() for line in found)
-    dropped = found[-1]["perf/dropped_log_records"]
+    written = lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in written] == list(range(1, 31))
+    assert all(line.items() >= row.items() for line in written)
+    dropped = written[-1]["perf/dropped_log_records"]
     assert 5 <= dropped <= 20
     shown = steps(run_dir / "tensorboard")
     assert len(shown) == 30 - dropped
@@ -317,11 +317,11 @@ def test_weights_and_biases_without_a_network(tmp_path, monkeypatch, released, w
         for step in range(STEPS + 50):
             log.write(step, {"loss": 0.5})
         log.close()
-    found = lines(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in found] == list(range(STEPS + 50))
+    written = lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in written] == list(range(STEPS + 50))
     assert "Weights & Biases has not ended within" in "".join(warnings())
     if hangs != "finish":
-        assert found[-1]["perf/dropped_log_records"] >= 48
+        assert written[-1]["perf/dropped_log_records"] >= 48
         assert "Weights & Biases does not keep up: 1000 records wait" in "".join(warnings())
         assert f"Weights & Biases: records dropped at the end: {STEPS + 50}" in warnings()
 

@@ -94,10 +94,10 @@ def model_with_head(family="Qwen3", kind=REWARD, **changes):
 
 def saved_arrays(directory):
     """Every array in a directory's files, by name."""
-    found = {}
+    arrays = {}
     for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        arrays |= load_file(path)
+    return arrays
 
 
 def assert_same_bits(got, wanted):
@@ -247,8 +247,8 @@ def test_host_memory_of_loading_and_saving(dtype, tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "memory" / "peak.py", "load", tmp_path, dtype]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    found = json.loads(done.stdout)
-    assert found["stored_gb"] >= 1.0
+    figures = json.loads(done.stdout)
+    assert figures["stored_gb"] >= 1.0
     for stage in ("load", "save"):
-        above = found[f"{stage}_peak_gb"] - found["before_gb"] - found["model_gb"]
-        assert above <= found["largest_array_gb"] + found["largest_stored_gb"] + 0.1, found
+        above = figures[f"{stage}_peak_gb"] - figures["before_gb"] - figures["model_gb"]
+        assert above <= figures["largest_array_gb"] + figures["largest_stored_gb"] + 0.1, figures

@@ -459,8 +459,8 @@ def test_a_published_config_is_read(name, tmp_path):
     assert {field: getattr(spec, field) for field in fields} == fields
     if name in ROUTERS:
         moe = spec.moe
-        found = (moe.experts, moe.experts_per_token, moe.ff_width, moe.router)
-        assert found == ROUTERS[name]
+        router = (moe.experts, moe.experts_per_token, moe.ff_width, moe.router)
+        assert router == ROUTERS[name]
     assert read_spec(write(tmp_path / "ours", make_config(spec))) == spec
 
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)  # which fills and renames keys

@@ -178,11 +178,11 @@ def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
         return x
 
     loop = jax.jit(scanned).lower(x, weights).compile()
-    found = count_operations(loop.as_text(), {"data": 1})
-    assert found.flops == 5 * 2 * 8 * 16 * 16
+    counted = count_operations(loop.as_text(), {"data": 1})
+    assert counted.flops == 5 * 2 * 8 * 16 * 16
     own = jax.jit(unrolled).lower(x, weights).compile().cost_analysis()["flops"]
-    assert own == pytest.approx(found.flops, rel=0.05)  # it counts tanh, too
-    assert loop.cost_analysis()["flops"] < found.flops / 4
+    assert own == pytest.approx(counted.flops, rel=0.05)  # it counts tanh, too
+    assert loop.cost_analysis()["flops"] < counted.flops / 4
 
 
 @pytest.mark.parametrize("moe", [None, MoeSpec(experts=4, experts_per_token=2, ff_width=16)])
@@ -195,9 +195,9 @@ def test_operations_of_the_model_are_those_of_its_program(moe):
         return logits(params, spec, forward(params, spec, tokens, positions, segments))
 
     compiled = jax.jit(run).lower(params, rows, rows, rows).compile()
-    found = count_operations(compiled.as_text(), {"data": 1}).flops
+    flops = count_operations(compiled.as_text(), {"data": 1}).flops
     needed = forward_flops(spec, 64, 64 * 32)  # dense scores: every token sees the row
-    assert found == needed if moe is None else needed < found < 2 * needed
+    assert flops == needed if moe is None else needed < flops < 2 * needed
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
@@ -222,7 +222,7 @@ def test_collectives_are_counted_by_kind_axis_and_trip(axis):
         Collective("collective-permute", (axis,), False): part,
         Collective("all-gather", (axis,), False): 2 * part * (1 / 2),
     }
-    assert all(found.leaves_node for found in count_operations(text, mesh.shape, per_node=1).sent)
+    assert all(sent.leaves_node for sent in count_operations(text, mesh.shape, per_node=1).sent)
 
 
 def test_a_branch_in_a_loop_counts_once_and_the_costlier_one():

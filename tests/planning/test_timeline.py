@@ -131,7 +131,7 @@ def test_more_work_is_never_done_sooner(lengths, slots, data):
 
 def test_two_engines_share_prompts_and_wait_for_the_last_answer():
     lengths = np.array([1, 3, 5, 2, 4, 4, 1, 1])
-    found = simulate_generation(
+    generation = simulate_generation(
         lengths,
         prompt=2,
         most=9,
@@ -141,15 +141,15 @@ def test_two_engines_share_prompts_and_wait_for_the_last_answer():
         speed=EngineSpeed(step=1.0, prompt=0.5),
     )
     # prompts 0 and 2 go to one engine, 1 and 3 to the other; two tokens of a prompt take 1 s
-    assert found.answers.tolist() == [2, 5, 7, 3, 7, 9, 5, 6]
-    assert found.engines.tolist() == [9, 7]
-    assert found.seconds == 9
+    assert generation.answers.tolist() == [2, 5, 7, 3, 7, 9, 5, 6]
+    assert generation.engines.tolist() == [9, 7]
+    assert generation.seconds == 9
 
 
 def test_an_engine_without_requests_has_nothing_to_do():
     sizes = {"prompt": 0, "most": 9, "group": 2, "slots": 2}
-    found = simulate_generation(np.array([4, 3]), engines=2, speed=SECOND, **sizes)
-    assert found.engines.tolist() == [4, 0]
+    generation = simulate_generation(np.array([4, 3]), engines=2, speed=SECOND, **sizes)
+    assert generation.engines.tolist() == [4, 0]
 
 
 def test_dealing_is_even_but_for_the_routers_slack():
@@ -160,8 +160,8 @@ def test_dealing_is_even_but_for_the_routers_slack():
 
 
 def test_the_tail_is_the_time_of_the_last_tenth():
-    found = Generation(np.array([2.0] * 9 + [10.0]), np.array([10.0]))
-    assert found.tail == pytest.approx(0.8)
+    generation = Generation(np.array([2.0] * 9 + [10.0]), np.array([10.0]))
+    assert generation.tail == pytest.approx(0.8)
     assert Generation(np.full(10, 3.0), np.array([3.0])).tail == 0
 
 
@@ -214,8 +214,8 @@ def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, u
 
 
 def test_a_group_leaves_the_node_when_it_is_wider_than_one():
-    found = bytes_sent(SPEC, TrainMesh(4, 8, 2, 64), update=True)
-    away = {over.axes: over.leaves_node for over in found}
+    sent = bytes_sent(SPEC, TrainMesh(4, 8, 2, 64), update=True)
+    away = {over.axes: over.leaves_node for over in sent}
     assert away == {("tensor",): False, ("fsdp",): True, ("data",): True, ("data", "fsdp"): True}
     assert not any(
         over.leaves_node for over in bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=True)

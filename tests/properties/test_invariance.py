@@ -264,15 +264,15 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
     shape = row_shape(16 * 4, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
     model = ForwardConfig(model=model_of(SPEC), temperature=TEMPERATURE)
     batch = make_batch(SIZES, 16)
-    found = logprob_pass(model, shape, mesh)(place(params, mesh), batch)
+    fields = logprob_pass(model, shape, mesh)(place(params, mesh), batch)
     for i, n in enumerate(batch.sequence_lengths):
         logpi = np.asarray(log_policy(params, jnp.asarray(batch.tokens[i, :n])))
         for t in range(16):
             inside = 0 < t < n
             logprob = logpi[t - 1, batch.tokens[i, t]] if inside else 0.0
             entropy = -(np.exp(logpi[t - 1]) * logpi[t - 1]).sum() if inside else 0.0
-            np.testing.assert_allclose(found["logprobs"][i, t], logprob, atol=2e-5)
-            np.testing.assert_allclose(found["entropy"][i, t], entropy, atol=2e-5)
+            np.testing.assert_allclose(fields["logprobs"][i, t], logprob, atol=2e-5)
+            np.testing.assert_allclose(fields["entropy"][i, t], entropy, atol=2e-5)
 
 
 LOSSES = {
@@ -321,8 +321,8 @@ def test_no_loss_reduction_or_correction_is_left_out():
     policy = {vars(losses)[n] for n in losses.__all__ if not n.startswith(("Token", "select_"))}
     assert policy | {vars(values)[n] for n in values.__all__} == LOSSES.keys()
     assert own(reduce, "mask") == {*unwrapped[: len(REDUCTIONS)]}
-    found = own(correction, "old_logprobs", "rollout_logprobs", "mask")
-    assert found - {correction.mismatch_metrics} == {*unwrapped[len(REDUCTIONS) :]}
+    corrections = own(correction, "old_logprobs", "rollout_logprobs", "mask")
+    assert corrections - {correction.mismatch_metrics} == {*unwrapped[len(REDUCTIONS) :]}
 
 
 OWNERS = {reduce.__name__, correction.__name__}
@@ -383,8 +383,8 @@ def test_no_split_changes_any_loss_under_any_reduction_and_correction(function):
     @jax.jit
     def contribution(part, weights):
         def loss(x):
-            found = function(*({**part, learned: x}[name] for name in asked), **LOSSES[function])
-            return jnp.where(part["mask"], found.loss, 0.0)
+            result = function(*({**part, learned: x}[name] for name in asked), **LOSSES[function])
+            return jnp.where(part["mask"], result.loss, 0.0)
 
         per_token, back = jax.vjp(loss, part[learned])
         gradients = jax.vmap(lambda w: back(w)[0])(weights)

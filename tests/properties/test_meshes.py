@@ -92,8 +92,8 @@ def loss_by_hand(params, spec, batch):
     rows = map(jnp.asarray, (batch.tokens, positions, real.astype(np.int32)))
     hidden, router = forward_with_router(params, spec, *rows)
     policy = jax.nn.log_softmax(logits(params, spec, hidden))[:, :-1]
-    found = jnp.take_along_axis(policy, batch.tokens[:, 1:, None], axis=-1)[:, :, 0]
-    logprobs = jnp.where(real, jnp.pad(found, [(0, 0), (1, 0)]), 0.0)
+    chosen = jnp.take_along_axis(policy, batch.tokens[:, 1:, None], axis=-1)[:, :, 0]
+    logprobs = jnp.where(real, jnp.pad(chosen, [(0, 0), (1, 0)]), 0.0)
     mask = batch["mask"]
     loss = jnp.sum(jnp.where(mask, plain(logprobs, batch["advantages"]), 0)) / mask.sum()
     if router:
@@ -195,8 +195,8 @@ def test_the_mesh_changes_nothing(name, sizes):
         close(jax.device_get(state.opt_state[0].trace), gradient)
         moved = jax.tree.map(lambda p, g, by=step: p - by * g, params, gradient)
         close(jax.device_get(state.params), jax.device_get(moved))
-        found = infer(placed, batch)["logprobs"]
-        np.testing.assert_allclose(found[:, 1:], logprobs[:, 1:], atol=1e-4)
+        inferred = infer(placed, batch)["logprobs"]
+        np.testing.assert_allclose(inferred[:, 1:], logprobs[:, 1:], atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- experts
@@ -253,7 +253,7 @@ def changed(**fields):
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes", "said"),
+    ("spec", "sizes", "message"),
     [
         (
             changed(heads=6),
@@ -273,8 +273,8 @@ def changed(**fields):
         ),
     ],
 )
-def test_what_devices_can_not_share_is_refused_with_the_divisors(spec, sizes, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_devices_can_not_share_is_refused_with_the_divisors(spec, sizes, message):
+    with pytest.raises(ValueError, match=message):
         traced(spec, sizes)
 
 

@@ -131,10 +131,10 @@ def test_a_plan_is_no_slower_than_best_fit(problem, cost):
     """Its rows in order, dealt out to ranks of equal cost."""
     sizes, shape = problem
     shape = shape._replace(cost=cost)
-    wanted, found = in_order(sizes, shape), plan_microbatches(sizes, shape)
-    assert places(sizes, found, shape) <= places(sizes, wanted, shape) or len(found) <= len(wanted)
+    wanted, plan = in_order(sizes, shape), plan_microbatches(sizes, shape)
+    assert places(sizes, plan, shape) <= places(sizes, wanted, shape) or len(plan) <= len(wanted)
     if shape.ranks == 1:
-        assert time(sizes, found, shape) <= time(sizes, wanted, shape) * (1 + 1e-9)
+        assert time(sizes, plan, shape) <= time(sizes, wanted, shape) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("each", "limit"), [(1, 1.08), (2, 1.13), (4, 1.13)])
@@ -145,11 +145,11 @@ def test_ranks_finish_together(each, limit):
     for seed in range(3):
         rng = np.random.default_rng(seed)
         sizes = np.clip(rng.lognormal(np.log(512) - 0.5, 1.0, 512), 1, 4096).astype(np.int32)
-        found, ideal = plan_microbatches(sizes, shape), cost(sizes).sum() / shape.ranks
-        assert waiting(sizes, found, shape, cost) < 1.05 * ideal
+        plan, ideal = plan_microbatches(sizes, shape), cost(sizes).sum() / shape.ranks
+        assert waiting(sizes, plan, shape, cost) < 1.05 * ideal
         assert waiting(sizes, in_order(sizes, shape), shape, cost) > 1.06 * ideal
-        assert time(sizes, found, shape) < limit * ideal
-        assert time(sizes, in_order(sizes, shape), shape) > time(sizes, found, shape)
+        assert time(sizes, plan, shape) < limit * ideal
+        assert time(sizes, in_order(sizes, shape), shape) > time(sizes, plan, shape)
 
 
 def spread(seed, count, longest):
@@ -176,10 +176,10 @@ def test_few_places_hold_no_token(count, ranks, rows, limit):
     shape = row_shape(ranks * rows * 512, 512, sequences=count, multiple_of=ranks, cost=LARGE)
     for seed in range(10):
         sizes = spread(seed, count, 512)
-        found = plan_microbatches(sizes, shape)
-        wasted = 1 - sizes.sum() / places(sizes, found, shape)
+        plan = plan_microbatches(sizes, shape)
+        wasted = 1 - sizes.sum() / places(sizes, plan, shape)
         assert wasted < limit
-        assert padding(sizes, found, shape) == pytest.approx(wasted)
+        assert padding(sizes, plan, shape) == pytest.approx(wasted)
 
 
 def test_buckets_are_halves_and_worth_a_compilation():
@@ -195,8 +195,8 @@ def test_the_rank_beside_a_long_sequence_gets_as_much():
     """Equal micro-batches would wait: 16 tokens beside 12, then 10 beside 10."""
     sizes = np.array([16, *[2] * 16])
     shape = RowShape(rows=2, length=16, sequences=32, ranks=2, cost=Cost(16.0))
-    found = plan_microbatches(sizes, shape)
-    assert [[int(sizes[row].sum()) for row in batch] for batch in found] == [[16, 16], [8, 8]]
+    plan = plan_microbatches(sizes, shape)
+    assert [[int(sizes[row].sum()) for row in batch] for batch in plan] == [[16, 16], [8, 8]]
 
 
 def test_sequences_of_many_sizes_need_fewer_microbatches_than_best_fit():
@@ -333,8 +333,8 @@ def test_values_beyond_a_sequence_are_not_packed():
     ],
 )
 def test_shapes(tokens, length, sequences, multiple_of, shape):
-    found = row_shape(tokens, length, sequences=sequences, multiple_of=multiple_of)
-    assert found == RowShape(*shape)
+    shape_of_rows = row_shape(tokens, length, sequences=sequences, multiple_of=multiple_of)
+    assert shape_of_rows == RowShape(*shape)
 
 
 @given(

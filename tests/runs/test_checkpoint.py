@@ -31,8 +31,10 @@ def test_a_state_comes_back_bit_for_bit_in_its_layout(opened, mesh, tmp_path):
         saved = checkpoints.restore(like(state))
         assert (saved.step, saved.extra) == (7, EXTRA)
         assert_same(saved.state, state)
-        for found, wanted in zip(jax.tree.leaves(saved.state), jax.tree.leaves(state), strict=True):
-            assert found.sharding == wanted.sharding
+        for restored, wanted in zip(
+            jax.tree.leaves(saved.state), jax.tree.leaves(state), strict=True
+        ):
+            assert restored.sharding == wanted.sharding
 
 
 def test_another_mesh_may_read_it(opened, mesh, tmp_path):
@@ -49,9 +51,9 @@ def test_another_mesh_may_read_it(opened, mesh, tmp_path):
         ),
         state,
     )
-    found = checkpoints.restore(wanted).state
-    assert_same(found, state)
-    assert found.params["matrix"].sharding == wanted.params["matrix"].sharding
+    restored = checkpoints.restore(wanted).state
+    assert_same(restored, state)
+    assert restored.params["matrix"].sharding == wanted.params["matrix"].sharding
 
 
 def test_any_known_step_may_be_read(opened, mesh, tmp_path):

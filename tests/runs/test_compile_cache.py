@@ -29,10 +29,10 @@ def counted(function, *inputs):
     """Return what was compiled and what was found by a first call of a function."""
     counter = CompileCounter()
     jax.block_until_ready(jax.jit(function)(*inputs))
-    found = counter.metrics()
-    assert counter.metrics() == dict.fromkeys(found, 0)
+    metrics = counter.metrics()
+    assert counter.metrics() == dict.fromkeys(metrics, 0)
     counter.close()
-    return found
+    return metrics
 
 
 def cubed(x):
@@ -50,12 +50,12 @@ def test_what_a_run_compiles_is_found_by_the_next_one(tmp_path):
     with run_folder(tmp_path / "b", config_of(tmp_path / "b")):
         other = counted(cubed, x)
     counts = "perf/compilations", "perf/compilation_cache_hits"
-    assert [tuple(found[n] for n in counts) for found in (first, again, other)] == [
+    assert [tuple(metrics[n] for n in counts) for metrics in (first, again, other)] == [
         (1, 0),
         (0, 1),
         (1, 0),
     ]
-    assert all(found["perf/compile_seconds"] > 0 for found in (first, again, other))
+    assert all(metrics["perf/compile_seconds"] > 0 for metrics in (first, again, other))
     (kept,) = compilation_cache_of(tmp_path / "a").glob("*-cache")
     assert kept.name.startswith("jit_cubed-")
 

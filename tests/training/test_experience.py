@@ -90,18 +90,18 @@ def test_the_score_falls_on_the_last_token(batch):
 
 def test_the_penalty_falls_on_the_answer_only(batch):
     kl = np.arange(24, dtype=np.float32).reshape(4, 6)
-    found = penalize(batch, kl, 0.5)
-    assert found["rewards"].tolist() == [
+    penalized = penalize(batch, kl, 0.5)
+    assert penalized["rewards"].tolist() == [
         [0, 0, -1, -1.5, -1, 0],
         [0, 0, -4.5, 0, 0, 0],
         [0, -6.5, -7, 0, 0, 0],
         [0, -9.5, -10, -10.5, -11, -9.5],
     ]
-    assert found["scores"].tolist() == [-3.5, -4.5, -13.5, -50.5]
-    assert found["rewards"].dtype == found["scores"].dtype == np.float32
+    assert penalized["scores"].tolist() == [-3.5, -4.5, -13.5, -50.5]
+    assert penalized["rewards"].dtype == penalized["scores"].dtype == np.float32
     assert batch["scores"][0] == 1.0, "the old batch is as it was"
     poisoned = np.where(batch["mask"], kl, np.nan)
-    np.testing.assert_array_equal(penalize(batch, poisoned, 0.5)["rewards"], found["rewards"])
+    np.testing.assert_array_equal(penalize(batch, poisoned, 0.5)["rewards"], penalized["rewards"])
 
 
 # ------------------------------------------------------------------------------------ advantages
@@ -111,14 +111,14 @@ def test_one_advantage_for_each_answer(batch):
     def advantage(scores, group_ids, *, shift=0.0):
         return scores * 10 + group_ids + shift
 
-    found = advantage_step(functools.partial(advantage, shift=1.0))(batch)["advantages"]
-    assert found.tolist() == [
+    advantages = advantage_step(functools.partial(advantage, shift=1.0))(batch)["advantages"]
+    assert advantages.tolist() == [
         [0, 0, 11, 11, 11, 0],
         [0, 0, -4, 0, 0, 0],
         [0, 2, 2, 0, 0, 0],
         [0, 22, 22, 22, 22, 22],
     ]
-    assert found.dtype == np.float32
+    assert advantages.dtype == np.float32
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -131,8 +131,8 @@ def test_one_advantage_for_each_token(batch, pair):
     assert ("returns" in batch.fields) == pair
     if pair:
         np.testing.assert_array_equal(batch["returns"], 2 * batch["advantages"])
-    found = batch["advantages"]
-    assert found.tolist() == [
+    advantages = batch["advantages"]
+    assert advantages.tolist() == [
         [0, 0, 1, 2, 4, 0],
         [0, 0, 0.5, 0, 0, 0],
         [0, 1, 2, 0, 0, 0],
@@ -141,20 +141,21 @@ def test_one_advantage_for_each_token(batch, pair):
 
 
 def test_the_library_s_own(batch):
-    found = advantage_step(grpo)(batch)["advantages"]
-    np.testing.assert_allclose(found[0, 2:5], 0.5**0.5, rtol=1e-5)
+    advantages = advantage_step(grpo)(batch)["advantages"]
+    np.testing.assert_allclose(advantages[0, 2:5], 0.5**0.5, rtol=1e-5)
     values = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
-    found = advantage_step(gae)(batch.add(values=values))["advantages"]
-    np.testing.assert_allclose(found[3, 1:], 2 - values[3, 1:], rtol=1e-5)  # one reward, γ = λ = 1
+    advantages = advantage_step(gae)(batch.add(values=values))["advantages"]
+    wanted = 2 - values[3, 1:]  # one reward, γ = λ = 1
+    np.testing.assert_allclose(advantages[3, 1:], wanted, rtol=1e-5)
 
 
 def test_low_precision_is_widened_and_what_is_off_the_mask_is_zero(batch):
     def advantage(mask):
         return jnp.where(mask, 0.5, jnp.nan).astype(jnp.bfloat16)
 
-    found = advantage_step(advantage)(batch)["advantages"]
-    np.testing.assert_array_equal(found, np.where(batch["mask"], np.float32(0.5), 0))
-    assert found.dtype == np.float32
+    advantages = advantage_step(advantage)(batch)["advantages"]
+    np.testing.assert_array_equal(advantages, np.where(batch["mask"], np.float32(0.5), 0))
+    assert advantages.dtype == np.float32
 
 
 def columns(mask):

@@ -99,8 +99,8 @@ def test_the_first_moment_may_be_bfloat16(tmp_path):
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    found = checkpoints.restore(like).state
+    restored = checkpoints.restore(like).state
     checkpoints.close()
-    for a, b in zip(*map(jax.tree.leaves, (found, state)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (restored, state)), strict=True):
         assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

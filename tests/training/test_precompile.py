@@ -39,9 +39,9 @@ def model(tmp_path):
 @pytest.fixture
 def asked(monkeypatch):
     """The configs whose steps are compiled ahead."""
-    found = []
-    monkeypatch.setattr(precompile, "compile_steps", lambda config, stopped: found.append(config))
-    return found
+    configs = []
+    monkeypatch.setattr(precompile, "compile_steps", lambda config, stopped: configs.append(config))
+    return configs
 
 
 def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(

@@ -93,8 +93,8 @@ def values_of(params, tokens):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_belong_to_the_state_before_each_token(mesh, shape):
     params, batch = draw(SPEC), make_batch()
-    found = value_pass(ForwardConfig(model=model_of(SPEC)), shape, mesh)(params, batch)["values"]
-    for row, tokens, size in zip(found, batch.tokens, SIZES, strict=True):
+    values = value_pass(ForwardConfig(model=model_of(SPEC)), shape, mesh)(params, batch)["values"]
+    for row, tokens, size in zip(values, batch.tokens, SIZES, strict=True):
         np.testing.assert_allclose(row[:size], values_of(params, tokens[:size]), atol=1e-5)
         assert not row[size:].any()
 
@@ -181,11 +181,11 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
 def test_the_sum_of_squared_probabilities(mesh):
     params, batch = draw(POLICY), make_batch()
     names = ("logprobs", "sum_pi_squared")
-    found = logprob_pass(ForwardConfig(model=model_of(POLICY)), SHAPES[1], mesh, names)(
+    inferred = logprob_pass(ForwardConfig(model=model_of(POLICY)), SHAPES[1], mesh, names)(
         params, batch
     )
-    assert set(found) == set(names)
-    for row, tokens, size in zip(found["sum_pi_squared"], batch.tokens, SIZES, strict=True):
+    assert set(inferred) == set(names)
+    for row, tokens, size in zip(inferred["sum_pi_squared"], batch.tokens, SIZES, strict=True):
         scores = logits(params, POLICY, hidden_states(params, POLICY, tokens[:size]))
         wanted = np.square(np.asarray(jax.nn.softmax(scores, axis=-1))).sum(-1)
         np.testing.assert_allclose(row[1:size], wanted[:-1], rtol=1e-5)
@@ -214,18 +214,18 @@ def marking(select, updates=0, seed=0):
 
 
 def test_the_tokens_of_highest_covariance_of_a_mini_batch_are_marked():
-    found, (current, advantages, mask) = marking(functools.partial(select_kl_cov, ratio=0.25))
+    marked, (current, advantages, mask) = marking(functools.partial(select_kl_cov, ratio=0.25))
     products = (current - current[mask].mean()) * (advantages - advantages[mask].mean())
     least = np.sort(products[mask])[-int(0.25 * mask.sum())]
-    np.testing.assert_array_equal(found, mask & (products >= least))
+    np.testing.assert_array_equal(marked, mask & (products >= least))
 
 
 def test_tokens_are_drawn_by_seed_and_update():
     draw = functools.partial(select_clip_cov, ratio=0.2, low=-9.0, high=9.0)
-    found = [marking(draw, updates, seed)[0] for updates, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
-    np.testing.assert_array_equal(found[0], found[1])
-    assert any(np.any(found[0] != other) for other in found[2:])
-    assert all(f.sum() == found[0].sum() > 0 for f in found)
+    marked = [marking(draw, updates, seed)[0] for updates, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    np.testing.assert_array_equal(marked[0], marked[1])
+    assert any(np.any(marked[0] != other) for other in marked[2:])
+    assert all(f.sum() == marked[0].sum() > 0 for f in marked)
 
 
 # ---------------------------------------------------------------------------- old log-probs, labels

@@ -108,9 +108,9 @@ def whole_loss(params, spec, coef):
     rows = map(jnp.asarray, (batch.tokens, positions, real.astype(np.int32)))
     hidden, router = forward_with_router(params, spec, *rows)
     logpi = jax.nn.log_softmax(logits(params, spec, hidden))[:, :-1]
-    found = jnp.take_along_axis(logpi, batch.tokens[:, 1:, None], axis=-1)[:, :, 0]
+    logprobs = jnp.take_along_axis(logpi, batch.tokens[:, 1:, None], axis=-1)[:, :, 0]
     mask = batch["mask"][:, 1:]
-    policy = jnp.sum(jnp.where(mask, plain(found, batch["advantages"][:, 1:]), 0)) / mask.sum()
+    policy = jnp.sum(jnp.where(mask, plain(logprobs, batch["advantages"][:, 1:]), 0)) / mask.sum()
     tokens = LAYERS * SIZES.sum()
     f = jax.lax.stop_gradient(router["choices"]).sum(0) / tokens
     balance = EXPERTS * jnp.sum(f * router["probabilities"].sum(0) / tokens)
@@ -138,8 +138,8 @@ def test_the_balance_loss_has_a_gradient(case):
     """Or the other comparisons would show nothing."""
     spec, params, (gradient, _) = case
     without = jax.device_get(differentiate(params, spec, 0.0))[0]
-    found, other = (g["layers"]["router"] for g in (gradient, without))
-    assert np.abs(found - other).max() > 0.3 * np.abs(found).max()
+    balanced, other = (g["layers"]["router"] for g in (gradient, without))
+    assert np.abs(balanced - other).max() > 0.3 * np.abs(balanced).max()
 
 
 @pytest.mark.parametrize("tokens", [16, pytest.param(128, marks=pytest.mark.slow)])
@@ -172,9 +172,9 @@ def check_bias(params, state, choices, gradient):
     mean = TOP * SIZES.sum() / EXPERTS
     for place in np.ndindex(*wanted.shape):
         wanted[place] += RATE * np.sign(mean - choices[place])
-    found = np.asarray(state.params["layers"]["router_bias"])
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    return found
+    bias = np.asarray(state.params["layers"]["router_bias"])
+    np.testing.assert_allclose(bias, wanted, rtol=1e-6)
+    return bias
 
 
 def poisoned(batch):

@@ -142,7 +142,8 @@ def test_a_preparation_that_fails(preparation):
 def test_a_wrong_number_for_a_preparation_of_the_library(tmp_path):
     spec = FunctionSpec("arithmetic", {"out": str(tmp_path / "d"), "digits": 0})
     message = refusal(prepare_files, spec, (str(tmp_path / "d" / "train.parquet"),))
-    assert message.startswith("data.prepare: arithmetic: got ")
+    assert message.startswith("data.prepare: arithmetic: expected at least 1 each")
+    assert "digits=0" in message
     assert "data.prepare: 'arithmetic' needs a value for out" in refusal(
         prepare_files, FunctionSpec("arithmetic"), ("not/there",)
     )
@@ -202,7 +203,7 @@ def test_the_default_is_usable():
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "expected"),
     [
         (FunctionSpec("adamww"), "optim.optimizer: no function 'adamww' in optax; did you mean"),
         (FunctionSpec("adamw", {"weigth_decay": 0.1}), "optim.optimizer: 'adamw' takes no 'weigth"),
@@ -217,12 +218,12 @@ def test_the_default_is_usable():
         (FunctionSpec("no_package.mod:f"), "optim.optimizer: can't import 'no_package.mod'"),
     ],
 )
-def test_optimizers_that_do_not_work(spec, said):
-    assert refusal(make_optimizer, optim(spec)).startswith(said)
+def test_optimizers_that_do_not_work(spec, expected):
+    assert refusal(make_optimizer, optim(spec)).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "expected"),
     [
         (FunctionSpec("constant_scedule", {"value": 1.0}), "optim.schedule: no function"),
         (FunctionSpec("constant_schedule"), "optim.schedule: 'constant_schedule' needs a value"),
@@ -254,8 +255,8 @@ def test_optimizers_that_do_not_work(spec, said):
         ),
     ],
 )
-def test_schedules_that_do_not_work(spec, said):
-    assert refusal(make_optimizer, optim(schedule=spec)).startswith(said)
+def test_schedules_that_do_not_work(spec, expected):
+    assert refusal(make_optimizer, optim(schedule=spec)).startswith(expected)
 
 
 # -------------------------------------------------------------------------- mesh, model, resuming
@@ -277,7 +278,7 @@ SPEC = ModelSpec(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "found"),
+    ("key", "value", "expected"),
     [
         ("rank", 3, 3),
         ("alpha", 5.0, 5.0),
@@ -285,12 +286,12 @@ SPEC = ModelSpec(
         ("rslora", True, True),
     ],
 )
-def test_each_key_of_an_adapter_reaches_the_model(key, value, found):
+def test_each_key_of_an_adapter_reaches_the_model(key, value, expected):
     changed, plain = (
         adapted_spec(SPEC, lora, None) for lora in (LoraConfig(**{key: value}), LoraConfig())
     )
-    assert getattr(changed.lora, key) == found
-    assert getattr(plain.lora, key) != found
+    assert getattr(changed.lora, key) == expected
+    assert getattr(plain.lora, key) != expected
 
 
 def sizes_of(layout):
@@ -319,8 +320,8 @@ def test_every_model_has_its_own_mesh_and_devices():
             rules={"vocab": None, "ff": ["tensor", "context"]},
         )
     )
-    found = [(sizes_of(x), [d.id for d in x.mesh.devices.ravel()]) for x in layouts]
-    assert found == [
+    meshes = [(sizes_of(x), [d.id for d in x.mesh.devices.ravel()]) for x in layouts]
+    assert meshes == [
         ({"fsdp": 2, "tensor": 2}, [0, 1, 2, 3]),
         ({"data": 2, "tensor": 2}, [4, 5, 6, 7]),
         ({"stage": 2, "fsdp": 4}, [*range(8)]),
@@ -334,7 +335,7 @@ def test_every_model_has_its_own_mesh_and_devices():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "expected"),
     [
         (MeshSizes(data=3), "does not cover 8 devices; each size must be one of [1, 2, 4, 8]"),
         (MeshSizes(fsdp=4), "does not cover 8 devices"),
@@ -343,14 +344,14 @@ def test_every_model_has_its_own_mesh_and_devices():
         (MeshSizes(first_device=4, devices=5), "first_device=4 with devices=5, but there are 8"),
     ],
 )
-def test_devices_that_do_not_make_up_a_mesh(sizes, said):
+def test_devices_that_do_not_make_up_a_mesh(sizes, expected):
     message = refusal(open_layout, MeshConfig(), "critic", sizes)
     assert message.startswith("mesh.critic: ")
-    assert said in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "expected"),
     [
         ({"head": None}, "mesh.rules.head: "),
         ({"heads": "tenser"}, "mesh.rules.heads='tenser', wanted null or some of ['stage', "),
@@ -358,16 +359,16 @@ def test_devices_that_do_not_make_up_a_mesh(sizes, said):
         ({"heads": ["tensor", 2]}, "mesh.rules.heads=['tensor', 2], wanted null or some of"),
     ],
 )
-def test_rules_that_are_none(rules, said):
-    assert refusal(own_rules, rules).startswith(said)
+def test_rules_that_are_none(rules, expected):
+    assert refusal(own_rules, rules).startswith(expected)
 
 
 def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
     layout = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
     shape = packed_shape(layout, SPEC, tokens=8, longest=13, sequences=10)
     assert (shape.length, shape.rows) == (16, 4)
-    said = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: wanted 4 or more"
-    with pytest.raises(ConfigError, match=said):
+    expected = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: wanted 4 or more"
+    with pytest.raises(ConfigError, match=expected):
         packed_shape(layout, SPEC, tokens=3, longest=13, sequences=10)
 
 

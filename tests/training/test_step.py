@@ -104,7 +104,7 @@ def bits(tree):
 def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     """It is that with the log-probs of a pass before it, and says what the pass says."""
     batch, model = make_batch(), ForwardConfig(model=model_of(SPEC))
-    found = logprob_pass(model, SHAPE, mesh)(params, batch)
+    inferred = logprob_pass(model, SHAPE, mesh)(params, batch)
     updated = {}
     for on_policy in (True, False):
         learner = Learner(
@@ -116,12 +116,14 @@ def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
             mesh=mesh,
             params_like=params,
         )
-        given = batch.add(old_logprobs=np.full((4, 8), np.nan) if on_policy else found["logprobs"])
+        given = batch.add(
+            old_logprobs=np.full((4, 8), np.nan) if on_policy else inferred["logprobs"]
+        )
         updated[on_policy] = learner.update(learner.init(params), given, {})
     (own, metrics), (wanted, others) = updated[True], updated[False]
-    said = metrics.pop("policy")
-    assert said.keys() == found.keys()
-    chex.assert_trees_all_close(said, found, rtol=1e-7, atol=1e-6)
+    reported = metrics.pop("policy")
+    assert reported.keys() == inferred.keys()
+    chex.assert_trees_all_close(reported, inferred, rtol=1e-7, atol=1e-6)
     chex.assert_trees_all_close(own.params, wanted.params, rtol=1e-7, atol=1e-7)
     chex.assert_trees_all_close(metrics, others, rtol=1e-7, atol=1e-6)
 
@@ -238,9 +240,9 @@ def test_the_update_checks_the_loss(mesh, params):
 
 
 def test_a_bare_array_is_a_loss_without_diagnostics():
-    found = as_token_loss(jnp.ones((2, 3), jnp.bfloat16), not_an_array, (2, 3))
-    assert found.diagnostics == {}
-    assert found.loss.dtype == jnp.bfloat16
+    token_loss = as_token_loss(jnp.ones((2, 3), jnp.bfloat16), not_an_array, (2, 3))
+    assert token_loss.diagnostics == {}
+    assert token_loss.loss.dtype == jnp.bfloat16
 
 
 # --------------------------------------------------------------------------------------- metrics
@@ -334,11 +336,11 @@ def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
     counts = []
     for sizes in ([8, 8, 8, 8], [8, 3, 5, 6], [2, 2, 2, 2], [8, 3, 5, 2]):
         batch = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes, np.int32))
-        found = infer(state.params, batch)["logprobs"]
+        logprobs = infer(state.params, batch)["logprobs"]
         state, _ = learner.update(state, batch, {})
         counts.append(counter.take())
         wanted = plain(params, batch)["logprobs"]
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        np.testing.assert_allclose(logprobs, wanted, atol=1e-6)
         counter.take()
     counter.close()
     assert counts[0] > 0
@@ -352,13 +354,13 @@ def test_moments_lie_where_their_parameters_do():
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s), declare(SPEC), layout
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    found = learn(mesh, like, scaled, optimizer).state_shardings
-    assert found.params == layout
-    adam = found.opt_state[1][0]
+    placed = learn(mesh, like, scaled, optimizer).state_shardings
+    assert placed.params == layout
+    adam = placed.opt_state[1][0]
     assert adam.mu == layout
     assert adam.nu == layout
     assert adam.count.is_fully_replicated
-    assert found.updates.is_fully_replicated
+    assert placed.updates.is_fully_replicated
 
 
 def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
