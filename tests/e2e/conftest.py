@@ -283,10 +283,10 @@ def copy_of(workshop):
 def same():
     """Asserts that two mappings from names to arrays are equal, bit for bit."""
 
-    def check(found, wanted):
-        assert found.keys() == wanted.keys()
+    def check(actual, wanted):
+        assert actual.keys() == wanted.keys()
         for name, value in wanted.items():
-            np.testing.assert_array_equal(found[name], value, err_msg=name)
+            np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
     return check
 

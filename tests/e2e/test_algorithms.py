@@ -127,11 +127,11 @@ def test_score_components_are_what_the_reward_function_reported(run, workshop, c
 def test_covariance_is_over_the_whole_mini_batch(run):
     """So that the tokens that clip_cov drops do not depend on the cut into micro-batches."""
     select = "algorithm.high_covariance={fn: select_clip_cov, ratio: 0.2, low: 0.0}"
-    found = [
+    results = [
         run("algorithm.loss=clip_cov", select, f"batch.max_tokens_per_device={size}").ok()
         for size in (16, 512)
     ]
-    for small, large in zip(*(result.metrics for result in found), strict=True):
+    for small, large in zip(*(result.metrics for result in results), strict=True):
         assert small.get("actor/pg_clipfrac", 1) > 0.1
         for name in small.keys() & {"actor/pg_loss", "actor/grad_norm", "actor/pg_clipfrac"}:
             assert small[name] == pytest.approx(large[name], rel=1e-3, abs=1e-5)
@@ -162,13 +162,13 @@ def test_an_update_on_policy_needs_no_pass_for_old_logprobs(run, workshop):
     """Another advantage that asks for them brings the pass back; nothing else changes."""
     words = ("batch.prompts_per_minibatch=null", "algorithm.kl_loss=k3", "algorithm.kl_coef=0.1")
     asking = f"algorithm.advantage={workshop.mine('grpo_that_asks_for_old_logprobs')}"
-    found, wanted = run(*words).ok(), run(*words, asking).ok()
-    for a, b in zip(found.learned[1:], wanted.learned[1:], strict=True):
+    actual, wanted = run(*words).ok(), run(*words, asking).ok()
+    for a, b in zip(actual.learned[1:], wanted.learned[1:], strict=True):
         assert a.keys() == b.keys()
         for name, value in b.items():
             assert a[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    assert found.learned[2]["actor/kl"] > 0
-    passes = ["timing_s/old_log_prob" in result.metrics[1] for result in (found, wanted)]
+    assert actual.learned[2]["actor/kl"] > 0
+    passes = ["timing_s/old_log_prob" in result.metrics[1] for result in (actual, wanted)]
     assert passes == [False, True]
 
 

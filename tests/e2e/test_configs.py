@@ -42,10 +42,10 @@ def train_config(tmp_path_factory):
             timeout=1800,
         )
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        found = [line[METRIC] for line in lines if METRIC in line]
+        values = [line[METRIC] for line in lines if METRIC in line]
         seconds = time.monotonic() - begin
-        print(f"{name} {overrides}: {found[0]:.3f} -> {found[-1]:.3f} in {seconds:.0f} s")
-        return found
+        print(f"{name} {overrides}: {values[0]:.3f} -> {values[-1]:.3f} in {seconds:.0f} s")
+        return values
 
     return run
 
@@ -56,17 +56,17 @@ def train_config(tmp_path_factory):
 )
 def test_the_quickstart_learns_to_add(train_config, name, override):
     """From one base model; `.ci/run` runs README's own command, with seed 0."""
-    found = train_config(name, override)
-    assert found[0] <= 0.5
-    assert found[-1] >= 0.9
+    values = train_config(name, override)
+    assert values[0] <= 0.5
+    assert values[-1] >= 0.9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "dapo", "prime"])
 def test_recipes_with_more_than_a_policy_learn(train_config, name):
     """A critic, dynamic sampling, a reward model; benchmarks/learning trains all the others."""
-    found = train_config(f"recipes/{name}")
-    assert found[-1] >= found[0] + 0.2
+    values = train_config(f"recipes/{name}")
+    assert values[-1] >= values[0] + 0.2
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("recipes/*.yaml")), ids=lambda p: p.stem)

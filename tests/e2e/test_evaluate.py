@@ -93,10 +93,10 @@ def test_a_runs_newest_checkpoint_has_the_runs_last_validation(call, workshop, f
     _, _, report, rows = call(finished.run_dir, scorer, out=tmp_path / "run")
     last = finished.metrics[-1]
     (name,) = [name for name in last if "mean@1" in name]
-    found = report["all"]
-    assert name == f"val-core/arithmetic/{found['quantity']}/mean@1"
-    assert found["metrics"].keys() == {"mean@1"}
-    assert found["metrics"]["mean@1"]["value"] == pytest.approx(last[name])
+    everything = report["all"]
+    assert name == f"val-core/arithmetic/{everything['quantity']}/mean@1"
+    assert everything["metrics"].keys() == {"mean@1"}
+    assert everything["metrics"]["mean@1"]["value"] == pytest.approx(last[name])
     assert report["step"] == last["step"]
     assert export.main([str(finished.run_dir), str(tmp_path / "model")]) == 0
     assert call(tmp_path / "model", scorer, out=tmp_path / "hf")[3] == rows
@@ -117,7 +117,7 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
     out = tmp_path / "done"
     out.mkdir()
     (out / "metrics.json").write_text("{}")
-    for words, model, said in (
+    for words, model, message in (
         (["sample=2"], workshop.base, "unknown key 'sample'; did you mean 'samples'?"),
         (["samples=2"], workshop.base, "samples=2 at temperature=0 draws the same answer"),
         (["k=[3]"], workshop.base, "k=[3], wanted numbers from 1 to samples=1"),
@@ -132,7 +132,7 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
     ):
         status, printed, _, _ = call(model, *words, out=tmp_path / "new")
         assert (status, printed.count("\n")) == (2, 1), (words, printed)
-        assert said in printed, (words, printed)
+        assert message in printed, (words, printed)
 
 
 def test_help_names_every_key(capsys):

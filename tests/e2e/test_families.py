@@ -96,20 +96,20 @@ def test_a_run_samples_learns_and_exports(model, trained, tmp_path):
     family, directory = model
     lines = [line for line in trained.metrics if "actor/grad_norm" in line]
     assert len(lines) == 2
-    found = {"Qwen3Moe": routed("actor"), "DeepseekV3": routed("actor") | routed("critic")}
+    router_metrics = {"Qwen3Moe": routed("actor"), "DeepseekV3": routed("actor") | routed("critic")}
     for line in lines:
         assert line["training/rollout_probs_diff_mean"] < 1e-5
         assert line["actor/grad_norm"] > 0
-        assert {name for name in line if "/router_" in name} == found.get(family, set())
+        assert {name for name in line if "/router_" in name} == router_metrics.get(family, set())
 
     out = tmp_path / "out"
     assert export.main([str(trained.run_dir), str(out)]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
         wanted = theirs(torch.from_numpy(TOKENS)).logits.numpy()
-    found = our_logits(out)
-    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
-    assert np.abs(found - our_logits(directory)).max() > 1e-3, "it was trained"
+    actual = our_logits(out)
+    np.testing.assert_allclose(actual, wanted, atol=1e-4 * np.abs(wanted).max())
+    assert np.abs(actual - our_logits(directory)).max() > 1e-3, "it was trained"
 
 
 def our_logits(directory):

@@ -73,9 +73,9 @@ def adapted(run):
 
 def test_the_reference_is_the_base(adapted):
     """The adapter begins at zero: no KL at step 1, some at step 4."""
-    found = [line["actor/kl"] for line in adapted.metrics[1:]]
-    assert found[0] == 0.0
-    assert found[3] > 1e-6
+    kls = [line["actor/kl"] for line in adapted.metrics[1:]]
+    assert kls[0] == 0.0
+    assert kls[3] > 1e-6
     assert all(line["actor/grad_norm"] > 0 for line in adapted.metrics[1:])
 
 
@@ -86,7 +86,7 @@ def test_the_engine_samples_from_the_merged_weights(adapted):
 
 
 def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(workshop, adapted):
-    found = arrays(adapted.run_dir)
+    saved = arrays(adapted.run_dir)
     spec = read_spec(workshop.base)
     rank, layers = 4, spec.layers
     n, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -97,11 +97,11 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(workshop, adapted)
     ]  # attention
     sides += [(spec.hidden_size, spec.ff_width)] * 2 + [(spec.ff_width, spec.hidden_size)]
     adapter = 4 * layers * rank * sum(map(sum, sides))
-    moments = sum(x.nbytes for name, x in found.items() if "opt_state" in name and x.ndim)
+    moments = sum(x.nbytes for name, x in saved.items() if "opt_state" in name and x.ndim)
     assert moments == 2 * adapter
     counters = 4 * 4  # updates, skipped, Adam's count and the schedule's
-    assert sum(x.nbytes for x in found.values()) == 3 * adapter + counters
-    assert all("_lora_" in name for name, x in found.items() if x.ndim)
+    assert sum(x.nbytes for x in saved.values()) == 3 * adapter + counters
+    assert all("_lora_" in name for name, x in saved.items() if x.ndim)
 
 
 def test_an_exported_run_is_the_base_with_the_adapter(workshop, adapted, tmp_path):
@@ -180,8 +180,8 @@ def test_sft_trains_an_adapter_and_exports_the_whole(workshop, tmp_path):
         program=sft,
         config="sft.yaml",
     ).ok()
-    found = arrays(result.run_dir)
-    assert {name.split("'")[-2] for name, x in found.items() if x.ndim} == {
+    saved = arrays(result.run_dir)
+    assert {name.split("'")[-2] for name, x in saved.items() if x.ndim} == {
         f"{name}_lora_{factor}" for name in ("query", "value") for factor in "ab"
     }
     alone = exported(result.run_dir, tmp_path / "alone", "--adapter")
@@ -230,9 +230,9 @@ def test_routed_experts_are_adapted(workshop, tmp_path):
 
 def test_a_critic_beside_an_adapter_is_trained_in_full(workshop):
     result = workshop(*LORA, "algorithm.advantage=gae", "checkpoint.every=2").ok()
-    found = arrays(result.run_dir)
-    assert any("critic" in name and "'score'" in name for name in found)
-    assert not any("critic" in name and "_lora_" in name for name in found)
+    saved = arrays(result.run_dir)
+    assert any("critic" in name and "'score'" in name for name in saved)
+    assert not any("critic" in name and "_lora_" in name for name in saved)
     assert result.metrics[-1]["critic/grad_norm"] > 0
 
 

@@ -30,10 +30,10 @@ def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypat
     spec = read_spec(workshop.base)
     table = (spec.vocab_size, spec.hidden_size)
     monkeypatch.setattr(loop, "collect_rollouts", watched)
-    found = run(*CRITIC, *ALL, "steps=2").ok()
-    found = run(*CRITIC, *ALL, "steps=3", run_dir=found.run_dir).ok()
-    assert found.learned == wanted.learned
-    same(workshop.params(found.run_dir), workshop.params(wanted.run_dir))
+    actual = run(*CRITIC, *ALL, "steps=2").ok()
+    actual = run(*CRITIC, *ALL, "steps=3", run_dir=actual.run_dir).ok()
+    assert actual.learned == wanted.learned
+    same(workshop.params(actual.run_dir), workshop.params(wanted.run_dir))
     assert held == [(7, 1)] * 3  # weights and two moments of actor and critic, and the reference
 
 

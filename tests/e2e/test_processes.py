@@ -22,7 +22,7 @@ MESH = ("mesh.train={data: 2, fsdp: 4}",)
 def start(workshop, monkeypatch):
     """Starts a program as several processes, each with four devices."""
 
-    def run(*overrides, run_dir, count=2, **how):
+    def run(*overrides, run_dir, count=2, **options):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -33,7 +33,7 @@ def start(workshop, monkeypatch):
                 patch.setenv("JAX_NUM_PROCESSES", str(count))
                 patch.setenv("JAX_PROCESS_ID", str(number))
                 patch.setenv("JAX_NUM_CPU_DEVICES", "4")
-                started.append(workshop.start(*overrides, run_dir=run_dir, **how))
+                started.append(workshop.start(*overrides, run_dir=run_dir, **options))
         return started
 
     return run
@@ -43,21 +43,21 @@ def start(workshop, monkeypatch):
 def two(workshop, start):
     """Runs `train` as two processes; returns what both leave."""
 
-    def run(*overrides, run_dir=None, **how):
+    def run(*overrides, run_dir=None, **options):
         run_dir = run_dir or workshop.folder()
-        started = start(*overrides, run_dir=run_dir, **how)
+        started = start(*overrides, run_dir=run_dir, **options)
         return [workshop.finish(process, run_dir) for process in started]
 
     return run
 
 
-def close(workshop, found, wanted, *, apart=()):
+def close(workshop, actual, wanted, *, apart=()):
     """Assert that two runs learned the same; metrics whose names begin with `apart` may differ."""
     before = workshop.params(wanted.run_dir)
-    for name, value in workshop.params(found.run_dir).items():
+    for name, value in workshop.params(actual.run_dir).items():
         np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    assert [line["step"] for line in found.learned] == [line["step"] for line in wanted.learned]
-    for a, b in zip(found.learned, wanted.learned, strict=True):
+    assert [line["step"] for line in actual.learned] == [line["step"] for line in wanted.learned]
+    for a, b in zip(actual.learned, wanted.learned, strict=True):
         assert a.keys() == b.keys()
         for name in (name for name in b if not name.startswith(apart)):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
@@ -66,7 +66,7 @@ def close(workshop, found, wanted, *, apart=()):
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(workshop, two):
     words = (*EXACTLY, *MESH, "rollout.dump_every=2", "checkpoint.every=2")
-    first, second = (found.ok() for found in two(*words))
+    first, second = (result.ok() for result in two(*words))
     wanted = workshop(*words, devices=8).ok()
     close(workshop, first, wanted)
     assert "step 2/2" in first.out
@@ -74,7 +74,7 @@ def test_two_processes_do_what_one_does(workshop, two):
     paths = [
         {path.relative_to(r.run_dir) for path in r.run_dir.rglob("*")} for r in (first, wanted)
     ]
-    outside = [{p for p in found if p.parts[0] != "checkpoints"} for found in paths]
+    outside = [{p for p in files if p.parts[0] != "checkpoints"} for files in paths]
     assert outside[0] == outside[1]
     assert json.loads((first.run_dir / "versions.json").read_text())["processes"] == 2
 
@@ -127,9 +127,9 @@ def test_an_error_in_one_process_ends_all(workshop, two):
 def test_an_error_of_the_first_reaches_all(workshop, two):
     run_dir = workshop.folder()
     run_dir.write_text("in the way")
-    for found in two(run_dir=run_dir):
-        assert found.status != 0
-        assert "run_dir" in found.err
+    for result in two(run_dir=run_dir):
+        assert result.status != 0
+        assert "run_dir" in result.err
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on(workshop, two, star
     assert workshop.finish(first, run_dir).status != 0
     print(f"ended after {time.monotonic() - began:.0f} s")
     second.communicate()
-    again, _ = (found.ok() for found in two(*words, run_dir=run_dir))
+    again, _ = (result.ok() for result in two(*words, run_dir=run_dir))
     close(workshop, again, wanted)
 
 
@@ -154,7 +154,7 @@ def test_a_warm_start_is_made_by_all_and_written_once(workshop, two):
     config = yaml.safe_load((workshop.root / "sft.yaml").read_text())
     workshop.write("short.yaml", config | {"steps": 3, "optim": {"optimizer": "sgd"}})
     words = (*EXACTLY, *MESH, f"model.warm_start={workshop.root}/short.yaml")
-    first, _ = (found.ok() for found in two(*words, f"model.path={workshop.root}/two.base"))
+    first, _ = (result.ok() for result in two(*words, f"model.path={workshop.root}/two.base"))
     wanted = workshop(*words, f"model.path={workshop.root}/one.base", devices=8).ok()
     close(workshop, first, wanted)
     names = [{p.name for p in (workshop.root / f"{n}.base").iterdir()} for n in ("one", "two")]
@@ -169,15 +169,15 @@ def test_a_folder_in_use_is_refused_and_a_signal_to_one_process_saves_all(
     words = (*MESH, "steps=5000")
     running = start(*words, run_dir=run_dir)
     assert until((run_dir / "versions.json").exists, running[0])
-    for found in two(*words, run_dir=run_dir):
-        assert found.status != 0
-        assert "another process is running in" in found.err
+    for result in two(*words, run_dir=run_dir):
+        assert result.status != 0
+        assert "another process is running in" in result.err
     metrics = run_dir / "metrics.jsonl"
     assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 1, running[0])
     running[1].terminate()
     results = [workshop.finish(process, run_dir) for process in running]
     last = results[0].metrics[-1]["step"]
-    for found in results:
-        assert found.status == PREEMPTED, found.err
-        assert found.err.splitlines()[-1].startswith(f"preempted: saved after step {last} of 5000")
+    for result in results:
+        assert result.status == PREEMPTED, result.err
+        assert result.err.splitlines()[-1].startswith(f"preempted: saved after step {last} of 5000")
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [str(last)]

@@ -117,7 +117,7 @@ def test_the_reward_function_reports_and_validates_beside_it(ppo):
         if step:
             extra = [json.loads(row["extra"]) for row in dumped(ppo, step)]
             for name in ("acc", "function"):
-                mean = np.mean([found[name] for found in extra])
+                mean = np.mean([reported[name] for reported in extra])
                 assert line[f"reward/{name}/mean"] == pytest.approx(mean)
             assert line["reward/errors"] == 0
 
@@ -181,12 +181,12 @@ def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
 @pytest.mark.slow
 def test_packing_and_devices_make_no_difference(run, reward_model):
     words = (f"reward.classifier={reward_model}", *ALONE)
-    found = [
+    lines = [
         run(*words, f"batch.max_tokens_per_device={n}", devices=devices).ok().metrics[1]
         for n, devices in ((16, 1), (256, 1), (256, 4))
     ]
     for statistic in ("mean", "max", "min"):
-        scores = [line[f"critic/score/{statistic}"] for line in found]
+        scores = [line[f"critic/score/{statistic}"] for line in lines]
         np.testing.assert_allclose(scores, scores[0], atol=1e-5)
 
 

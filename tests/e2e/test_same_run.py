@@ -157,11 +157,11 @@ def plain(workshop):
     return workshop(*EXACTLY).ok()
 
 
-def close(workshop, found, wanted):
+def close(workshop, actual, wanted):
     before = workshop.params(wanted.run_dir)
-    for name, value in workshop.params(found.run_dir).items():
+    for name, value in workshop.params(actual.run_dir).items():
         np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    for a, b in zip(found.metrics[1:], wanted.metrics[1:], strict=True):
+    for a, b in zip(actual.metrics[1:], wanted.metrics[1:], strict=True):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
 
@@ -207,10 +207,10 @@ def test_every_model_s_own_mesh_makes_no_difference(workshop):
     mesh = "{train: {fsdp: 4, devices: 4}, critic: {fsdp: 2, tensor: 2, first_device: 4}, "
     mesh += "reference: {data: 2, fsdp: 1, first_device: 6}}"
     wanted = workshop(*words).ok()
-    found = workshop(*words, f"mesh={mesh}", devices=8).ok()
-    close(workshop, found, wanted)
+    actual = workshop(*words, f"mesh={mesh}", devices=8).ok()
+    close(workshop, actual, wanted)
     assert wanted.metrics[2]["actor/kl_loss"] > 0
-    for a, b in zip(found.metrics[1:], wanted.metrics[1:], strict=True):
+    for a, b in zip(actual.metrics[1:], wanted.metrics[1:], strict=True):
         for name in ("critic/vf_loss", "critic/values/mean", "critic/grad_norm", "actor/kl_loss"):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
 

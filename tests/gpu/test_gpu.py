@@ -67,8 +67,10 @@ def _sequences(device, dtype):
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]
-    how = SamplingParams(max_new_tokens=64, temperature=0.8, stop_ids=(7,))
-    answers = engine.sample([Request(prompt, how, seed) for seed, prompt in enumerate(prompts * 4)])
+    sampling = SamplingParams(max_new_tokens=64, temperature=0.8, stop_ids=(7,))
+    answers = engine.sample(
+        [Request(prompt, sampling, seed) for seed, prompt in enumerate(prompts * 4)]
+    )
     engine.close()
     tokens = np.zeros((64, LENGTH), np.int32)
     mask, reported = np.zeros((64, LENGTH), bool), np.zeros((64, LENGTH), np.float32)
@@ -80,24 +82,24 @@ def _sequences(device, dtype):
     batch = Batch(tokens, sizes, {"mask": mask, "lengths": mask.sum(1)})
     settings = ForwardConfig(model=model_of(SPEC), dtype=dtype, temperature=0.8)
     shape = row_shape(2048, LENGTH, sequences=64)
-    found = logprob_pass(settings, shape, mesh)(params, batch)["logprobs"]
-    return mesh, params, batch, reported, found
+    logprobs = logprob_pass(settings, shape, mesh)(params, batch)["logprobs"]
+    return mesh, params, batch, reported, logprobs
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
 def test_decoding_agrees_with_the_forward_pass(dtype, tolerance):
-    _, _, batch, reported, found = _sequences(jax.devices("gpu")[0], dtype)
-    assert np.abs(reported - found)[batch["mask"]].mean() < tolerance
+    _, _, batch, reported, logprobs = _sequences(jax.devices("gpu")[0], dtype)
+    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
 
 
 def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
     losses = []
     for device in (jax.devices("gpu")[0], jax.devices("cpu")[0]):
-        mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "float32")
+        mesh, params, batch, _, logprobs = _sequences(jax.devices("gpu")[0], "float32")
         mesh = make_mesh({}, [device])
         params = jax.device_put(params, shardings(declare(SPEC), mesh))
         advantages = np.where(batch["mask"], np.linspace(-1, 1, 64)[:, None], 0).astype(np.float32)
-        batch = batch.add(old_logprobs=found, advantages=advantages)
+        batch = batch.add(old_logprobs=logprobs, advantages=advantages)
         learner = Learner(
             PolicyObjective(loss=ppo_clip),
             dataclasses.replace(ForwardConfig(model=model_of(SPEC)), temperature=0.8),
@@ -182,25 +184,25 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
             mixed, backward = jax.vjp(mix, q, k, v)
             return mixed, *backward(out)
 
-    found = [np.asarray(x, np.float32) for x in jax.jit(kernel)(*given)]
+    actual = [np.asarray(x, np.float32) for x in jax.jit(kernel)(*given)]
     for row in range(2):
         for number in range(1, ids[row].max() + 1):
             (at,) = np.nonzero(ids[row] == number)
             part = slice(at[0], at[-1] + 1)
             wanted = alone(*(x[row : row + 1, part].astype(jnp.float32) for x in given))
-            for a, b in zip(found, wanted, strict=True):
+            for a, b in zip(actual, wanted, strict=True):
                 off = np.linalg.norm(a[row, part] - b[0]) / np.linalg.norm(b)
                 assert off < 0.01, (row, number, off)
-        for a in found:
+        for a in actual:
             assert not a[row][ids[row] == 0].any()
 
 
 @pytest.mark.usefixtures("hopper")
 def test_log_probs_with_the_packed_kernel_equal_those_without():
-    mesh, params, batch, _, found = _sequences(jax.devices("gpu")[0], "bfloat16")
+    mesh, params, batch, _, logprobs = _sequences(jax.devices("gpu")[0], "bfloat16")
     choice = choose_kernel("cudnn", SPEC, Layout(mesh), "bfloat16", device=this_device())
     settings = ForwardConfig(
         model=model_of(SPEC), dtype="bfloat16", temperature=0.8, kernel=choice.kernel
     )
     again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
-    assert np.abs(again["logprobs"] - found)[batch["mask"]].mean() < 5e-3
+    assert np.abs(again["logprobs"] - logprobs)[batch["mask"]].mean() < 5e-3

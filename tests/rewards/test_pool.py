@@ -306,18 +306,18 @@ def test_worker_killed_while_idle_is_replaced(make):
     assert sum(pool.counts.values()) == 0
 
 
-@pytest.mark.parametrize("how", ["close", "with", "collect"])
-def test_no_process_is_left_behind(functions_file, how):
+@pytest.mark.parametrize("way", ["close", "with", "collect"])
+def test_no_process_is_left_behind(functions_file, way):
     pool = RewardPool(FunctionSpec(f"{functions_file}:act"), workers=2, on_error=0.0)
     replies = items(*["pid"] * 100, "child")
     pids = {score.extra["pid"] for score in pool.score(replies)}
     assert not any(ended(pid) for pid in pids)
-    if how == "close":
+    if way == "close":
         pool.close()
-    if how == "with":
+    if way == "with":
         with pool:
             pool.score(replies)
-    if how == "collect":
+    if way == "collect":
         del pool
         gc.collect()
     wait_until(lambda: all(ended(pid) for pid in pids))

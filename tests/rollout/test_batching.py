@@ -160,14 +160,14 @@ def test_a_second_turn_reads_what_is_new(
     talk = (*first.prompt, *answer.tokens.tolist())
     second = Request((*talk, 5, 9, 2), SamplingParams(8, temperature=1.0), 4)
     before = engine.stats()
-    (found,) = engine.sample([second])
+    (completion,) = engine.sample([second])
     after = engine.stats()
     # the newest token of an answer is in no cache, and the last of a prompt is decoded
     assert after.reused_tokens - before.reused_tokens == len(talk) - 1
     assert after.prompt_tokens - before.prompt_tokens == 3
-    assert_logprobs(params, next_logits, second, found)
+    assert_logprobs(params, next_logits, second, completion)
     shared_engine.load(params, version=0)
-    assert_same([found], shared_engine.sample([second]))
+    assert_same([completion], shared_engine.sample([second]))
     # it went on in pages that the first has written, which are still the first's
     assert_same(engine.sample([first]), [answer])
     engine.load(other_params, version=1)

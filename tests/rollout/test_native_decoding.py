@@ -82,9 +82,9 @@ def test_sampling_follows_the_policy(engine, params, next_logits):
     start = prompt(5)
     count = 600
     answers = engine.sample([Request(start, SamplingParams(1), seed) for seed in range(count)])
-    found = np.bincount([int(a.tokens[0]) for a in answers], minlength=32) / count
+    frequencies = np.bincount([int(a.tokens[0]) for a in answers], minlength=32) / count
     p = np.exp(log_softmax(next_logits(params, start)[-1]))
-    assert np.all(np.abs(found - p) <= 4.5 * np.sqrt(p * (1 - p) / count) + 1e-3)
+    assert np.all(np.abs(frequencies - p) <= 4.5 * np.sqrt(p * (1 - p) / count) + 1e-3)
 
 
 def test_an_answer_does_not_depend_on_its_company(engine):
@@ -170,11 +170,11 @@ SHORT = [request for request in RAGGED if len(request.prompt) <= 16]
 @pytest.fixture(scope="module")
 def answers_on(build, draw_params):
     """(model, axes of the mesh) -> answers, where weights and cache are, and their checksum."""
-    found = {}
+    completions = {}
 
     def run(model, axes):
         key = model, tuple(axes.items())
-        if key not in found:
+        if key not in completions:
             engine = build(
                 devices=8 if axes else 1,
                 axes=axes or {"data": 1},
@@ -186,7 +186,7 @@ def answers_on(build, draw_params):
                 receipt = engine.load(draw_params(0, model), version=3)
                 answers = engine.sample(SHORT)
                 layouts = jax.tree.map(lambda leaf: leaf.sharding, engine._params)
-                found[key] = (
+                completions[key] = (
                     answers,
                     layouts,
                     engine._runner.pool.keys[0].sharding,
@@ -194,7 +194,7 @@ def answers_on(build, draw_params):
                 )
             finally:
                 engine.close()
-        return found[key]
+        return completions[key]
 
     return run
 

@@ -30,12 +30,12 @@ def slow_step(engine, started, go_on):
 
     def step():
         with engine._state:
-            found, engine._incoming = engine._incoming, []
+            incoming, engine._incoming = engine._incoming, []
         started.set()
         go_on.wait(10)
-        for sequence in found:
+        for sequence in incoming:
             sequence.versions, sequence.finish = [engine._version], "length"
-        return found
+        return incoming
 
     engine._step = step
 

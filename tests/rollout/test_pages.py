@@ -18,12 +18,12 @@ class Pool:
 
     def start(self, tokens):
         table = PageTable()
-        found = self.pages.match_prefix(table, tokens[:-1])
+        cached = self.pages.match_prefix(table, tokens[:-1])
         if not self.pages.allocate(table, len(tokens) - 1):
             self.pages.free(table)
             return
-        self.live.append([table, list(tokens), found])
-        assert self.row(self.live[-1]) == tokens[:found], "what it found is what it begins with"
+        self.live.append([table, list(tokens), cached])
+        assert self.row(self.live[-1]) == tokens[:cached], "what it found is what it begins with"
         self.write(self.live[-1], len(tokens) - 1)
         self.pages.cache_prefix(table, tokens[:-1])
 
@@ -49,11 +49,11 @@ class Pool:
 
     def row(self, sequence):
         table, _, cached = sequence
-        found = [
+        stored = [
             t for page in self.pages.pages_to_read(table, cached) for t in self.content[page][:SIZE]
         ]
         # a page of which only the first tokens are used is always the last
-        return found[:cached]
+        return stored[:cached]
 
     def end(self, sequence, *, seals):
         table, tokens, cached = sequence
@@ -111,14 +111,14 @@ def test_each_sequence_reads_its_own_tokens(count, operations):
 
 
 @pytest.mark.parametrize(
-    ("again", "found"), [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)]
+    ("again", "cached"), [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)]
 )
-def test_the_longest_common_beginning_is_found(again, found):
+def test_the_longest_common_beginning_is_found(again, cached):
     pages, first = PagePool(4, size=SIZE), PageTable()
     pages.allocate(first, 5)
     pages.cache_prefix(first, (1, 2, 3, 4, 5))
     pages.free(first)
-    assert pages.match_prefix(PageTable(), again) == found
+    assert pages.match_prefix(PageTable(), again) == cached
 
 
 def test_what_was_used_least_recently_goes_first():

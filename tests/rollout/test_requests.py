@@ -128,8 +128,8 @@ def test_a_text_ends_the_answer_with_the_token_that_completes_it(texts, start, e
     (whole,) = ask(texts, 3)
     stop = spell(whole)[start:end]
     end = spell(whole).index(stop) + len(stop)  # it may have come earlier
-    how = SamplingParams(12, stop=("never there", stop), top_logprobs=2)
-    request = Request(PROMPT, how, 3)
+    sampling = SamplingParams(12, stop=("never there", stop), top_logprobs=2)
+    request = Request(PROMPT, sampling, 3)
     (answer,) = texts.sample([request])
     assert answer.tokens.tolist() == whole.tokens[:end].tolist()
     np.testing.assert_allclose(answer.logprobs, whole.logprobs[:end], atol=1e-5)
@@ -231,5 +231,5 @@ def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
     assert asyncio.run(asyncio.wait_for(leave(), 60)) == wanted
     assert texts.stats().generated_tokens - before == 2 * 30 + 2 * 3, "who left got no more"
     texts.sample([others[0]])
-    found = texts.stats()
-    assert (found.running, found.waiting, found.cached_tokens) == (0, 0, 0)
+    stats = texts.stats()
+    assert (stats.running, stats.waiting, stats.cached_tokens) == (0, 0, 0)

@@ -83,14 +83,14 @@ def truncated(p, top_p, top_k, min_p=0.0):
 )
 def test_frequencies_are_those_of_the_truncated_distribution(temperature, top_p, top_k, min_p):
     """By a chi-squared test at one in 100,000 over the tokens that are left."""
-    how = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    tokens, logprobs = draw(LOGITS, **how)
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    tokens, logprobs = draw(LOGITS, **options)
     full = softmax(LOGITS / temperature)
     wanted = truncated(full, top_p, top_k, min_p)
-    found = np.bincount(tokens, minlength=len(LOGITS))
-    assert np.all(found[wanted == 0] == 0)
+    counts = np.bincount(tokens, minlength=len(LOGITS))
+    assert np.all(counts[wanted == 0] == 0)
     left = wanted > 0
-    statistic = np.sum((found[left] - wanted[left] * DRAWS) ** 2 / (wanted[left] * DRAWS))
+    statistic = np.sum((counts[left] - wanted[left] * DRAWS) ** 2 / (wanted[left] * DRAWS))
     assert statistic <= ALLOWED[int(left.sum()) - 1]
     np.testing.assert_allclose(logprobs, np.log(full[tokens]), atol=1e-5)
 
@@ -103,12 +103,12 @@ def test_frequencies_over_blocks_of_any_vocabulary(vocabulary):
     logits[rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
     logits[-1] = -np.inf if vocabulary > 2 else 0.0
     wanted = softmax(logits)
-    found = np.bincount(draw(logits)[0], minlength=vocabulary)
-    assert len(found) == vocabulary
-    assert np.all(found[wanted == 0] == 0)
+    counts = np.bincount(draw(logits)[0], minlength=vocabulary)
+    assert len(counts) == vocabulary
+    assert np.all(counts[wanted == 0] == 0)
     often = wanted * DRAWS >= 5
-    expected, got = wanted[often] * DRAWS, found[often]
-    rest = [wanted[~often].sum() * DRAWS, found[~often].sum()]
+    expected, got = wanted[often] * DRAWS, counts[often]
+    rest = [wanted[~often].sum() * DRAWS, counts[~often].sum()]
     terms = np.append((got - expected) ** 2 / expected, (rest[1] - rest[0]) ** 2 / max(rest[0], 1))
     freedom = often.sum()
     assert terms.sum() <= freedom + 4.5 * np.sqrt(2 * freedom)
@@ -204,8 +204,8 @@ def test_truncation_is_that_of_transformers():
     from transformers.generation import logits_process as theirs
 
     rng = np.random.default_rng(0)
-    logits, said = rng.normal(0, 3, (4, 50)).astype(np.float32), rng.integers(0, 50, (4, 9))
-    found = torch.tensor(logits)
+    logits, previous = rng.normal(0, 3, (4, 50)).astype(np.float32), rng.integers(0, 50, (4, 9))
+    warped = torch.tensor(logits)
     for warper in (
         theirs.RepetitionPenaltyLogitsProcessor(1.7),
         theirs.TemperatureLogitsWarper(1.3),
@@ -213,12 +213,12 @@ def test_truncation_is_that_of_transformers():
         theirs.TopPLogitsWarper(0.9),
         theirs.MinPLogitsWarper(0.05),
     ):
-        found = warper(torch.tensor(said), found)
-    held = jnp.zeros((4, 50), bool).at[jnp.arange(4)[:, None], said].set(True)
+        warped = warper(torch.tensor(previous), warped)
+    held = jnp.zeros((4, 50), bool).at[jnp.arange(4)[:, None], previous].set(True)
     nothing = jnp.full((4, 1), 50), jnp.zeros((4, 1))
     mine = process(jnp.asarray(logits), LogitsProcessors(held, jnp.full(4, 1.7), *nothing)) / 1.3
     rows = jnp.ones(4)
     kept = cut(jax.nn.log_softmax(mine), 0.9 * rows, jnp.full(4, 20), 0.05 * rows)
     np.testing.assert_allclose(
-        jax.nn.log_softmax(kept), torch.log_softmax(found, -1).numpy(), atol=1e-5
+        jax.nn.log_softmax(kept), torch.log_softmax(warped, -1).numpy(), atol=1e-5
     )

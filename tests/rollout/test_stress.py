@@ -132,16 +132,16 @@ def test_nothing_is_lost_and_nothing_hangs(cramped, params, other_params, next_l
     assert len(story.loaded) > 5
     exact = mixed = 0
     for done, request, answer in story.seen:
-        n, how = len(answer.tokens), request.sampling
+        n, sampling = len(answer.tokens), request.sampling
         versions = answer.versions.tolist()
         assert versions == sorted(versions)
         assert set(versions) <= set(story.loaded)
         assert versions[0] >= done, "none from weights that had been replaced"
-        stopped = answer.tokens[-1] in how.stop_ids
+        stopped = answer.tokens[-1] in sampling.stop_ids
         assert answer.finish == ("stop" if stopped else "length")
         assert answer.stopped_by == (answer.tokens[-1] if stopped else None)
-        assert stopped or n == how.max_new_tokens
-        assert not set(answer.tokens[:-1].tolist()) & set(how.stop_ids)
+        assert stopped or n == sampling.max_new_tokens
+        assert not set(answer.tokens[:-1].tolist()) & set(sampling.stop_ids)
         assert len(answer.logprobs) == len(versions) == n
         if all(story.loaded[v] for v in range(done + 1, versions[-1] + 1)):
             exact, mixed = exact + 1, mixed + (versions[0] != versions[-1])
@@ -168,11 +168,11 @@ def assert_logprobs(weights, next_logits, request, answer):
 def soon_idle(engine):
     """Wait for the step that drops those who gave up, and look at what is left."""
     for _ in range(1000):
-        found = engine.stats()
-        if (found.running, found.waiting, found.cached_tokens) == (0, 0, 0):
+        stats = engine.stats()
+        if (stats.running, stats.waiting, stats.cached_tokens) == (0, 0, 0):
             return
         threading.Event().wait(0.01)
-    raise AssertionError(found)
+    raise AssertionError(stats)
 
 
 @pytest.fixture
@@ -183,12 +183,12 @@ def pause_after(cramped, monkeypatch):
         called, run = threading.Event(), getattr(owner, name)
 
         def then_pause(*arguments):
-            found = run(*arguments)
+            result = run(*arguments)
             if not called.is_set():
                 with cramped._state:
                     cramped._paused = True
                 called.set()
-            return found
+            return result
 
         monkeypatch.setattr(owner, name, then_pause)
         return called
@@ -209,11 +209,11 @@ def test_weights_in_the_middle_of_an_answer(
     async def interrupted():
         paused = pause_after(cramped._runner, "_decode")
         pieces = cramped.stream(request)
-        found = [await anext(pieces)]
+        received = [await anext(pieces)]
         assert await asyncio.to_thread(paused.wait, 30)
         await asyncio.to_thread(cramped.load, other_params, 11, recompute=recompute)
         cramped.resume()
-        return found + [piece async for piece in pieces]
+        return received + [piece async for piece in pieces]
 
     pieces = asyncio.run(asyncio.wait_for(interrupted(), 60))
     answer = type(whole)(
@@ -246,6 +246,6 @@ def test_rows_of_who_was_preempted_do_not_outlive_their_weights(
     assert answer.versions.tolist() == [20] * 24 + [21] * 9
     again = Request((*requests[-1].prompt, *answer.tokens[:-3].tolist()), SamplingParams(2), 1)
     before = cramped.stats().reused_tokens
-    (found,) = cramped.sample([again])
+    (completion,) = cramped.sample([again])
     assert cramped.stats().reused_tokens - before == len(again.prompt) - 1
-    assert_logprobs([params, other_params], next_logits, again, found)
+    assert_logprobs([params, other_params], next_logits, again, completion)

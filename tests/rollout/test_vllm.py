@@ -91,12 +91,12 @@ def logits_of(params, prompt, answer):
 
 def logprobs_of(params, prompt, answer, temperature=1.0):
     scaled = logits_of(params, prompt, answer) / (temperature or 1.0)
-    found = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
-    return found[np.arange(len(answer)), np.asarray(answer)]
+    logprobs = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
+    return logprobs[np.arange(len(answer)), np.asarray(answer)]
 
 
-def ask(tokens=24, seed=0, prompt=PROMPT, **how):
-    return Request(tuple(map(int, prompt)), SamplingParams(tokens, **how), seed)
+def ask(tokens=24, seed=0, prompt=PROMPT, **options):
+    return Request(tuple(map(int, prompt)), SamplingParams(tokens, **options), seed)
 
 
 def make(folder, **changed):
@@ -146,19 +146,19 @@ def pid_of(engine, number=0):
 
 def at_work(engine, requests):
     """Sample in a thread; return it and where answers will be, when there are some, but not all."""
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(engine.sample(requests)))
     thread.start()
     wait_until(lambda: 0 < engine.stats().outstanding < len(requests))
-    return thread, found
+    return thread, answers
 
 
 def alive_in(group):
     """Return the processes of a group that are not zombies."""
-    found = subprocess.run(
+    listing = subprocess.run(
         ["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True
     ).stdout
-    rows = [line.split() for line in found.splitlines()[1:]]
+    rows = [line.split() for line in listing.splitlines()[1:]]
     return [int(pid) for pid, pgid, stat in rows if int(pgid) == group and stat[0] != "Z"]
 
 
@@ -182,7 +182,7 @@ def test_it_is_an_engine_and_echoes_what_it_loaded(engine):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {},
         {"temperature": 0.0},
@@ -192,42 +192,42 @@ def test_it_is_an_engine_and_echoes_what_it_loaded(engine):
     ],
     ids=str,
 )
-def test_log_probs_are_those_of_the_trainers_forward_pass(engine, how):
+def test_log_probs_are_those_of_the_trainers_forward_pass(engine, options):
     """Before top-k, top-p and min-p cut the distribution, and after the temperature."""
     mixed = [ask(seed=1, temperature=0.0), ask(seed=2), ask(seed=3, temperature=0.5, top_k=3)]
-    *_, found = engine.sample([*mixed, ask(seed=4, **how)])
-    wanted = logprobs_of(FIRST, PROMPT, found.tokens, how.get("temperature", 1.0))
-    np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
-    assert found.finish == "length"
-    assert found.versions.tolist() == [0] * 24
+    *_, answer = engine.sample([*mixed, ask(seed=4, **options)])
+    wanted = logprobs_of(FIRST, PROMPT, answer.tokens, options.get("temperature", 1.0))
+    np.testing.assert_allclose(answer.logprobs, wanted, atol=2e-5)
+    assert answer.finish == "length"
+    assert answer.versions.tolist() == [0] * 24
 
 
 @pytest.mark.parametrize(
-    "how", [{"repetition_penalty": 1.3}, {"logit_bias": ((5, 2.0), (9, -50.0))}], ids=str
+    "options", [{"repetition_penalty": 1.3}, {"logit_bias": ((5, 2.0), (9, -50.0))}], ids=str
 )
-def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, how):
+def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, options):
     """One at a time: of both, vLLM adds the bias first, and transformers applies the penalty."""
-    how = how | {"temperature": 0.0, "top_logprobs": 3}
+    options = options | {"temperature": 0.0, "top_logprobs": 3}
     native = NativeEngine(
         model_of(SPEC),
         EngineSettings(4, 64),
         layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])),
     )
     native.load(FIRST, version=0)
-    [wanted] = native.sample([ask(**how)])
+    [wanted] = native.sample([ask(**options)])
     native.close()
-    [found] = engine.sample([ask(**how)])
-    assert found.tokens.tolist() == wanted.tokens.tolist()
-    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-5)
-    np.testing.assert_array_equal(found.top[0], wanted.top[0])
-    np.testing.assert_allclose(found.top[1], wanted.top[1], atol=2e-5)
+    [answer] = engine.sample([ask(**options)])
+    assert answer.tokens.tolist() == wanted.tokens.tolist()
+    np.testing.assert_allclose(answer.logprobs, wanted.logprobs, atol=2e-5)
+    np.testing.assert_array_equal(answer.top[0], wanted.top[0])
+    np.testing.assert_allclose(answer.top[1], wanted.top[1], atol=2e-5)
 
 
 def test_a_seed_gives_its_answer_in_any_company(engine):
     [alone] = engine.sample([ask(seed=11)])
     others = [ask(seed=100 + i, prompt=PROMPT[: 5 + i % 9]) for i in range(30)]
-    found = engine.sample([*others[:15], ask(seed=11), *others[15:]])[15]
-    assert found.tokens.tolist() == alone.tokens.tolist()
+    answer = engine.sample([*others[:15], ask(seed=11), *others[15:]])[15]
+    assert answer.tokens.tolist() == alone.tokens.tolist()
     assert len({tuple(a.tokens) for a in engine.sample([ask(seed=i) for i in range(8)])}) == 8
 
 
@@ -235,9 +235,9 @@ def test_a_stop_token_ends_the_answer(engine):
     [whole] = engine.sample([ask(temperature=0.0)])
     stop = int(whole.tokens[3])
     first = whole.tokens.tolist().index(stop)
-    [found] = engine.sample([ask(temperature=0.0, stop_ids=(stop,))])
-    assert (found.finish, found.stopped_by) == ("stop", stop)
-    assert found.tokens.tolist() == whole.tokens[: first + 1].tolist()
+    [answer] = engine.sample([ask(temperature=0.0, stop_ids=(stop,))])
+    assert (answer.finish, answer.stopped_by) == ("stop", stop)
+    assert answer.tokens.tolist() == whole.tokens[: first + 1].tolist()
 
 
 def test_answers_can_be_streamed_and_given_up(engine):
@@ -301,10 +301,10 @@ def test_prompts_that_do_not_fit_into_one_step_are_read(engine):
 
 def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     """Also after `sleep`; every token has the version of the weights that drew it."""
-    found = []
+    answers = []
     # more than are decoded at once, and than are done before the sidecar's next report
     requests = [ask(tokens=200, seed=seed) for seed in range(150)]
-    thread = threading.Thread(target=lambda: found.extend(engine.sample(requests)))
+    thread = threading.Thread(target=lambda: answers.extend(engine.sample(requests)))
     sidecar = engine._replicas[0].sidecar
     before = sidecar._progress["generated"]
     thread.start()
@@ -314,9 +314,9 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     assert engine.load(SECOND, version=1).version == 1
     engine.wake()
     thread.join(100)
-    assert len(found) == 150
-    assert {0, 1} <= {int(v) for answer in found for v in answer.versions}
-    for answer in found:
+    assert len(answers) == 150
+    assert {0, 1} <= {int(v) for answer in answers for v in answer.versions}
+    for answer in answers:
         assert answer.versions.tolist() == sorted(answer.versions)
         first = int(np.sum(answer.versions == 0))
         for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
@@ -367,10 +367,10 @@ def test_no_prefix_of_old_weights_is_used(engine):
     [answer] = engine.sample([ask(prompt=long)])
     wanted = logprobs_of(SECOND, long, answer.tokens)
     np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
-    thread, found = at_work(engine, [ask(prompt=long, tokens=100, seed=i) for i in range(40)])
+    thread, answers = at_work(engine, [ask(prompt=long, tokens=100, seed=i) for i in range(40)])
     engine.load(FIRST, version=2)
     thread.join(100)
-    late = [answer for answer in found if set(answer.versions) == {2}]
+    late = [answer for answer in answers if set(answer.versions) == {2}]
     assert late
     for answer in late:
         wanted = logprobs_of(FIRST, long, answer.tokens)
@@ -384,10 +384,10 @@ from vllm.inputs import TokensPrompt
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, max_num_seqs=4, enforce_eager=True,
               kv_cache_memory_bytes=2**26, skip_tokenizer_init=True, generation_config="vllm")
-    how = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     prompts = [TokensPrompt(prompt_token_ids=p) for p in json.loads(sys.argv[2])]
-    found = llm.generate(prompts, how, use_tqdm=False)
-    print("FOUND" + json.dumps([list(f.outputs[0].token_ids) for f in found]))
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    print("FOUND" + json.dumps([list(f.outputs[0].token_ids) for f in outputs]))
 """
 
 
@@ -396,7 +396,7 @@ def test_synced_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tm
     save_params(tmp_path / "saved", SECOND, SPEC, source=None, dtype="float32")
     engine.load(SECOND, version=3)
     prompts = [list(PROMPT), [3, 1, 4, 1, 5], list(range(60, 90))]
-    found = engine.sample([ask(64, temperature=0.0, prompt=prompt) for prompt in prompts])
+    answers = engine.sample([ask(64, temperature=0.0, prompt=prompt) for prompt in prompts])
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
@@ -413,7 +413,8 @@ def test_synced_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tm
     )
     assert "FOUND" in fresh.stdout, fresh.stderr
     assert (
-        str([answer.tokens.tolist() for answer in found]) == fresh.stdout.split("FOUND")[1].strip()
+        str([answer.tokens.tolist() for answer in answers])
+        == fresh.stdout.split("FOUND")[1].strip()
     )
 
 
@@ -423,8 +424,10 @@ def test_weights_can_come_through_the_connection(engine):
     assert sidecar.shared
     sidecar.shared = False
     engine.load(SECOND, version=4)
-    [found] = engine.sample([ask()])
-    np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+    [answer] = engine.sample([ask()])
+    np.testing.assert_allclose(
+        answer.logprobs, logprobs_of(SECOND, PROMPT, answer.tokens), atol=2e-5
+    )
     sidecar.shared = True
 
 
@@ -457,8 +460,10 @@ def test_a_weight_sync_that_fails_is_an_error_and_the_next_one_repairs(
     with pytest.raises(EngineError, match="no weights"):
         engine.sample([ask()])
     engine.load(SECOND, version=2)
-    [found] = engine.sample([ask()])
-    np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+    [answer] = engine.sample([ask()])
+    np.testing.assert_allclose(
+        answer.logprobs, logprobs_of(SECOND, PROMPT, answer.tokens), atol=2e-5
+    )
 
 
 def cut_short(write, count, error):
@@ -525,7 +530,7 @@ def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, s
     monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)
     with opened(tmp_path, sleep=sleep) as engine:
         engine.load(FIRST, version=0)
-        worker, found = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
+        worker, answers = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
         if sleep:
             engine.sleep()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
@@ -542,8 +547,8 @@ def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, s
         assert engine.stats().outstanding == before > 0
         engine.load(SECOND, version=2)
         worker.join(100)
-        assert len(found) == 40
-        for answer in found:
+        assert len(answers) == 40
+        for answer in answers:
             assert set(answer.versions) <= {0, 2}
             first = int(np.sum(answer.versions == 0))
             for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
@@ -564,12 +569,12 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     wanted = engine.sample(requests)
     killed, restarts = pid_of(engine), engine.stats().restarts
     files = temporary_files(engine)
-    worker, found = at_work(engine, requests)
+    worker, answers = at_work(engine, requests)
     names = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in alive_in(killed)}
     child = next(pid for name, pid in names.items() if "EngineCore" in name)
     os.kill(killed if whom == "the sidecar" else child, signal.SIGKILL)
     worker.join(240)
-    assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
+    assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
     assert engine.stats().restarts == restarts + 1
     assert engine.stats().outstanding == 0
     wait_until(lambda: not alive_in(killed))
@@ -593,10 +598,10 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
         files, memory = temporary_files(engine), shared_memory(killed)
         assert files
         assert memory
-        worker, found = at_work(engine, requests)
+        worker, answers = at_work(engine, requests)
         os.kill(ranks[1], signal.SIGKILL)
         worker.join(240)
-        assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
+        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
         assert engine.stats().restarts == 1
         wait_until(lambda: not alive_in(killed))
         wait_until(lambda: not files & temporary_files(engine))
@@ -618,22 +623,24 @@ def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(en
     monkeypatch.setattr(sync, "_as_messages", deadly)
     assert engine.load(SECOND, version=5).version == 5
     assert pid_of(engine) != killed
-    [found] = engine.sample([ask()])
-    assert set(found.versions) == {5}
-    np.testing.assert_allclose(found.logprobs, logprobs_of(SECOND, PROMPT, found.tokens), atol=2e-5)
+    [answer] = engine.sample([ask()])
+    assert set(answer.versions) == {5}
+    np.testing.assert_allclose(
+        answer.logprobs, logprobs_of(SECOND, PROMPT, answer.tokens), atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("whom", ["all", "the model's process"])
 def test_a_sidecar_that_hangs_is_replaced(engine, whom):
     hung = pid_of(engine)
-    worker, found = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
+    worker, answers = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
     for pid in alive_in(hung):
         if whom == "all" or pid != hung:
             os.kill(pid, signal.SIGSTOP)
     if whom != "all":  # another caller finds out first
         assert engine.load(FIRST, version=1).version == 1
     worker.join(240)
-    assert [len(answer.tokens) for answer in found] == [200] * 40
+    assert [len(answer.tokens) for answer in answers] == [200] * 40
     assert pid_of(engine) != hung
     wait_until(lambda: not alive_in(hung))
 
@@ -693,15 +700,15 @@ def test_the_gate_sees_logits_of_old_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "CODE", code)
     with opened(tmp_path) as engine:
         engine.load(FIRST, version=0)  # nothing tells
-        found = engine.sample([ask(seed=i) for i in range(4)])
-    wanted = [logprobs_of(FIRST, PROMPT, answer.tokens) for answer in found]
+        answers = engine.sample([ask(seed=i) for i in range(4)])
+    wanted = [logprobs_of(FIRST, PROMPT, answer.tokens) for answer in answers]
     fields = {
         "logprobs": np.array(wanted, np.float32),
-        "rollout_logprobs": np.array([answer.logprobs for answer in found]),
+        "rollout_logprobs": np.array([answer.logprobs for answer in answers]),
         "mask": np.ones((4, 24), bool),
         "entropy": np.zeros((4, 24), np.float32),
     }
-    batch = Batch(np.array([answer.tokens for answer in found]), np.full(4, 24), fields)
+    batch = Batch(np.array([answer.tokens for answer in answers]), np.full(4, 24), fields)
     with pytest.raises(TrainingError, match="does not run the model that is trained"):
         check_agreement(batch, 1, 0.05)
 
@@ -715,8 +722,8 @@ def test_two_sidecars_share_the_work_and_one_takes_over(tmp_path):
             lambda: all(replica.sidecar._progress["generated"] for replica in engine._replicas), 5
         )
         os.kill(pid_of(engine, 1), signal.SIGKILL)
-        found = engine.sample(requests)
-        assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in wanted]
+        answers = engine.sample(requests)
+        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
         engine.load(SECOND, version=1)
         assert [replica.version for replica in engine._replicas] == [1, 1]
 
@@ -735,10 +742,10 @@ def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path, 
         for version, params in enumerate((FIRST, SECOND)):
             engine.load(params, version=version)
             assert not engine._replicas[0].sidecar.shared
-            [found] = engine.sample([ask()])
-            wanted = logprobs_of(params, PROMPT, found.tokens)
-            np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
-            assert set(found.versions) == {version}
+            [answer] = engine.sample([ask()])
+            wanted = logprobs_of(params, PROMPT, answer.tokens)
+            np.testing.assert_allclose(answer.logprobs, wanted, atol=2e-5)
+            assert set(answer.versions) == {version}
         group = pid_of(engine)
         assert temporary_files(engine)
     wait_until(lambda: not alive_in(group))

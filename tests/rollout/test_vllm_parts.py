@@ -464,8 +464,8 @@ def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, config, ours,
     if ours:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
     config = VllmConfig(**config)
-    found = [environment.environment(config, n, cpu=False) for n in range(config.sidecars)]
-    assert [each.get("CUDA_VISIBLE_DEVICES") for each in found] == wanted
+    environments = [environment.environment(config, n, cpu=False) for n in range(config.sidecars)]
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in environments] == wanted
 
 
 def test_more_gpus_than_there_are_and_those_of_a_cpu():
@@ -512,15 +512,15 @@ def test_setup_takes_the_version_for_what_it_is(tmp_path, version, right):
 def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     options = {"model": "x", "cpu": True}
     settings = EngineSettings(8, 60)
-    found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
+    arguments = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
     token = 4 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim
-    assert found["kv_cache_memory_bytes"] >= 8 * 60 * token
+    assert arguments["kv_cache_memory_bytes"] >= 8 * 60 * token
     settings = EngineSettings(8, 60, cache_gb=0.5)
-    found = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
-    assert found["kv_cache_memory_bytes"] == 5e8
+    arguments = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
+    assert arguments["kv_cache_memory_bytes"] == 5e8
     config = VllmConfig(engine_args={"max_num_batched_tokens": 64})
-    found = environment.engine_arguments(SPEC, config, settings, **options)
-    assert found["max_num_batched_tokens"] == 64
+    arguments = environment.engine_arguments(SPEC, config, settings, **options)
+    assert arguments["max_num_batched_tokens"] == 64
 
 
 @pytest.mark.parametrize("latent", [False, True])
@@ -530,8 +530,8 @@ def test_the_cache_of_each_gpu_is_its_part_of_the_heads(latent):
     def cache(gb, tensor_parallel):
         config = VllmConfig(tensor_parallel=tensor_parallel)
         settings = EngineSettings(8, 60, cache_gb=gb)
-        found = environment.engine_arguments(spec, config, settings, model="x", cpu=False)
-        return found["kv_cache_memory_bytes"]
+        arguments = environment.engine_arguments(spec, config, settings, model="x", cpu=False)
+        return arguments["kv_cache_memory_bytes"]
 
     whole = cache(None, 1)
     assert [whole / cache(None, n) for n in (2, 4)] == ([1, 1] if latent else [2, 2])
@@ -549,8 +549,8 @@ def test_a_gpu_is_shared_and_sleep_is_for_gpus():
     assert "gpu_memory_utilization" not in on_cpu
     assert not on_cpu["enable_sleep_mode"]
     config = VllmConfig(engine_args={"gpu_memory_utilization": 0.5})
-    found = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
-    assert found["gpu_memory_utilization"] == 0.5
+    arguments = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
+    assert arguments["gpu_memory_utilization"] == 0.5
 
 
 def config_with(**changed):

@@ -159,13 +159,13 @@ def test_a_chat_shows_token_ids_where_vllm_does(connect):
 def test_logprobs_of_completions(connect, stream):
     answer = connect().completions.create(prompt="Hi", logprobs=2, stream=stream, stop="ß", **ASK)
     chunks = list(answer) if stream else [answer]
-    found = [c.choices[0].logprobs for c in chunks]
-    tokens = [token for part in found for token in part.tokens]
+    parts = [c.choices[0].logprobs for c in chunks]
+    tokens = [token for part in parts for token in part.tokens]
     assert tokens == ["G", "r", "bytes:\\xc3", "bytes:\\xbc", "bytes:\\xc3", "bytes:\\x9f"]
-    assert [o for part in found for o in part.text_offset] == [0, 1, 2, 2, 3, 3]
-    values = [value for part in found for value in part.token_logprobs]
+    assert [o for part in parts for o in part.text_offset] == [0, 1, 2, 2, 3, 3]
+    values = [value for part in parts for value in part.token_logprobs]
     assert values[:5] == [-0.25, -0.5, -0.75, -1.0, -1.25]
-    assert [set(top) for part in found for top in part.top_logprobs][:2] == [{"G", "I"}, {"r", "I"}]
+    assert [set(top) for part in parts for top in part.top_logprobs][:2] == [{"G", "I"}, {"r", "I"}]
     assert "".join(c.choices[0].text for c in chunks) == "Grü"
 
 
@@ -193,13 +193,13 @@ def test_models_health_and_metrics(connect):
         client.models.retrieve("a/b")
     client.completions.create(prompt="Hi", **ASK)
     assert json.loads(get(client.address, "/health")) == {"status": "ok"}
-    found = samples(client.address)
-    assert found['jaxrl_llm_responses_total{path="/v1/completions",status="200"}'] == 1
-    assert found['jaxrl_llm_response_seconds_sum{path="/v1/completions"}'] > 0
-    assert found['jaxrl_llm_response_seconds_count{path="/v1/completions"}'] == 1
-    assert found['jaxrl_llm_response_seconds_bucket{le="+Inf",path="/v1/completions"}'] == 1
-    assert found["jaxrl_llm_engine_generated_tokens_total"] == 7
-    assert found["jaxrl_llm_engine_cache_tokens"] == 64
+    metrics = samples(client.address)
+    assert metrics['jaxrl_llm_responses_total{path="/v1/completions",status="200"}'] == 1
+    assert metrics['jaxrl_llm_response_seconds_sum{path="/v1/completions"}'] > 0
+    assert metrics['jaxrl_llm_response_seconds_count{path="/v1/completions"}'] == 1
+    assert metrics['jaxrl_llm_response_seconds_bucket{le="+Inf",path="/v1/completions"}'] == 1
+    assert metrics["jaxrl_llm_engine_generated_tokens_total"] == 7
+    assert metrics["jaxrl_llm_engine_cache_tokens"] == 64
     page = get(client.address, "/metrics")
     names = re.findall(r"^# TYPE (\S+) (?:gauge|counter|histogram)$", page, re.MULTILINE)
     shown = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if line[0] != "#"}

@@ -118,8 +118,8 @@ def with_tools(served, tokenizer):
         def get_chat_template(self):
             return source
 
-        def apply_chat_template(self, conversation, **how):
-            return tokenizer.apply_chat_template(conversation, chat_template=source, **how)
+        def apply_chat_template(self, conversation, **options):
+            return tokenizer.apply_chat_template(conversation, chat_template=source, **options)
 
     own = served._replace(tokenizer=Templated())
     return lambda **fields: tokenizer.decode(parse_chat({"messages": HI} | fields, own).prompts[0])

@@ -98,7 +98,7 @@ def greedy(model):
     def run(prompt, count):
         rows = torch.tensor([prompt])
         with torch.no_grad():
-            found = model.generate(
+            sequences = model.generate(
                 rows,
                 attention_mask=torch.ones_like(rows),
                 max_new_tokens=count,
@@ -106,7 +106,7 @@ def greedy(model):
                 eos_token_id=END,
                 pad_token_id=256,
             )
-        return found[0, len(prompt) :].tolist()
+        return sequences[0, len(prompt) :].tolist()
 
     return run
 
@@ -122,42 +122,42 @@ def random_prompts(count, seed=0, longest=20):
 def test_greedy_completions_are_those_of_transformers(client, greedy, opened):
     decode = opened[0].tokenizer.decode
     prompts = random_prompts(4)
-    how = {"model": "tiny", "prompt": prompts, "max_tokens": 24, "temperature": 0} | IDS
-    answer = client.completions.create(**how)
+    fields = {"model": "tiny", "prompt": prompts, "max_tokens": 24, "temperature": 0} | IDS
+    answer = client.completions.create(**fields)
     wanted = [greedy(prompt, 24) for prompt in prompts]
     assert len(np.unique(np.concatenate(wanted))) > 8
     assert [choice.token_ids for choice in answer.choices] == wanted
     texts = [decode([t for t in tokens if t != END], skip_special_tokens=True) for tokens in wanted]
     assert [choice.text for choice in answer.choices] == texts
     streamed = [""] * 4
-    for chunk in client.completions.create(stream=True, **how):
+    for chunk in client.completions.create(stream=True, **fields):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == texts
 
 
 def test_greedy_chats_are_those_of_transformers(client, greedy, opened):
-    how = {"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 24} | IDS
-    answer = client.chat.completions.create(**how)
+    fields = {"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 24} | IDS
+    answer = client.chat.completions.create(**fields)
     tokenizer = opened[0].tokenizer
     assert tokenizer.decode(answer.prompt_token_ids) == "<|user|>Hi é<|end|><|assistant|>"
     assert answer.choices[0].token_ids == greedy(answer.prompt_token_ids, 24)
-    chunks = client.chat.completions.create(stream=True, **how)
+    chunks = client.chat.completions.create(stream=True, **fields)
     pieces = [c.choices[0].delta.content or "" for c in chunks]
     assert "".join(pieces) == answer.choices[0].message.content
 
 
 def test_logprobs_are_those_of_transformers(client, model):
     (prompt,) = random_prompts(1, seed=5)
-    how = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "seed": 4, "logprobs": 3} | IDS
-    choice = client.completions.create(**how, temperature=0.7).choices[0]
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "seed": 4, "logprobs": 3} | IDS
+    choice = client.completions.create(**fields, temperature=0.7).choices[0]
     with torch.no_grad():
         logits = model(torch.tensor([prompt + choice.token_ids])).logits[0, len(prompt) - 1 : -1]
     all_of_them = torch.log_softmax(logits.double() / 0.7, -1)
     own = all_of_them[range(len(choice.token_ids)), choice.token_ids]
     np.testing.assert_allclose(choice.logprobs.token_logprobs, own, atol=1e-4)
-    for found, wanted in zip(choice.logprobs.top_logprobs, all_of_them, strict=True):
+    for top, wanted in zip(choice.logprobs.top_logprobs, all_of_them, strict=True):
         best = torch.topk(wanted, 3).values.tolist()
-        np.testing.assert_allclose(sorted(found.values())[::-1][:3], best, atol=1e-4)
+        np.testing.assert_allclose(sorted(top.values())[::-1][:3], best, atol=1e-4)
 
 
 def test_a_stop_text_ends_an_answer_and_is_cut(client, greedy, opened):
@@ -165,25 +165,25 @@ def test_a_stop_text_ends_an_answer_and_is_cut(client, greedy, opened):
     decode = opened[0].tokenizer.decode
     text = decode(greedy(prompt, 40), skip_special_tokens=True)
     stop = next(text[i : i + 2] for i in range(4, 36) if "\ufffd" not in text[i : i + 2])
-    how = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stop": [stop]}
-    whole = client.completions.create(**how).choices[0]
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stop": [stop]}
+    whole = client.completions.create(**fields).choices[0]
     assert whole.text == text[: text.index(stop)]
     assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)
-    pieces = [c.choices[0].text for c in client.completions.create(stream=True, **how)]
+    pieces = [c.choices[0].text for c in client.completions.create(stream=True, **fields)]
     assert "".join(pieces) == whole.text
 
 
 def test_a_seed_gives_the_same_answer_whatever_else_is_asked(client, opened):
     prompts = random_prompts(6, seed=1)
-    how = {"model": "tiny", "max_tokens": 20, "seed": 9, "top_p": 0.9} | IDS
-    alone = client.completions.create(prompt=prompts[0], **how).choices[0].token_ids
-    among = client.completions.create(prompt=prompts, n=2, **how).choices
+    fields = {"model": "tiny", "max_tokens": 20, "seed": 9, "top_p": 0.9} | IDS
+    alone = client.completions.create(prompt=prompts[0], **fields).choices[0].token_ids
+    among = client.completions.create(prompt=prompts, n=2, **fields).choices
     assert among[0].token_ids == alone
     assert len({tuple(choice.token_ids) for choice in among}) == 12
     sampling = SamplingParams(max_new_tokens=20, top_p=0.9, stop_ids=(END,))
     request = Request(tuple(prompts[5]), sampling, choice_seeds(9, 12)[11])
     assert opened[1].sample([request])[0].tokens.tolist() == among[11].token_ids
-    fresh = [client.completions.create(**how | {"seed": None}, prompt="a") for _ in range(2)]
+    fresh = [client.completions.create(**fields | {"seed": None}, prompt="a") for _ in range(2)]
     assert fresh[0].choices[0].token_ids != fresh[1].choices[0].token_ids
 
 
@@ -209,10 +209,10 @@ def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
     goes_after = np.where(rng.random(128) < 1 / 3, 0.3 * rng.random(128), np.nan)
 
     async def ask(client, i):
-        how = {"model": "tiny", "prompt": prompts[i], "seed": i, "max_tokens": int(lengths[i])}
+        fields = {"model": "tiny", "prompt": prompts[i], "seed": i, "max_tokens": int(lengths[i])}
         if i % 2:
-            return (await client.completions.create(**how, **IDS)).choices[0].token_ids
-        pieces = await client.completions.create(stream=True, **how, **IDS)
+            return (await client.completions.create(**fields, **IDS)).choices[0].token_ids
+        pieces = await client.completions.create(stream=True, **fields, **IDS)
         async with pieces:
             return [t async for piece in pieces for t in piece.choices[0].token_ids]
 
@@ -289,9 +289,11 @@ def test_the_program_serves_and_ends_with_a_signal(directory):
             assert process.poll() is None and time.monotonic() < end, process.stdout.read()
             time.sleep(0.1)
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **CLIENT) as client:
-            how = {"model": "tiny", "prompt": "a", "max_tokens": 80, "seed": 0}
-            wanted = client.completions.create(**how, extra_body={"ignore_eos": True})
-            pieces = client.completions.create(**how, extra_body={"ignore_eos": True}, stream=True)
+            fields = {"model": "tiny", "prompt": "a", "max_tokens": 80, "seed": 0}
+            wanted = client.completions.create(**fields, extra_body={"ignore_eos": True})
+            pieces = client.completions.create(
+                **fields, extra_body={"ignore_eos": True}, stream=True
+            )
             text = next(pieces).choices[0].text
             process.send_signal(signal.SIGTERM)
             text += "".join(piece.choices[0].text for piece in pieces)

@@ -70,7 +70,7 @@ def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         (ADDRESS, "JAX_COORDINATOR_ADDRESS set without JAX_NUM_PROCESSES, JAX_PROCESS_ID: set all"),
         ({"JAX_PROCESS_ID": "0"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
@@ -82,8 +82,8 @@ def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
         ),
     ],
 )
-def test_an_incomplete_environment_is_refused(environment, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_incomplete_environment_is_refused(environment, message):
+    with pytest.raises(ValueError, match=message):
         distributed.find_membership(environment)
 
 
@@ -123,8 +123,8 @@ def program():
     placed = distributed.put(tree, {"a": split, "b": NamedSharding(mesh, PartitionSpec())})
     assert not placed["a"].is_fully_addressable
     again = distributed.put(placed, split)
-    for found in (placed, again, jax.jit(lambda t: jax.tree.map(jnp.copy, t))(placed)):
-        for name, value in distributed.fetch(found).items():
+    for copied in (placed, again, jax.jit(lambda t: jax.tree.map(jnp.copy, t))(placed)):
+        for name, value in distributed.fetch(copied).items():
             np.testing.assert_array_equal(value, tree[name])
 
     large = bytes([me]) * (3 * distributed.PART_BYTES + 7)
@@ -158,9 +158,11 @@ def like(mesh, *parts):
 
 def checkpoint(folder, mesh):
     """Read what one process wrote, each array also where all devices hold a copy; write it anew."""
-    found = Checkpoints(folder / "one", keep=None, read_only=True).restore(like(mesh, None, "fsdp"))
-    np.testing.assert_array_equal(distributed.fetch(found.state)["w"], WEIGHTS)
-    assert found.extra == {"by": "one"}
+    restored = Checkpoints(folder / "one", keep=None, read_only=True).restore(
+        like(mesh, None, "fsdp")
+    )
+    np.testing.assert_array_equal(distributed.fetch(restored.state)["w"], WEIGHTS)
+    assert restored.extra == {"by": "one"}
     both = make_mesh({"data": 2, "fsdp": 2})
     saved = Checkpoints(folder / "two", keep=1)
     for step in (1, 2):
@@ -202,9 +204,9 @@ def test_two_processes(tmp_path):
         assert "well" in out
 
     saved = Checkpoints(tmp_path / "two", keep=None, read_only=True)
-    found = saved.restore(like(make_mesh({"fsdp": 3}, devices[:3]), None, "fsdp"))
-    np.testing.assert_array_equal(found.state["w"], WEIGHTS * 2)
-    assert (found.step, found.extra) == (2, {"by": "process 0"})
+    restored = saved.restore(like(make_mesh({"fsdp": 3}, devices[:3]), None, "fsdp"))
+    np.testing.assert_array_equal(restored.state["w"], WEIGHTS * 2)
+    assert (restored.step, restored.extra) == (2, {"by": "process 0"})
     assert [path.name for path in (tmp_path / "two").iterdir()] == ["2"]
     size = sum(path.stat().st_size for path in (tmp_path / "two").rglob("*") if path.is_file())
     assert size < 1.05 * WEIGHTS.nbytes  # each part once, though two processes hold it

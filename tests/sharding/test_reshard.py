@@ -45,10 +45,10 @@ def target(mesh):
     return {"matrix": NamedSharding(mesh, P("tensor", None)), "steps": replicated(mesh)}
 
 
-def assert_arrived(found, tree, layout):
+def assert_arrived(moved, tree, layout):
     for name, array in tree.items():
-        assert found[name].sharding.is_equivalent_to(layout[name], array.ndim)
-        np.testing.assert_array_equal(found[name], array)
+        assert moved[name].sharding.is_equivalent_to(layout[name], array.ndim)
+        np.testing.assert_array_equal(moved[name], array)
 
 
 def test_moves_within_a_mesh(tree, mesh):
@@ -92,19 +92,19 @@ def test_the_source_may_be_donated(tree, mesh, move):
     wanted = jax.device_get(tree)
     if move == "from one device to all":
         tree = jax.device_put(wanted, jax.devices()[0])
-    found = reshard(tree, layout)
-    assert not buffers(found) & buffers(tree)
+    moved = reshard(tree, layout)
+    assert not buffers(moved) & buffers(tree)
     donate = jax.jit(lambda t: jax.tree.map(lambda x: -x - 1, t), donate_argnums=0)
     jax.block_until_ready(donate(tree))
     assert tree["matrix"].is_deleted()
-    chex.assert_trees_all_equal(found, wanted)
+    chex.assert_trees_all_equal(moved, wanted)
 
 
 def test_casts_floats_only(tree, mesh):
-    found = reshard(tree, target(mesh), dtype=jnp.bfloat16)
-    assert found["steps"].dtype == jnp.int32
+    moved = reshard(tree, target(mesh), dtype=jnp.bfloat16)
+    assert moved["steps"].dtype == jnp.int32
     wanted = np.asarray(tree["matrix"]).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(found["matrix"], wanted)
+    np.testing.assert_array_equal(moved["matrix"], wanted)
 
 
 def test_the_same_move_compiles_once(tree, mesh):
@@ -184,19 +184,19 @@ def test_every_layout_reaches_every_other(source, keys, ways):
         for way in range(ways):
             dtype, donate = COMBINATIONS[(i + 3 * LAYOUTS.index(source) + way) % 4]
             tree, layout = laid_out(source, keys), {key: layouts()[target][key] for key in keys}
-            found = reshard(tree, layout, dtype=dtype, donate=donate, bucket_bytes=BUCKET)
+            moved = reshard(tree, layout, dtype=dtype, donate=donate, bucket_bytes=BUCKET)
             assert all(x.is_deleted() == donate for x in tree.values())
-            assert_holds(found, layout, dtype)
+            assert_holds(moved, layout, dtype)
 
 
-def assert_holds(found, layout, dtype=None):
+def assert_holds(moved, layout, dtype=None):
     for key in layout:
         value = values()[key]
         wanted = value if dtype is None or key == "steps" else value.astype(dtype)
-        assert found[key].sharding.is_equivalent_to(layout[key], value.ndim)
-        assert found[key].sharding.memory_kind == layout[key].memory_kind
-        assert found[key].dtype == wanted.dtype
-        for shard in found[key].addressable_shards:
+        assert moved[key].sharding.is_equivalent_to(layout[key], value.ndim)
+        assert moved[key].sharding.memory_kind == layout[key].memory_kind
+        assert moved[key].dtype == wanted.dtype
+        for shard in moved[key].addressable_shards:
             np.testing.assert_array_equal(shard.data, wanted[shard.index])
 
 
@@ -276,11 +276,11 @@ def test_arrays_that_span_two_processes():
         for rank in range(2)
     ]
     try:
-        said = [run.communicate(timeout=120)[1] for run in runs]
+        errors = [run.communicate(timeout=120)[1] for run in runs]
     finally:
         for run in runs:
             run.kill()
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(said)
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(errors)
 
 
 # ----------------------------------------------------------------------------------- peak and cost
@@ -358,8 +358,8 @@ def test_peak_memory_is_bounded(monkeypatch, dtype, donate):
         tree = jax.block_until_ready(laid_out(source))
         before, old = live(), sum(map(parts, tree.values()), collections.Counter())
         memory.peak.clear()
-        found = reshard(tree, layouts()[target], dtype=dtype, donate=donate, bucket_bytes=BUCKET)
-        arrived = [parts(x) for x in found.values()]
+        moved = reshard(tree, layouts()[target], dtype=dtype, donate=donate, bucket_bytes=BUCKET)
+        arrived = [parts(x) for x in moved.values()]
         new, largest = sum(arrived, collections.Counter()), functools.reduce(operator.or_, arrived)
         assert memory.peak
         for device, peak in memory.peak.items():
@@ -368,16 +368,16 @@ def test_peak_memory_is_bounded(monkeypatch, dtype, donate):
                 others = before[device] - old[device]
                 bound = others + max(old[device], new[device]) + largest[device]
             assert peak <= bound + BUCKET, (source, target, device)
-        del tree, found, arrived
+        del tree, moved, arrived
 
 
 def test_the_bound_is_one_that_a_move_at_once_breaks(monkeypatch):
     monkeypatch.setattr(jax, "jit", (memory := Memory()).jit)
     tree = laid_out("first four")
     before = live()
-    found = reshard(tree, layouts()["six"])
+    moved = reshard(tree, layouts()["six"])
     over = [
-        peak - before[device] - sum(parts(x)[device] for x in found.values())
+        peak - before[device] - sum(parts(x)[device] for x in moved.values())
         for device, peak in memory.peak.items()
     ]
     assert max(over) > BUCKET
@@ -388,11 +388,11 @@ def test_donated_arrays_make_room_for_the_next(monkeypatch):
     tree = [jax.device_put(value, layouts()["fsdp"]["stack"]) for _ in range(16)]
     before, old = live(), sum(map(parts, tree), collections.Counter())
     monkeypatch.setattr(jax, "jit", (memory := Memory()).jit)
-    found = reshard(tree, layout, donate=True, bucket_bytes=BUCKET)
+    moved = reshard(tree, layout, donate=True, bucket_bytes=BUCKET)
     for device, peak in memory.peak.items():
-        larger = max(old[device], 16 * parts(found[0])[device])
-        bound = before[device] - old[device] + larger + parts(found[0])[device] + BUCKET
-        assert peak <= bound < before[device] + 16 * parts(found[0])[device]
+        larger = max(old[device], 16 * parts(moved[0])[device])
+        bound = before[device] - old[device] + larger + parts(moved[0])[device] + BUCKET
+        assert peak <= bound < before[device] + 16 * parts(moved[0])[device]
 
 
 def test_sixty_layers_compile_few_programs():
@@ -410,11 +410,11 @@ def test_sixty_layers_compile_few_programs():
         ]
 
     with contextlib.closing(CompileCounter()) as counter:
-        found = reshard(layers(0), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
+        moved = reshard(layers(0), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
         assert 1 <= counter.take() <= 2 * len(shapes)
-        found = reshard(layers(5), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
+        moved = reshard(layers(5), there, dtype=jnp.bfloat16, bucket_bytes=2**15)
         assert counter.take() == 0
-    for i, layer in enumerate(found):
+    for i, layer in enumerate(moved):
         for name, shape in shapes.items():
             np.testing.assert_array_equal(layer[name], np.full(shape, 5 + i, jnp.bfloat16))
 
@@ -508,8 +508,8 @@ def test_swapped_entries_change_it():
     total = jax.jit(lambda x, i: checksum([x, x.at[0].set(x[i]).at[i].set(x[0])][1]))
     x = jnp.ones(2048).at[0].set(2.0)
     distances = [1, 2, 256, 512, 1024]
-    found = {int(total(x, jnp.int32(i))) for i in [0, *distances]}
-    assert len(found) == 1 + len(distances)
+    totals = {int(total(x, jnp.int32(i))) for i in [0, *distances]}
+    assert len(totals) == 1 + len(distances)
 
 
 def test_swapped_and_missing_arrays_change_it():

@@ -41,11 +41,11 @@ class Launched:
 
     def until(self, condition, seconds=240):
         end = time.monotonic() + seconds
-        while not (found := condition()):
+        while not (result := condition()):
             assert self.process.poll() is None, self.text("err")
             assert time.monotonic() < end, self.text("err")
             time.sleep(0.02)
-        return found
+        return result
 
     def text(self, name):
         return "".join(self.lines[name])
@@ -92,8 +92,8 @@ class Processes:
     def await_end(self, seconds=60):
         """Wait until none of a job's are left."""
         end = time.monotonic() + seconds
-        while found := self.titles(*ACTORS):
-            assert time.monotonic() < end, found
+        while alive := self.titles(*ACTORS):
+            assert time.monotonic() < end, alive
             time.sleep(0.2)
 
 
@@ -108,11 +108,11 @@ def counted(run_dir, name):
     return [line[f"cluster/{name}"] for line in lines if f"cluster/{name}" in line]
 
 
-def close(workshop, found, wanted, *, apart=("global_seqlen", "perf")):
+def close(workshop, actual, wanted, *, apart=("global_seqlen", "perf")):
     before = workshop.params(wanted.run_dir)
-    for name, value in workshop.params(found.run_dir).items():
+    for name, value in workshop.params(actual.run_dir).items():
         np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    ours, theirs = learned(found.run_dir), learned(wanted.run_dir)
+    ours, theirs = learned(actual.run_dir), learned(wanted.run_dir)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
@@ -122,12 +122,12 @@ def close(workshop, found, wanted, *, apart=("global_seqlen", "perf")):
 
 def check_whole_epoch(run_dir, samples=4):
     """Assert that every prompt was answered exactly as often as an epoch does."""
-    found = {}
+    counts = {}
     for path in (run_dir / "rollouts").glob("*.parquet"):
         for prompt in pq.read_table(path)["prompt"].to_pylist():
-            found[prompt] = found.get(prompt, 0) + 1
-    assert sum(found.values()) == 64 * samples
-    return found
+            counts[prompt] = counts.get(prompt, 0) + 1
+    assert sum(counts.values()) == 64 * samples
+    return counts
 
 
 def check_same(launched, wanted):

@@ -22,11 +22,11 @@ TWO_ENGINES = ("cluster.nodes=1", "cluster.devices=2", "rollout.nodes=2", "rollo
 def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch):
     """Beside two nodes that train; other tests have one."""
     words = ("cluster.nodes=2", "cluster.devices=2", "rollout.nodes=1", "rollout.devices=4")
-    found = launch(*EXACTLY, *words, "mesh.train={fsdp: 4}", "mesh.rollout={tensor: 2}").ok()
+    job = launch(*EXACTLY, *words, "mesh.train={fsdp: 4}", "mesh.rollout={tensor: 2}").ok()
     wanted = workshop(*EXACTLY, "mesh.train={fsdp: 4}", devices=4).ok()
-    close(workshop, found, wanted)
-    assert counted(found.run_dir, "engine_restarts") == [0, 0]
-    moved = json.loads((found.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    close(workshop, job, wanted)
+    assert counted(job.run_dir, "engine_restarts") == [0, 0]
+    moved = json.loads((job.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert moved["perf/moved_gb"] > 0
 
 
@@ -34,35 +34,35 @@ def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undis
     """Killed while it samples: its requests are answered by the next, each once."""
     words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
     wanted = undisturbed(*words)
-    found = launch(*words)
-    found.until(lambda: found.steps() >= 3)
-    victim = found.until(lambda: processes.titles("ray::EngineHost.sample"))
+    job = launch(*words)
+    job.until(lambda: job.steps() >= 3)
+    victim = job.until(lambda: processes.titles("ray::EngineHost.sample"))
     os.kill(next(iter(victim)), signal.SIGKILL)
-    check_same(found.ok(), wanted)
-    assert counted(found.run_dir, "engine_restarts")[-1] == 1
-    assert counted(found.run_dir, "restarts")[-1] == 0
+    check_same(job.ok(), wanted)
+    assert counted(job.run_dir, "engine_restarts")[-1] == 1
+    assert counted(job.run_dir, "restarts")[-1] == 0
 
 
 def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed, processes):
     """An engine that stands still ends nothing, so that the training process waits for it."""
     words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
     wanted = undisturbed(*words)
-    found = launch(*words, "checkpoint.every=2", "stall_timeout_s=60")
-    found.until(lambda: found.steps() >= 3)
+    job = launch(*words, "checkpoint.every=2", "stall_timeout_s=60")
+    job.until(lambda: job.steps() >= 3)
     os.kill(max(processes.titles("ray::EngineHost")), signal.SIGSTOP)
-    check_same(found.ok(), wanted)
-    assert counted(found.run_dir, "restarts")[-1] == 1, found.text("err")
-    said = found.text("err") + found.text("out")
-    assert "there was no step for 60 s" in said
-    assert re.search(r"Thread 0x\w+ .*most recent call first", said)
+    check_same(job.ok(), wanted)
+    assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
+    output = job.text("err") + job.text("out")
+    assert "there was no step for 60 s" in output
+    assert re.search(r"Thread 0x\w+ .*most recent call first", output)
 
 
 def test_an_engine_that_is_lost_too_often_ends_the_run(launch, processes):
-    found = launch(*APART, "cluster.restarts=0", "steps=1000")
-    found.until(lambda: found.steps() >= 2)
+    job = launch(*APART, "cluster.restarts=0", "steps=1000")
+    job.until(lambda: job.steps() >= 2)
     os.kill(min(processes.titles("ray::EngineHost")), signal.SIGKILL)
-    assert found.end() == 1
-    assert re.search(r"^error: an engine was lost too often", found.text("err"), re.MULTILINE)
+    assert job.end() == 1
+    assert re.search(r"^error: an engine was lost too often", job.text("err"), re.MULTILINE)
 
 
 def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(
@@ -70,8 +70,8 @@ def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(
 ):
     words = (*EXACTLY, "cluster.devices=2", *EPOCH)
     wanted = undisturbed(*words)
-    found = launch(*words, slowly(workshop, 0.05), "cluster.reward_tasks=3")
-    found.until(lambda: found.steps() >= 2)
-    os.kill(min(found.until(lambda: processes.titles("ray::_score_chunk"))), signal.SIGKILL)
-    check_same(found.ok(), wanted)
-    assert counted(found.run_dir, "reward_retries")[-1] >= 1
+    job = launch(*words, slowly(workshop, 0.05), "cluster.reward_tasks=3")
+    job.until(lambda: job.steps() >= 2)
+    os.kill(min(job.until(lambda: processes.titles("ray::_score_chunk"))), signal.SIGKILL)
+    check_same(job.ok(), wanted)
+    assert counted(job.run_dir, "reward_retries")[-1] >= 1

@@ -15,33 +15,33 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.guards(*C
 
 
 def test_a_job_that_is_lost_too_often_ends_with_the_reason(launch, processes):
-    found = launch(*TOGETHER, "cluster.restarts=0", "steps=100")
-    found.until(lambda: found.steps() >= 2)
+    job = launch(*TOGETHER, "cluster.restarts=0", "steps=100")
+    job.until(lambda: job.steps() >= 2)
     os.kill(max(processes.titles("ray::TrainProcess")), signal.SIGKILL)
-    assert found.end() == 1
+    assert job.end() == 1
     assert re.search(
         r"^error: a training process was lost: .* \(the job was started 1 times\)$",
-        found.text("err"),
+        job.text("err"),
         re.MULTILINE,
     )
 
 
 def test_an_error_of_the_run_is_the_launchers(workshop, launch):
-    found = launch(*TOGETHER, "model.path=nowhere")
-    assert found.end() == 2
-    assert re.search(r"^error: model.path: .*nowhere", found.text("err"), re.MULTILINE)
-    found = launch(*APART, "mesh.rollout={tensor: 3}")
-    assert found.end() == 2
-    assert re.search(r"^error: mesh.rollout: ", found.text("err"), re.MULTILINE)
-    found = launch(
+    job = launch(*TOGETHER, "model.path=nowhere")
+    assert job.end() == 2
+    assert re.search(r"^error: model.path: .*nowhere", job.text("err"), re.MULTILINE)
+    job = launch(*APART, "mesh.rollout={tensor: 3}")
+    assert job.end() == 2
+    assert re.search(r"^error: mesh.rollout: ", job.text("err"), re.MULTILINE)
+    job = launch(
         *TOGETHER, f"reward.function={workshop.mine('reward_raises')}", "reward.on_error=null"
     )
-    assert found.end() == 1
-    assert re.search(r"^error: reward .* failed on row", found.text("err"), re.MULTILINE)
+    assert job.end() == 1
+    assert re.search(r"^error: reward .* failed on row", job.text("err"), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "how"),
+    ("launcher", "signal_sent"),
     [
         ("a node", signal.SIGINT),
         ("a client", signal.SIGKILL),
@@ -49,35 +49,35 @@ def test_an_error_of_the_run_is_the_launchers(workshop, launch):
     ],
 )
 def test_the_end_of_the_launcher_is_the_end_of_everything(
-    launch, launchers, launcher, how, processes
+    launch, launchers, launcher, signal_sent, processes
 ):
-    found = launch(*TOGETHER, "steps=1000", *launchers[launcher])
-    found.until(lambda: found.steps() >= 2)
-    found.process.send_signal(how)
-    status = found.end(60)
-    if how == signal.SIGINT:
+    job = launch(*TOGETHER, "steps=1000", *launchers[launcher])
+    job.until(lambda: job.steps() >= 2)
+    job.process.send_signal(signal_sent)
+    status = job.end(60)
+    if signal_sent == signal.SIGINT:
         assert status == 130
-        assert "interrupted: the same command continues" in found.text("err")
-    if how == signal.SIGTERM:
-        assert status == PREEMPTED, found.text("err")
-        [saved] = (path.name for path in (found.run_dir / "checkpoints").iterdir())
-        assert f"preempted: saved after step {saved} of 1000; the same comm" in found.text("err")
-        assert int(saved) == found.learned[-1]["step"]
+        assert "interrupted: the same command continues" in job.text("err")
+    if signal_sent == signal.SIGTERM:
+        assert status == PREEMPTED, job.text("err")
+        [saved] = (path.name for path in (job.run_dir / "checkpoints").iterdir())
+        assert f"preempted: saved after step {saved} of 1000; the same comm" in job.text("err")
+        assert int(saved) == job.learned[-1]["step"]
     processes.await_end()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("cluster.nodes=5",), r"did not give 5 nodes with 1 CPU each in 5 s .* it has 3"),
         (("cluster.cpus=50",), r"did not give 1 nodes with 50 CPU each in 5 s"),
     ],
 )
-def test_nodes_that_do_not_come_are_an_error_in_time(launch, words, said):
+def test_nodes_that_do_not_come_are_an_error_in_time(launch, words, expected):
     began = time.monotonic()
-    found = launch(*words, "cluster.start_timeout_s=5")
-    assert found.end() == 1
-    assert re.search(f"^error: the cluster {said}", found.text("err"), re.MULTILINE)
+    job = launch(*words, "cluster.start_timeout_s=5")
+    assert job.end() == 1
+    assert re.search(f"^error: the cluster {expected}", job.text("err"), re.MULTILINE)
     assert time.monotonic() - began < 60
 
 
