@@ -207,7 +207,9 @@ def gdpo(
     components = score_components.shape[1]
     weights = [1.0] * components if weights is None else weights
     if len(weights) != components:
-        raise ValueError(f"got {len(weights)} weights, wanted one for each of {components} scores")
+        raise ValueError(
+            f"got {len(weights)} weights, expected one for each of {components} scores"
+        )
     per_component = jax.vmap(lambda s: grpo(s, group_ids, eps=eps), in_axes=1, out_axes=1)
     total = per_component(score_components) @ jnp.asarray(weights, jnp.float32)
     return whiten(total, jnp.ones_like(total, dtype=bool))

@@ -56,7 +56,7 @@ def prime(
     [[1.5, 1.0], [-1.5, -0.75]]
     """
     if beta < 0:
-        raise ValueError(f"beta: got {beta}, wanted at least 0")
+        raise ValueError(f"beta: got {beta}, expected at least 0")
     groups = grouped(group_ids)
     reward = beta * ratios.log_ratio(reward_logprobs, ref_logprobs)
     mean = ratios.sequence_mean(reward, mask)

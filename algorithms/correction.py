@@ -376,9 +376,9 @@ def _correlation(
 
 def _check_cap(cap: float) -> None:
     if cap <= 0:
-        raise ValueError(f"cap: got {cap}, wanted a positive number")
+        raise ValueError(f"cap: got {cap}, expected a positive number")
 
 
 def _check_band(low: float, high: float) -> None:
     if not 0 <= low < high:
-        raise ValueError(f"got low {low} and high {high}, wanted 0 ≤ low < high")
+        raise ValueError(f"got low {low} and high {high}, expected 0 ≤ low < high")

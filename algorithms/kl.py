@@ -210,6 +210,6 @@ def adaptive(
     1.020
     """
     if target <= 0 or horizon <= 0:
-        raise ValueError(f"got target {target} and horizon {horizon}, wanted positive numbers")
+        raise ValueError(f"got target {target} and horizon {horizon}, expected positive numbers")
     error = jnp.clip(jnp.asarray(observed_kl, jnp.float32) / target - 1.0, -0.2, 0.2)
     return jnp.asarray(coef, jnp.float32) * (1.0 + error * batch_size / horizon)

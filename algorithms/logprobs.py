@@ -103,7 +103,7 @@ def token_stats(
     if temperature <= 0 or chunk <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(
             f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
-            "wanted positive ones"
+            "expected positive ones"
         )
     return _token_stats(_Projection(temperature, softcap, chunk), hidden, head, targets)
 

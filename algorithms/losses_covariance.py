@@ -191,7 +191,7 @@ def kl_cov(
     ['-1.307', '-2.000']
     """
     if kl_coef < 0:
-        raise ValueError(f"kl_coef: got {kl_coef}, wanted at least 0")
+        raise ValueError(f"kl_coef: got {kl_coef}, expected at least 0")
     log_ratio = ratios.clipped_log_ratio(logprobs, old_logprobs)
     distance = jnp.where(high_covariance, jnp.abs(log_ratio), 0.0)
     return TokenLoss(
@@ -202,7 +202,7 @@ def kl_cov(
 
 def _share(mask: Bool[Array, "B T"], ratio: float) -> Float32[Array, ""]:
     if not 0 <= ratio <= 1:
-        raise ValueError(f"ratio: got {ratio}, wanted a share from 0 to 1")
+        raise ValueError(f"ratio: got {ratio}, expected a share from 0 to 1")
     return jnp.maximum(jnp.floor(mask.sum().astype(jnp.float32) * ratio), 1.0)
 
 

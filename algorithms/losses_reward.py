@@ -44,7 +44,7 @@ def implicit_reward_loss(
     ['0.693', '0.693']
     """
     if beta <= 0:
-        raise ValueError(f"beta: got {beta}, wanted a positive number")
+        raise ValueError(f"beta: got {beta}, expected a positive number")
     z = beta * ratios.sequence_sum(ratios.log_ratio(logprobs, ref_logprobs), mask)
     label = raw_scores.astype(jnp.float32)[:, None]
     loss = label * jax.nn.softplus(-z) + (1.0 - label) * jax.nn.softplus(z)

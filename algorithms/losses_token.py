@@ -59,7 +59,7 @@ def ppo_clip(
     """
     check_bounds(clip_low, clip_high)
     if dual_clip <= 1:
-        raise ValueError(f"dual_clip: got {dual_clip}, wanted a ratio above 1 (or infinity)")
+        raise ValueError(f"dual_clip: got {dual_clip}, expected a ratio above 1 (or infinity)")
     log_ratio = ratios.clipped_log_ratio(logprobs, old_logprobs)
     advantages = advantages.astype(jnp.float32)
     loss, clipped = clipped_surrogate(jnp.exp(log_ratio), advantages, clip_low, clip_high)
@@ -165,7 +165,7 @@ def sapo(
     [[-2.0]]
     """
     if tau_pos <= 0 or tau_neg <= 0:
-        raise ValueError(f"got tau_pos {tau_pos} and tau_neg {tau_neg}, wanted positive numbers")
+        raise ValueError(f"got tau_pos {tau_pos} and tau_neg {tau_neg}, expected positive numbers")
     log_ratio = ratios.clipped_log_ratio(logprobs, old_logprobs)
     advantages = advantages.astype(jnp.float32)
     tau = jnp.where(advantages > 0, tau_pos, tau_neg)
@@ -289,7 +289,7 @@ def dro(
     [[2.0]]
     """
     if beta < 0:
-        raise ValueError(f"beta: got {beta}, wanted at least 0")
+        raise ValueError(f"beta: got {beta}, expected at least 0")
     log_ratio = ratios.log_ratio(logprobs, old_logprobs)
     gain = advantages.astype(jnp.float32) * ratios.finite(logprobs)
     return TokenLoss(
@@ -320,10 +320,10 @@ def check_bounds(clip_low: float, clip_high: float) -> None:
     >>> check_bounds(0.2, -0.1)
     Traceback (most recent call last):
         ...
-    ValueError: got clip_low 0.2 and clip_high -0.1, wanted at least 0
+    ValueError: got clip_low 0.2 and clip_high -0.1, expected at least 0
     """
     if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"got clip_low {clip_low} and clip_high {clip_high}, wanted at least 0")
+        raise ValueError(f"got clip_low {clip_low} and clip_high {clip_high}, expected at least 0")
 
 
 def _probability(logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:

@@ -106,7 +106,7 @@ def sequence_mean_token_sum_norm(
     [[0.25, 0.0]]
     """
     if horizon <= 0:
-        raise ValueError(f"horizon: got {horizon}, wanted a positive number of tokens")
+        raise ValueError(f"horizon: got {horizon}, expected a positive number of tokens")
     return sequence_mean_token_sum(mask) / horizon
 
 

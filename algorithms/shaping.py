@@ -37,10 +37,10 @@ def overlong_penalty(
     """
     if not 0 <= buffer <= max_tokens:
         raise ValueError(
-            f"got buffer {buffer} and max_tokens {max_tokens}, wanted 0 ≤ buffer ≤ max_tokens"
+            f"got buffer {buffer} and max_tokens {max_tokens}, expected 0 ≤ buffer ≤ max_tokens"
         )
     if factor < 0:
-        raise ValueError(f"factor: got {factor}, wanted at least 0")
+        raise ValueError(f"factor: got {factor}, expected at least 0")
     left = (max_tokens - buffer - response_lengths).astype(jnp.float32)
     # Lengths are whole numbers, so that a ramp of one token is the step of an empty buffer.
     return factor * jnp.clip(left / max(buffer, 1), -1.0, 0.0)
@@ -96,7 +96,7 @@ def mean_between(
     [True, True, False, False]
     """
     if not low <= high:
-        raise ValueError(f"got low {low} and high {high}, wanted low ≤ high")
+        raise ValueError(f"got low {low} and high {high}, expected low ≤ high")
     groups = grouped(group_ids)
     total = over_group(jax.ops.segment_sum, scores.astype(jnp.float32), groups)
     mean = total / groups.size.astype(jnp.float32)

@@ -57,7 +57,7 @@ def clipped_value_loss(
     ([[0.125, 0.5]], [[1.0, 0.0]])
     """
     if clip < 0:
-        raise ValueError(f"clip: got {clip}, wanted at least 0")
+        raise ValueError(f"clip: got {clip}, expected at least 0")
     values, old = values.astype(jnp.float32), old_values.astype(jnp.float32)
     free = squared_value_loss(values, returns).loss
     held = squared_value_loss(jnp.clip(values, old - clip, old + clip), returns).loss

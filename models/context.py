@@ -89,6 +89,6 @@ def _repeated(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Arra
             return jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
     raise ValueError(
         f"{queries} heads can't be split over tensor={layout.mesh.shape['tensor']} times "
-        f"context={layout.pieces} devices; wanted a divisor of {queries} as their product, or "
+        f"context={layout.pieces} devices; expected a divisor of {queries} as their product, or "
         "context by keys"
     )

@@ -32,7 +32,7 @@ def head_matrix(
     """
     if spec.value_head or spec.reward_head:
         head = "value" if spec.value_head else "reward"
-        raise ValueError(f"a model with a {head} head has no logits; wanted a language model")
+        raise ValueError(f"a model with a {head} head has no logits; expected a language model")
     matrix = gathered(params, spec, "embed" if spec.tied_embeddings else "head", layout)
     return matrix.T if spec.tied_embeddings else matrix
 
@@ -148,7 +148,7 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
     ((4, 1), False, True)
     """
     if spec.value_head:
-        raise ValueError("the model has a value head already; wanted a language model")
+        raise ValueError("the model has a value head already; expected a language model")
     dtype = params["final_norm"].dtype
     body = {name: arrays for name, arrays in params.items() if name != "head"}
     head = {"score": jnp.zeros((spec.hidden_size, 1), dtype), "score_bias": jnp.zeros(1, dtype)}

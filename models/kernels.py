@@ -279,20 +279,20 @@ def difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
         return [x.astype(jnp.float32) for x in outputs]
 
     with jax.default_matmul_precision("float32"):
-        wanted = results(attend, jnp.float32)
+        expected = results(attend, jnp.float32)
     got, real = results(kernel, dtype), segment_ids != 0
     # what is mixed at padding means nothing; gradients are 0 there
     everywhere = jnp.ones_like(real)
     return max(
         _furthest(a, b, where)
-        for a, b, where in zip(got, wanted, (real, *[everywhere] * 3), strict=True)
+        for a, b, where in zip(got, expected, (real, *[everywhere] * 3), strict=True)
     )
 
 
 def _furthest(
-    got: Float32[Array, "R L n H"], wanted: Float32[Array, "R L n H"], where: Bool[Array, "R L"]
+    got: Float32[Array, "R L n H"], expected: Float32[Array, "R L n H"], where: Bool[Array, "R L"]
 ) -> float:
-    size, off = (jnp.sqrt(jnp.square(x).sum((2, 3))) for x in (wanted, got - wanted))
+    size, off = (jnp.sqrt(jnp.square(x).sum((2, 3))) for x in (expected, got - expected))
     usual = jnp.sqrt(jnp.mean(jnp.square(size), where=where))
     return float(jnp.max(jnp.where(where, off / jnp.maximum(size, usual), 0.0)))
 
@@ -338,7 +338,7 @@ def choose_kernel(
     if against is None:
         return KernelChoice("cudnn", agreed, kernel)
     if asked == "cudnn":
-        raise ValueError(f"cuDNN's packed kernel can't be used: {against}; wanted auto or xla")
+        raise ValueError(f"cuDNN's packed kernel can't be used: {against}; expected auto or xla")
     return KernelChoice("xla", against)
 
 

@@ -19,12 +19,12 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 
 
-def find_targets(wanted: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
+def find_targets(patterns: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the arrays that a user's targets mean.
 
     Args:
-        wanted: "all-linear", or shell patterns (`*`, `?`, `[…]`) for our name of an array, `query`,
-            Hugging Face's of its module, `q_proj`, or the module's path, `*.mlp.*`.
+        patterns: "all-linear", or shell patterns (`*`, `?`, `[…]`) for our name of an array,
+            `query`, Hugging Face's of its module, `q_proj`, or the module's path, `*.mlp.*`.
         spec: The model.
 
     Returns:
@@ -39,7 +39,7 @@ def find_targets(wanted: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
     """
     able = adaptable(declare(without_adapter(spec)))
     targets: set[str] = set()
-    for pattern in wanted:
+    for pattern in patterns:
         fits = {
             name
             for name, module in able.items()
@@ -117,7 +117,7 @@ def merge_adapter(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
     (False, True)
     """
     if spec.lora is None:
-        raise ValueError("the spec has no adapter; wanted spec.lora")
+        raise ValueError("the spec has no adapter; expected spec.lora")
     scale = spec.lora.scale
 
     def merged(group: Params, declared: Declarations) -> Params:

@@ -46,7 +46,7 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
     ((3, 4, 2), (3, 2, 2, 2))
     """
     if spec.lora is None:
-        raise ValueError("the spec has no adapter; wanted spec.lora")
+        raise ValueError("the spec has no adapter; expected spec.lora")
     rank, targets = spec.lora.rank, spec.lora.targets
     able = adaptable(declarations)
     wrong = sorted(set(targets) - able.keys())
@@ -86,7 +86,7 @@ def adaptable(declarations: Declarations) -> dict[str, str]:
 
 def target_options(able: Mapping[str, str]) -> str:
     modules = sorted({module.rpartition(".")[2] for module in able.values()})
-    return f"wanted {ALL_LINEAR}, or some of {', '.join(modules)}, or patterns for them"
+    return f"expected {ALL_LINEAR}, or some of {', '.join(modules)}, or patterns for them"
 
 
 def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:

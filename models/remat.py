@@ -42,10 +42,10 @@ def rematerialize(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
     >>> rematerialize(abs, "some")
     Traceback (most recent call last):
-    ValueError: remat policy 'some'; wanted one of none, dots, full
+    ValueError: remat policy 'some'; expected one of none, dots, full
     """
     if policy not in POLICIES:
-        raise ValueError(f"remat policy {policy!r}; wanted one of {', '.join(POLICIES)}")
+        raise ValueError(f"remat policy {policy!r}; expected one of {', '.join(POLICIES)}")
     if policy == "none":
         return layer
     import jax  # here, so that a config can be checked without it

@@ -140,7 +140,7 @@ class ModelSpec:
                 f"is rotated: got {self.head_dim}, of which {self.rotary_width} are rotated"
             )
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r}; wanted one of {ACTIVATIONS}")
+            raise ValueError(f"activation {self.activation!r}; expected one of {ACTIVATIONS}")
         if self.value_head and self.reward_head:
             raise ValueError("a model ends in a value head or in a reward head, got both")
         self._check_windows()
@@ -166,10 +166,10 @@ class ModelSpec:
                 f"{self.layers}"
             )
         if self.latent is not None:
-            wanted = (1 if self.latent.absorbed else self.heads, self.latent.head_dim)
-            if (self.kv_heads, self.head_dim) != wanted or self.qk_norm or self.qkv_bias:
+            expected = (1 if self.latent.absorbed else self.heads, self.latent.head_dim)
+            if (self.kv_heads, self.head_dim) != expected or self.qk_norm or self.qkv_bias:
                 raise ValueError(
-                    f"this latent attention has kv_heads, head_dim = {wanted} and neither "
+                    f"this latent attention has kv_heads, head_dim = {expected} and neither "
                     f"qk_norm nor qkv_bias; got {self}"
                 )
 

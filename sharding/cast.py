@@ -24,8 +24,8 @@ def cast_tree(tree: Any, dtype: Any) -> Any:
     dtype(bfloat16)
     """
     leaves, structure = jax.tree.flatten(tree)
-    wanted = structure.flatten_up_to(dtype) if isinstance(dtype, dict) else [dtype] * len(leaves)
-    return jax.tree.unflatten(structure, map(cast, leaves, wanted))
+    expected = structure.flatten_up_to(dtype) if isinstance(dtype, dict) else [dtype] * len(leaves)
+    return jax.tree.unflatten(structure, map(cast, leaves, expected))
 
 
 def cast(array: Array, dtype: DTypeLike | None) -> Array:

@@ -84,10 +84,10 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
         )
     address, total, number = (environment[name] for name in VARIABLES)
     if not re.fullmatch(r".+:\d+", address):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}, wanted host:port")
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}, expected host:port")
     if not (total.isdecimal() and number.isdecimal() and int(number) < int(total)):
         raise ValueError(
-            f"JAX_NUM_PROCESSES={total!r} and JAX_PROCESS_ID={number!r}; wanted a number of "
+            f"JAX_NUM_PROCESSES={total!r} and JAX_PROCESS_ID={number!r}; expected a number of "
             "processes, and for each of them another number from 0 on"
         )
     return Membership(address, int(total), int(number))

@@ -51,7 +51,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.context not in CONTEXTS:
-            raise ValueError(f"context by {self.context!r}; wanted one of {', '.join(CONTEXTS)}")
+            raise ValueError(f"context by {self.context!r}; expected one of {', '.join(CONTEXTS)}")
 
     @property
     def pieces(self) -> int:

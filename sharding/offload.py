@@ -107,7 +107,7 @@ def _move_to_host(array: jax.Array) -> jax.Array:
     if HOST not in kinds:
         raise NotImplementedError(
             f"can't offload: {device.device_kind} on platform {device.platform!r} knows the "
-            f"memories {kinds}, wanted {HOST!r}"
+            f"memories {kinds}, expected {HOST!r}"
         )
     return _move_to(array, HOST)
 

@@ -136,8 +136,8 @@ def _check_processes(source: Sharding, target: Sharding) -> None:
     here, there = (sorted({d.process_index for d in s.device_set}) for s in (source, target))
     if here != there or jax.process_index() not in here:
         raise NotImplementedError(
-            f"process {jax.process_index()} moves arrays from processes {here} to {there}; wanted "
-            "layouts over the same processes, this one among them"
+            f"process {jax.process_index()} moves arrays from processes {here} to {there}; "
+            "expected layouts over the same processes, this one among them"
         )
 
 

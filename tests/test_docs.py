@@ -337,9 +337,9 @@ def public_functions(module):
 
 
 def test_every_function_has_its_line():
-    wanted = {(kind, name) for kind, module in KINDS.items() for name in public_functions(module)}
-    assert len(wanted) > 60
-    assert set(lines_of_functions()) == wanted
+    expected = {(kind, name) for kind, module in KINDS.items() for name in public_functions(module)}
+    assert len(expected) > 60
+    assert set(lines_of_functions()) == expected
 
 
 CONFIGURED = {name: setting for (_, name), setting in lines_of_functions().items() if setting}
@@ -515,12 +515,12 @@ def written(tmp_path_factory):
 
 def test_the_run_has_every_model(written):
     """Else the tests below would pass with half of the page unread."""
-    wanted = """critic/vf_loss critic/values/mean critic/vf_explained_var
+    expected = """critic/vf_loss critic/values/mean critic/vf_explained_var
         implicit_reward_model/accuracy
         rollout_corr/rejected batch/generation_batches timing_s/gen_max timing_s/ref timing_s/values
         timing_s/implicit_reward_model timing_s/update_critic timing_s/update_implicit_reward_model
         actor/kl_loss actor/router_loss critic/router_idle implicit_reward_model/router_entropy"""
-    assert [name for name in wanted.split() if name not in written] == []
+    assert [name for name in expected.split() if name not in written] == []
 
 
 def diagnostics():

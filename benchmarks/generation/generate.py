@@ -15,9 +15,9 @@ Workloads: a model of `grpo_step`, `tiny` or `small`, with answers of `--new-tok
 drawn with a fixed seed. Ours gets all requests at once, each with its own length, and keeps 128 in
 flight. The peers get batches of 128 and generate for all of a batch until its longest answer is
 done, which is what they do where answers end by themselves: none of them can put another request
-into a row that is done. What goes beyond the wanted lengths is not counted, for any system.
+into a row that is done. What goes beyond the lengths asked for is not counted, for any system.
 
-The script fails where a system returns fewer tokens than wanted, where ours compiles something
+The script fails where a system returns fewer tokens than asked for, where ours compiles something
 after its warm-up, or where ours and transformers don't generate the same tokens greedily.
 """
 
@@ -115,11 +115,11 @@ def check(name: str, job: dict[str, Any], results: dict[str, dict[str, Any]]) ->
     Traceback (most recent call last):
     SystemExit: w: greedy tokens of transformers are not those of ours: [[2]] and [[1]]
     """
-    wanted = sum(map(sum, job["lengths"]))
+    expected = sum(map(sum, job["lengths"]))
     for system, result in results.items():
         counts = [step["generated"] for step in result["steps"]]
-        if counts != [wanted] * len(counts):
-            raise SystemExit(f"{name}, {system}: {counts} tokens by pass, wanted {wanted}")
+        if counts != [expected] * len(counts):
+            raise SystemExit(f"{name}, {system}: {counts} tokens by pass, expected {expected}")
         if "greedy" in result and result["greedy"] != results["ours"]["greedy"]:
             raise SystemExit(
                 f"{name}: greedy tokens of {system} are not those of ours: {result['greedy']} and "

@@ -158,7 +158,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     options.parts = options.parts.split(",")
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"--parts {','.join(sorted(unknown))}; wanted some of {','.join(PARTS)}")
+        parser.error(f"--parts {','.join(sorted(unknown))}; expected some of {','.join(PARTS)}")
     return options
 
 

@@ -197,19 +197,19 @@ def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
 def main() -> int:
     """Train what is missing, report everything that is there."""
     everything = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    wanted = arguments(everything)
-    work = wanted.work.resolve()
+    args = arguments(everything)
+    work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "configs").exists():
         (work / "configs").symlink_to(ROOT / "configs")
     if not (work / "runs/quickstart/base").exists():  # so that no run's seconds hold it
         train(REFERENCE, "steps=1", "run_dir=runs/base", work=work, log=work / "base.log")
-    failed = train_missing(wanted.recipes, wanted.seeds, work)
-    pairs = [(name, seed) for name in everything for seed in wanted.seeds]
+    failed = train_missing(args.recipes, args.seeds, work)
+    pairs = [(name, seed) for name in everything for seed in args.seeds]
     results = [result for pair in pairs if (result := finished(*pair, work))]
     if results:
         print("\n" + table(results))
-        write(results, wanted.out, sys.argv[1:])
+        write(results, args.out, sys.argv[1:])
     if len(results) == len(pairs):
         write_page(table(results))
     for result in results:

@@ -83,13 +83,13 @@ def check_tokens(expected: dict[str, Sequence[float]], results: dict[str, dict[s
     >>> check_tokens(expected, {"ours": {"steps": [step]}})
     >>> check_tokens(expected, {"trl": {"steps": [step | {"trained": 2}]}})
     Traceback (most recent call last):
-    SystemExit: trl, trained: [2] tokens by step, wanted [3]
+    SystemExit: trl, trained: [2] tokens by step, expected [3]
     """
     for system, result in results.items():
-        for name, wanted in expected.items():
+        for name, numbers in expected.items():
             counts = [step.get(name) for step in result["steps"]]
-            if counts != list(wanted):
-                raise SystemExit(f"{system}, {name}: {counts} tokens by step, wanted {wanted}")
+            if counts != list(numbers):
+                raise SystemExit(f"{system}, {name}: {counts} tokens by step, expected {numbers}")
 
 
 def run_workload(name: str, pythons: dict[str, str], options: Any, folder: Path) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def set_up(folder: Path, bases: dict[str, str]) -> None:
     """Make the peers' virtual environments."""
     for name, packages in INSTALL.items():
         subprocess.run([bases[name], "-m", "venv", folder / name], check=True)
-        for wanted in packages:
-            subprocess.run([folder / name / "bin/pip", "install", *wanted], check=True)
+        for arguments in packages:
+            subprocess.run([folder / name / "bin/pip", "install", *arguments], check=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -164,7 +164,7 @@ def arguments() -> argparse.Namespace:
     )
     options = parser.parse_args()
     if not 0 <= options.warm < options.steps:
-        parser.error(f"--warm {options.warm}, wanted 0 to {options.steps - 1}, less than --steps")
+        parser.error(f"--warm {options.warm}, expected 0 to {options.steps - 1}, less than --steps")
     return options
 
 

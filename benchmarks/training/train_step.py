@@ -225,7 +225,7 @@ def check(case: Case, packed: Run, filled: Run) -> float:
     if not (gap < limit and abs(packed.loss - filled.loss) < limit):
         raise SystemExit(
             f"{case.name}: packed and padded gradients differ by {gap:.2g} of their norm, losses "
-            f"{packed.loss:.8g} and {filled.loss:.8g}; wanted less than {limit}"
+            f"{packed.loss:.8g} and {filled.loss:.8g}; expected less than {limit}"
         )
     return gap
 

@@ -78,7 +78,7 @@ def sums(steps: int, seed: int = 0) -> list[list[str]]:
 def lognormal_lengths(count: int, mean: int, most: int, sigma: float = 1.0) -> list[int]:
     """Return lengths at evenly spaced quantiles of a log-normal distribution, cut at `most`.
 
-    The scale is such that their mean is the one wanted, up to rounding.
+    The scale is such that their mean is `mean`, up to rounding.
 
     >>> lengths = lognormal_lengths(128, 64, 256)
     >>> round(sum(lengths) / 128), min(lengths), max(lengths)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 
-# Ray shows a line of several processes once; of stacks all are wanted, of Gloo's greetings none
+# Ray shows a line of several processes once; of stacks all are expected, of Gloo's greetings none
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r"Thread 0x|recent call first|^\s*File \"")
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", r"^\[Gloo\] Rank")
 try:

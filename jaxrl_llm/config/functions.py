@@ -102,7 +102,7 @@ def _find(name: str, home: str, key: str) -> Callable[..., Any]:
 
 def _import(name: str, key: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{key}: {name!r} is not a module's name; wanted pkg.mod or my_file.py")
+        raise ConfigError(f"{key}: {name!r} is not a module's name; expected pkg.mod or my_file.py")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -204,11 +204,11 @@ def _as_annotated(key: str, value: Any, annotation: Any) -> Any:
     plain = [option for option in options if option is not type(None)]
     if len(plain) != 1 or plain[0] not in (bool, int, float, str):
         return value
-    wanted = plain[0]
-    if wanted is float and type(value) is int:
+    kind = plain[0]
+    if kind is float and type(value) is int:
         return float(value)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(
-            f"{key}: got {value!r} ({type(value).__name__}), wanted a {wanted.__name__}"
+            f"{key}: got {value!r} ({type(value).__name__}), expected a {kind.__name__}"
         )
     return value

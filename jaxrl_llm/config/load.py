@@ -66,7 +66,9 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 1-1-99
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: got {type(tree).__name__}, wanted a mapping of keys to values")
+        raise ConfigError(
+            f"{path}: got {type(tree).__name__}, expected a mapping of keys to values"
+        )
     return tree
 
 
@@ -80,7 +82,7 @@ def apply_override(tree: dict[Any, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *groups, leaf = name.split(".")
     if not equals or not all((*groups, leaf)):
-        raise ConfigError(f"override {override!r}: wanted key=value, as in seed=1")
+        raise ConfigError(f"override {override!r}: expected key=value, as in seed=1")
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:

@@ -116,7 +116,7 @@ def majority_at(
 def _check(values: np.ndarray, k: int) -> int:
     n = values.shape[1]
     if not 1 <= k <= n:
-        raise ValueError(f"got k={k} for {n} answers to each prompt, wanted 1 to {n}")
+        raise ValueError(f"got k={k} for {n} answers to each prompt, expected 1 to {n}")
     return n
 
 

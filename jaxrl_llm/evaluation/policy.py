@@ -63,7 +63,7 @@ def read_policy(path: str, layout: Layout, *, step: int | None = None) -> Policy
         with config_errors_at("model"):
             spec = read_spec(path)
             if spec.value_head or spec.reward_head:
-                raise ValueError(f"{path} ends in a value head, wanted a language model")
+                raise ValueError(f"{path} ends in a value head, expected a language model")
             on_host = jax.tree.map(lambda s: s.with_memory_kind(HOST), layout.of(declare(spec)))
             params = load_params(path, spec, shardings=on_host)
     with config_errors_at("model"):

@@ -44,7 +44,7 @@ class MetricsFile:
         self._file = path.open("a+b", buffering=0)
         length = self._file.seek(0, os.SEEK_END)
         if length < position:
-            log.warning("%s has lost lines: %d bytes, wanted %d", path, length, position)
+            log.warning("%s has lost lines: %d bytes, expected %d", path, length, position)
         self._end = self._synced = min(position, length)
         self._file.truncate(self._end)
         self._is_torn = False

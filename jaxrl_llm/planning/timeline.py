@@ -43,7 +43,7 @@ def bytes_sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Col
         ValueError: a mixture of experts.
     """
     if spec.moe is not None:
-        raise ValueError("got a mixture of experts, wanted a dense model: use the planner itself")
+        raise ValueError("got a mixture of experts, expected a dense model: use the planner itself")
     sizes: Counter[Collective] = Counter()
 
     def add(kind: str, axes: str, inner: int, devices: int, size: int | float) -> None:

@@ -110,7 +110,7 @@ def check_request(
         if ids and not (min(ids) in vocabulary and max(ids) in vocabulary):
             raise EngineError(
                 f"{field} holds token id {min(ids) if min(ids) < 0 else max(ids)}, "
-                f"wanted 0 to {vocab_size - 1}"
+                f"expected 0 to {vocab_size - 1}"
             )
     for name, value, least, greatest in (
         ("seed", request.seed, 0, 2**32 - 1),
@@ -124,7 +124,7 @@ def check_request(
         ("number of logit_bias", len(sampling.logit_bias), 0, limits.get("logit_bias", np.inf)),
     ):
         if not least <= value <= greatest:
-            raise EngineError(f"got {name} {value}, wanted {least} to {greatest}")
+            raise EngineError(f"got {name} {value}, expected {least} to {greatest}")
 
 
 async def streamed(

@@ -146,7 +146,7 @@ class Checkpoints:
         if not started:
             raise CheckpointError(
                 f"can't save step {step} in {self.directory}: it is read-only or holds "
-                f"step {self.latest()}; wanted a later one"
+                f"step {self.latest()}; expected a later one"
             )
         self._saving = step
 
@@ -249,10 +249,10 @@ class Checkpoints:
         try:
             record = self._record(step)
             _check_like(record["arrays"], like, partial=partial)
-            wanted = ocp.args.PyTreeRestore(
+            expected = ocp.args.PyTreeRestore(
                 like, restore_args=jax.tree.map(_restore_as, like), partial_restore=partial
             )
-            state = self._manager.restore(step, args=ocp.args.Composite(state=wanted))["state"]
+            state = self._manager.restore(step, args=ocp.args.Composite(state=expected))["state"]
             _check_digests(record["arrays"], state)
         except jax.errors.JaxRuntimeError:  # of the devices, or another process's end
             raise
@@ -328,21 +328,21 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _check_like(arrays: Mapping[str, Any], like: Any, *, partial: bool) -> None:
-    """Refuse a checkpoint without what is wanted, or with arrays that nobody asked for.
+    """Refuse a checkpoint without what is expected, or with arrays that nobody asked for.
 
     Raises:
         _Unlike: naming the first such array.
     """
-    wanted = dict(_named(like))
-    for name, leaf in wanted.items():
+    expected = dict(_named(like))
+    for name, leaf in expected.items():
         if name not in arrays:
             raise _Unlike(f"it holds no {name}")
         shape, dtype = tuple(arrays[name]["shape"]), arrays[name]["dtype"]
         if shape != leaf.shape:
-            raise _Unlike(f"{name} has shape {shape}, wanted {leaf.shape}")
+            raise _Unlike(f"{name} has shape {shape}, expected {leaf.shape}")
         if dtype != leaf.dtype.name:
-            raise _Unlike(f"{name} is of {dtype}, wanted {leaf.dtype.name}")
-    more = [name for name in arrays if name not in wanted]
+            raise _Unlike(f"{name} is of {dtype}, expected {leaf.dtype.name}")
+    more = [name for name in arrays if name not in expected]
     if more and not partial:
         raise _Unlike(f"it holds {more[0]}, which this model has not")
 

@@ -85,7 +85,7 @@ class Server:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which no foreign web page may send
-            raise APIError(f"got content-type {kind!r}, wanted application/json", status=415)
+            raise APIError(f"got content-type {kind!r}, expected application/json", status=415)
         most = int(self._limits.max_body_mb * 1e6)
         refusal = APIError(f"the body has more than {most} bytes", status=413)
         declared = request.headers.get("content-length", "0")
@@ -162,7 +162,7 @@ class Server:
         name = request.path_params.get("name")
         if name not in (None, self._served.name):
             raise APIError(
-                f"got model {name!r}, wanted {self._served.name!r}",
+                f"got model {name!r}, expected {self._served.name!r}",
                 status=404,
                 code="model_not_found",
             )

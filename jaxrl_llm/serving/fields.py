@@ -35,7 +35,7 @@ class APIError(Exception):
     """A request that is answered with an error.
 
     Args:
-        message: what was wrong, what was got and what is wanted.
+        message: what was wrong, what was got and what was expected.
         param: the field.
         status: of HTTP.
         code: OpenAI's word for it, where there is one.
@@ -61,7 +61,7 @@ class APIError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the answer in OpenAI's format.
 
-        >>> APIError("n=0, wanted 1 or more", param="n").body["error"]["type"]
+        >>> APIError("n=0, expected 1 or more", param="n").body["error"]["type"]
         'invalid_request_error'
         """
         kinds = {429: "rate_limit_error", 500: "server_error", 504: "timeout_error"}
@@ -113,18 +113,19 @@ class Fields:
         """
         value = self.take(name, kind, default)
         if value is not None and not low <= value <= high:
-            wanted = f"at least {low}" if high == math.inf else f"{low} to {high}"
-            raise self.refuse(name, value, wanted)
+            expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
+            raise self.refuse(name, value, expected)
         return value
 
     def any_of(self, name: str) -> Any:
         """Return a field of any kind, or None."""
         return self._left.pop(name, None)
 
-    def refuse(self, name: str, value: Any, wanted: str) -> APIError:
+    def refuse(self, name: str, value: Any, expected: str) -> APIError:
         """Return the refusal of a value."""
         return APIError(
-            f"{self._prefix}{name}: got {shown(value)}, wanted {wanted}", param=self._prefix + name
+            f"{self._prefix}{name}: got {shown(value)}, expected {expected}",
+            param=self._prefix + name,
         )
 
     def end(self) -> None:
@@ -189,5 +190,5 @@ def parse_body(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise APIError(f"the body is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise APIError(f"the body is {shown(tree)}, wanted a JSON object")
+        raise APIError(f"the body is {shown(tree)}, expected a JSON object")
     return tree

@@ -52,7 +52,7 @@ class TextLimit:
         count = len(text) if self.spaces else len("".join(text.split()))
         if count > most:
             raise APIError(
-                f"{param}: got {count} characters, wanted at most {most}: the model takes "
+                f"{param}: got {count} characters, expected at most {most}: the model takes "
                 f"{self.tokens} tokens, and none of its tokens is longer than {self.longest}",
                 param=param,
                 code="context_length_exceeded",

@@ -98,8 +98,8 @@ def parse_completion(tree: Mapping[str, Any], served: ServedModel) -> Generation
     check_model_name(fields, served)
     prompts = parse_prompts(fields, served)
     tops = fields.between("logprobs", int, None, 0, MOST_LOGPROBS)
-    wanted = fields.between("max_tokens", int, DEFAULT_MAX_TOKENS, 1, math.inf)
-    return parse_common(fields, served, prompts, wanted, chat=False, tops=tops)
+    max_tokens = fields.between("max_tokens", int, DEFAULT_MAX_TOKENS, 1, math.inf)
+    return parse_common(fields, served, prompts, max_tokens, chat=False, tops=tops)
 
 
 def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationRequest:
@@ -128,11 +128,11 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     elif tops is None:
         tops = 0
     older = fields.between("max_tokens", int, None, 1, math.inf)
-    wanted = fields.between("max_completion_tokens", int, older, 1, math.inf)
-    if older not in (None, wanted):
-        raise fields.refuse("max_tokens", older, f"max_completion_tokens={wanted}, or none")
+    max_tokens = fields.between("max_completion_tokens", int, older, 1, math.inf)
+    if older not in (None, max_tokens):
+        raise fields.refuse("max_tokens", older, f"max_completion_tokens={max_tokens}, or none")
     left = max(1, served.max_tokens - len(prompt))
-    return parse_common(fields, served, (prompt,), wanted or left, chat=True, tops=tops)
+    return parse_common(fields, served, (prompt,), max_tokens or left, chat=True, tops=tops)
 
 
 def parse_common(
@@ -148,7 +148,7 @@ def parse_common(
     n = fields.between("n", int, 1, 1, math.inf)
     if n * len(prompts) > served.max_answers:
         count = n * len(prompts)
-        raise APIError(f"got {count} answers to give, wanted at most {served.max_answers}: see n")
+        raise APIError(f"got {count} answers to give, expected at most {served.max_answers}: see n")
     for prompt in prompts:
         check_fit(len(prompt), max_new_tokens, served.max_tokens)
     stream = fields.take("stream", bool, False)
@@ -205,7 +205,7 @@ def check_model_name(fields: Fields, served: ServedModel) -> None:
     name = fields.take("model", str, served.name)
     if name != served.name:
         raise APIError(
-            f"model: got {shown(name)}, wanted {served.name!r}",
+            f"model: got {shown(name)}, expected {served.name!r}",
             param="model",
             status=404,
             code="model_not_found",
@@ -221,7 +221,7 @@ def parse_prompts(fields: Fields, served: ServedModel) -> tuple[tuple[int, ...],
         raise fields.refuse("prompt", given, "a text, token ids, or a list of one of these")
     if len(given) > served.max_answers:
         raise APIError(
-            f"got {len(given)} prompts, wanted at most {served.max_answers}", param="prompt"
+            f"got {len(given)} prompts, expected at most {served.max_answers}", param="prompt"
         )
     return tuple(parse_prompt(one, served) for one in given)
 
@@ -239,7 +239,7 @@ def parse_prompt(given: Any, served: ServedModel) -> tuple[int, ...]:
         check_fit(len(given), 0, served.max_tokens)  # before each of them is looked at
         check_tokens("prompt", given, served)
     else:
-        raise APIError(f"prompt: got {shown(given)}, wanted a text or token ids", param="prompt")
+        raise APIError(f"prompt: got {shown(given)}, expected a text or token ids", param="prompt")
     return tuple(given)
 
 
@@ -261,7 +261,7 @@ def check_tokens(name: str, tokens: Sequence[Any], served: ServedModel) -> None:
     for token in tokens:
         if not is_a(token, int) or not 0 <= token < served.vocab_size:
             raise APIError(
-                f"{name}: got {shown(token)}, wanted token ids from 0 to {served.vocab_size - 1}",
+                f"{name}: got {shown(token)}, expected token ids from 0 to {served.vocab_size - 1}",
                 param=name,
             )
 
@@ -272,11 +272,11 @@ def check_fit(prompt: int, max_new_tokens: int, most: int) -> None:
     >>> check_fit(10, 6, 16)
     """
     if prompt == 0:
-        raise APIError("a prompt has no token, wanted one or more", param="prompt")
+        raise APIError("a prompt has no token, expected one or more", param="prompt")
     if prompt + max_new_tokens > most:
         raise APIError(
             f"a prompt of {prompt} tokens and an answer of {max_new_tokens} make "
-            f"{prompt + max_new_tokens}, wanted at most {most}",
+            f"{prompt + max_new_tokens}, expected at most {most}",
             code="context_length_exceeded",
         )
 
@@ -310,19 +310,21 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise APIError(f"{where}: got {shown(message)}, wanted an object with a role", param=where)
+        raise APIError(
+            f"{where}: got {shown(message)}, expected an object with a role", param=where
+        )
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(parse_part(part, where) for part in content)
     elif content is None:
         content = ""
     elif not isinstance(content, str):
-        raise APIError(f"{where}.content: got {shown(content)}, wanted a text", param=where)
+        raise APIError(f"{where}.content: got {shown(content)}, expected a text", param=where)
     calls = message.get("tool_calls")
     if calls is None:
         return {**message, "content": content}
     if not isinstance(calls, list):
-        raise APIError(f"{where}.tool_calls: got {shown(calls)}, wanted a list", param=where)
+        raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
     return {**message, "content": content, "tool_calls": [parse_tool_call(c, where) for c in calls]}
 
 
@@ -330,7 +332,7 @@ def parse_part(part: Any, where: str) -> str:
     """Return the text of a part of a message."""
     is_text = isinstance(part, dict) and part.get("type") == "text"
     if not is_text or not isinstance(part.get("text"), str):
-        raise APIError(f"{where}.content: got {shown(part)}, wanted parts of text", param=where)
+        raise APIError(f"{where}.content: got {shown(part)}, expected parts of text", param=where)
     return part["text"]
 
 
@@ -338,7 +340,7 @@ def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object; OpenAI writes them as a text of JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise APIError(f"{where}.tool_calls: got {shown(call)}, wanted a function", param=where)
+        raise APIError(f"{where}.tool_calls: got {shown(call)}, expected a function", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

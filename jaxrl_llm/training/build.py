@@ -108,10 +108,10 @@ def read_training_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Pro
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
     check_sources(config.reward.function, [*train, *validation])
-    wanted = config.batch.prompts_per_step
-    if not config.steps and len(train) * config.epochs < wanted:
+    per_step = config.batch.prompts_per_step
+    if not config.steps and len(train) * config.epochs < per_step:
         raise ConfigError(
-            f"batch.prompts_per_step={wanted}, but data.train has only {len(train)} prompts for "
+            f"batch.prompts_per_step={per_step}, but data.train has only {len(train)} prompts for "
             f"{config.epochs} epochs: lower it, or set steps"
         )
     return train, validation[: config.validation.rows]

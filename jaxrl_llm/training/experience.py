@@ -72,7 +72,7 @@ def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
             reported = f"{name}={component!r}" if name in score.extra else sorted(score.extra)
             raise ScoreError(
                 f"reward.components names {name!r}, but the reward function reported "
-                f"{reported or 'a bare number'}: wanted a finite number under that name"
+                f"{reported or 'a bare number'}: expected a finite number under that name"
             )
         return float(component)
 
@@ -120,7 +120,7 @@ def per_answer(
         ):
             got = type(result).__name__ if values is None else f"{values.dtype}{list(values.shape)}"
             raise ScoreError(
-                f"{key}: {name_of(function)!r} returned {got}; wanted one "
+                f"{key}: {name_of(function)!r} returned {got}; expected one "
                 f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
                 f"here [{len(batch.sequence_lengths)}]"
             )
@@ -160,7 +160,7 @@ def _weights(function: Callable[..., Any], fields: dict[str, Any]) -> Any:
             else repr(weights)
         )
         raise ScoreError(
-            f"algorithm.correction: {name_of(function)!r} returned {got}; wanted one weight for "
+            f"algorithm.correction: {name_of(function)!r} returned {got}; expected one weight for "
             f"each token [B T], here {list(shape)}"
         )
     return weights
@@ -189,7 +189,7 @@ def advantage_step(
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != 2 and (with_returns or isinstance(result, tuple)):
             raise AdvantageError(
-                f"advantage {name_of(function)!r} returned {len(parts)} array(s); wanted a pair "
+                f"advantage {name_of(function)!r} returned {len(parts)} array(s); expected a pair "
                 "(advantages, returns): the critic learns from the returns"
             )
         named = zip(("advantages", "returns"), parts, strict=False)
@@ -215,12 +215,12 @@ def _per_token(function: Callable[..., Any], name: str, array: Any, mask: Any) -
     if not isinstance(array, kinds) or array.shape not in (mask.shape, mask.shape[:1]):
         got = f"shape {list(array.shape)}" if hasattr(array, "shape") else repr(type(array))
         raise AdvantageError(
-            f"advantage {name_of(function)!r} returned {got} as {name}; wanted an array [B] or "
+            f"advantage {name_of(function)!r} returned {got} as {name}; expected an array [B] or "
             f"[B T], here [{mask.shape[0]}] or {list(mask.shape)}"
         )
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise AdvantageError(
-            f"advantage {name_of(function)!r} returned {array.dtype} as {name}, wanted floating "
+            f"advantage {name_of(function)!r} returned {array.dtype} as {name}, expected floating "
             "point"
         )
     return jnp.where(mask, array[:, None] if array.ndim == 1 else array, 0.0).astype(jnp.float32)

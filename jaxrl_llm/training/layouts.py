@@ -91,7 +91,7 @@ def own_rules(changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES) -> Ru
             raise ConfigError(f"mesh.rules.{axis}: {closest(axis, DEFAULT_RULES)}")
         names = [rule] if isinstance(rule, str) else rule or []
         if not isinstance(names, list) or any(name not in AXES for name in names):
-            raise ConfigError(f"mesh.rules.{axis}={rule!r}, wanted null or some of {list(AXES)}")
+            raise ConfigError(f"mesh.rules.{axis}={rule!r}, expected null or some of {list(AXES)}")
     lists = {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
     return {**defaults, **lists}
 
@@ -116,7 +116,8 @@ def packed_shape(
     if tokens * layout.pieces < length:
         raise ConfigError(
             f"batch.max_tokens_per_device={tokens} can't hold a device's part of a row of {length} "
-            f"tokens, which context={layout.pieces} share: wanted {length // layout.pieces} or more"
+            f"tokens, which context={layout.pieces} share: expected "
+            f"{length // layout.pieces} or more"
         )
     return row_shape(
         tokens * layout.shards,

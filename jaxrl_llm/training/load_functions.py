@@ -91,10 +91,11 @@ def find_covariance_selector(spec: FunctionSpec) -> Function:
     return function
 
 
-def takes(function: Function, wanted: tuple[str, ...], key: str) -> None:
+def takes(function: Function, expected: tuple[str, ...], key: str) -> None:
     """Raise ConfigError unless a function has as many positional parameters as it is given."""
     names = asks_for(function)
-    if len(names) != len(wanted):
+    if len(names) != len(expected):
         raise ConfigError(
-            f"{key}: {name_of(function)} takes ({', '.join(names)}), wanted ({', '.join(wanted)})"
+            f"{key}: {name_of(function)} takes ({', '.join(names)}), "
+            f"expected ({', '.join(expected)})"
         )

@@ -61,7 +61,7 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
     with config_errors_at("model.path"):
         spec = read_spec(config.path)
         if spec.value_head or spec.reward_head:
-            raise ValueError(f"{config.path} ends in a value head, wanted a language model")
+            raise ValueError(f"{config.path} ends in a value head, expected a language model")
         is_adapted = config.lora is not None or config.adapter is not None
         check_router_keys(config, spec, is_adapted=is_adapted)
         if not config.random_init:

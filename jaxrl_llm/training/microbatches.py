@@ -35,7 +35,7 @@ def pack_microbatches(
     """
     if batch.tokens.shape[1] > shape.length:
         raise ValueError(
-            f"a batch of {batch.tokens.shape[1]} columns, wanted at most a row's {shape.length}"
+            f"a batch of {batch.tokens.shape[1]} columns, expected at most a row's {shape.length}"
         )
     sharding = over_batch(mesh)
     for planned in plan_microbatches(batch.sequence_lengths, shape):

@@ -182,8 +182,8 @@ def per_token(
         if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
             return value
     raise LossError(
-        f"{kind} {name_of(function)!r} returned {got}{part}; wanted a floating-point array [B T], "
-        f"here {list(shape)}: one {ONE_OF.get(kind, 'number')} per token"
+        f"{kind} {name_of(function)!r} returned {got}{part}; expected a floating-point array "
+        f"[B T], here {list(shape)}: one {ONE_OF.get(kind, 'number')} per token"
     )
 
 

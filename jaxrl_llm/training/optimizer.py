@@ -28,7 +28,7 @@ def make_optimizer(
         if not isinstance(rate, int | float | np.generic | jax.Array) or np.ndim(rate) != 0:
             raise ConfigError(
                 f"{key}.schedule: {config.schedule.fn!r} is not an optax schedule: got {rate!r} as "
-                "the learning rate of update 0, wanted a number; did you mean constant_schedule?"
+                "the learning rate of update 0, expected a number; did you mean constant_schedule?"
             )
     with config_errors_at(f"{key}.optimizer: {config.optimizer.fn!r} does not work"):
         optimizer = load_function(

@@ -93,7 +93,7 @@ def open_reward_model(
     with config_errors_at("reward.classifier"):
         spec = read_spec(path)
         if not spec.reward_head:
-            raise ValueError(f"{path} gives no score; wanted a …ForSequenceClassification")
+            raise ValueError(f"{path} gives no score; expected a …ForSequenceClassification")
         if spec.max_positions < shape.length:
             raise ValueError(
                 f"{path} has {spec.max_positions} positions, but the longest sequence is "
@@ -118,7 +118,7 @@ def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: ModelSpe
     """
     if spec.vocab_size < actor.vocab_size:
         raise ValueError(
-            f"{path} has vocab_size={spec.vocab_size}, wanted the policy's {actor.vocab_size} or "
+            f"{path} has vocab_size={spec.vocab_size}, expected the policy's {actor.vocab_size} or "
             "more: it is given the policy's tokens"
         )
     if not any((resolve(path) / name).is_file() for name in VOCABULARIES):

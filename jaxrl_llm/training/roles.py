@@ -173,11 +173,13 @@ def read_role(
     with config_errors_at(key):
         spec = read_spec(path)
         if (spec.value_head or spec.reward_head) and not value_head:
-            raise ValueError(f"{path} ends in a value head, wanted a language model")
+            raise ValueError(f"{path} ends in a value head, expected a language model")
         for name in ("vocab_size", "max_positions"):
-            got, wanted = getattr(spec, name), getattr(actor, name)
-            if got < wanted:
-                raise ValueError(f"{path} has {name}={got}, wanted the policy's {wanted} or more")
+            got, expected = getattr(spec, name), getattr(actor, name)
+            if got < expected:
+                raise ValueError(
+                    f"{path} has {name}={got}, expected the policy's {expected} or more"
+                )
         return read_model(path, spec, layout)
 
 
@@ -223,7 +225,7 @@ def covariance_annotator(
         if high.shape != batch.tokens.shape or high.dtype != bool:
             raise LabelError(
                 f"algorithm.high_covariance: {name_of(select)!r} returned "
-                f"{high.dtype}{list(high.shape)}; wanted true or false for each token [B T], "
+                f"{high.dtype}{list(high.shape)}; expected true or false for each token [B T], "
                 f"here {list(batch.tokens.shape)}"
             )
         return batch.add(high_covariance=high)

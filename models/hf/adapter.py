@@ -87,7 +87,7 @@ def save_adapter(
     """
     directory = Path(directory)
     if spec.lora is None:
-        raise ValueError("the spec has no adapter; wanted spec.lora")
+        raise ValueError("the spec has no adapter; expected spec.lora")
     check_new_directory(directory, dtype)
     saved = _with_all_experts(spec)
     config = PEFT_CONFIG | {
@@ -173,7 +173,8 @@ def load_adapter(directory: str | Path, spec: ModelSpec) -> Params:
     """
     arrays = _read(directory, spec)[1]
     problems = [
-        f"{name}: got {arrays[name].shape if name in arrays else 'nothing'}, wanted {decl.hf_shape}"
+        f"{name}: got {arrays[name].shape if name in arrays else 'nothing'}, "
+        f"expected {decl.hf_shape}"
         for decl in _adapter_declarations(spec)
         for name, _ in decl.hf_indices()
         if name not in arrays or arrays[name].shape != decl.hf_shape
@@ -274,11 +275,11 @@ def _split_fused(name: str, array: np.ndarray, experts: int, parts: int) -> np.n
         ValueError: The array can't be split so.
     """
     is_a = name.endswith(".lora_A.weight")
-    wanted = (experts, 1) if is_a else (parts, experts)
-    if array.ndim != 2 or any(n % size for n, size in zip(array.shape, wanted, strict=True)):
+    expected = (experts, 1) if is_a else (parts, experts)
+    if array.ndim != 2 or any(n % size for n, size in zip(array.shape, expected, strict=True)):
         raise ValueError(
-            f"{name} has shape {array.shape}; wanted one of {experts} experts, whose sizes are "
-            f"multiples of {wanted}"
+            f"{name} has shape {array.shape}; expected one of {experts} experts, whose sizes are "
+            f"multiples of {expected}"
         )
     if is_a:
         split = array.reshape(experts, 1, -1, array.shape[1])
@@ -287,10 +288,10 @@ def _split_fused(name: str, array: np.ndarray, experts: int, parts: int) -> np.n
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
-    for key, wanted in (PEFT_CONFIG | dict.fromkeys(PEFT_UNSUPPORTED)).items():
-        got = config.get(key, wanted)
-        if got != wanted and (got or wanted):  # None, false and {} mean the same
-            raise ValueError(f"{path}: {key}={got!r}; supported is {wanted!r}")
+    for key, expected in (PEFT_CONFIG | dict.fromkeys(PEFT_UNSUPPORTED)).items():
+        got = config.get(key, expected)
+        if got != expected and (got or expected):  # None, false and {} mean the same
+            raise ValueError(f"{path}: {key}={got!r}; supported is {expected!r}")
     initializer = config.get("init_lora_weights", True)
     if initializer not in PEFT_INITIALIZERS:
         raise ValueError(
@@ -340,7 +341,7 @@ def _peft_targets(spec: ModelSpec, lora: LoraSpec) -> dict[str, list[str]]:
 def _open(directory: str | Path) -> Any:
     path = Path(directory) / "adapter_model.safetensors"
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; wanted an adapter in PEFT's format")
+        raise FileNotFoundError(f"{path} does not exist; expected an adapter in PEFT's format")
     check_contents(read_header(path).items())
     return safetensors.safe_open(path, framework="numpy")
 

@@ -167,7 +167,7 @@ def _value_config(family: Family) -> dict[str, Any]:
     if family.value_model is None:
         raise ValueError(
             f"transformers has no token classifier for {family.name}, so its critics have no "
-            "config.json; wanted a model without a value head"
+            "config.json; expected a model without a value head"
         )
     return {"architectures": [family.value_model], **VALUE_CONFIG}
 

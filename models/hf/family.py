@@ -183,8 +183,8 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
         values["query_scalar"] = None
     activation = filled[family.activation_key]
     if activation not in ACTIVATIONS:
-        wanted = sorted(ACTIVATIONS)
-        raise ValueError(f"{family.activation_key}={activation!r}; supported are {wanted}")
+        expected = sorted(ACTIVATIONS)
+        raise ValueError(f"{family.activation_key}={activation!r}; supported are {expected}")
     return ModelSpec(
         **(values | _read_layers(family, filled) | family.common | family.read_parts(filled)),
         activation=ACTIVATIONS[activation],
@@ -195,8 +195,8 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
 def _refuse_unknown(family: Family, config: Config) -> None:
     if quantization := config.get("quantization_config"):
         raise ValueError(
-            f"the weights are quantized by {quantization.get('quant_method')!r}; wanted a copy of "
-            "the model in bfloat16, float16 or float32"
+            f"the weights are quantized by {quantization.get('quant_method')!r}; expected a copy "
+            "of the model in bfloat16, float16 or float32"
         )
     known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.unread}
     known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT
@@ -214,8 +214,8 @@ def _refuse_unknown(family: Family, config: Config) -> None:
 def _fill(family: Family, config: Config) -> dict[str, Any]:
     filled = {"initializer_range": 0.02, "tie_word_embeddings": False} | family.defaults
     filled |= config
-    wanted = {*SIZES, *family.keys, family.activation_key} - NULLABLE
-    missing = sorted(k for k in wanted - family.derived.keys() if filled.get(k) is None)
+    expected = {*SIZES, *family.keys, family.activation_key} - NULLABLE
+    missing = sorted(k for k in expected - family.derived.keys() if filled.get(k) is None)
     if missing:
         raise ValueError(f"the keys {missing} are missing")
     for key, derive in family.derived.items():
@@ -233,7 +233,8 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     types = types if given is None else given
     if len(types) != config["num_hidden_layers"] or not set(types) <= {FULL, SLIDING}:
         raise ValueError(
-            f"layer_types={types}; wanted {config['num_hidden_layers']} of {FULL!r} and {SLIDING!r}"
+            f"layer_types={types}; expected {config['num_hidden_layers']} of {FULL!r} and "
+            f"{SLIDING!r}"
         )
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if SLIDING in types and window is None:

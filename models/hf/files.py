@@ -166,7 +166,7 @@ def check_new_directory(directory: Path, dtype: DTypeLike) -> None:
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} exists and is not empty; give a new directory")
     if np.dtype(dtype).name not in FLOAT_TYPES.values():
-        raise ValueError(f"dtype {np.dtype(dtype).name}; wanted one of {[*FLOAT_TYPES.values()]}")
+        raise ValueError(f"dtype {np.dtype(dtype).name}; expected one of {[*FLOAT_TYPES.values()]}")
 
 
 @contextlib.contextmanager

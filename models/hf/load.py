@@ -107,16 +107,16 @@ def _read_part(
 
 def _check_arrays(directory: Path, stored: Mapping[str, StoredArray], spec: ModelSpec) -> None:
     leaves = jax.tree.leaves(declare(spec))
-    wanted = {name: decl for decl in leaves for name, _ in decl.hf_indices()}
+    expected = {name: decl for decl in leaves for name, _ in decl.hf_indices()}
     tolerated = {name for name in stored if _is_ignored(name, spec)}
-    problems = [f"missing: {name}" for name in sorted(wanted.keys() - stored.keys())]
-    problems += [f"surplus: {name}" for name in sorted(stored.keys() - wanted.keys() - tolerated)]
-    for name in sorted(wanted.keys() & stored.keys()):
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
+    problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys() - tolerated)]
+    for name in sorted(expected.keys() & stored.keys()):
         shape, kind = stored[name].shape, stored[name].type
-        if shape != wanted[name].hf_shape:
-            problems.append(f"misshapen: {name} is {shape}, wanted {wanted[name].hf_shape}")
+        if shape != expected[name].hf_shape:
+            problems.append(f"misshapen: {name} is {shape}, expected {expected[name].hf_shape}")
         if kind not in FLOAT_TYPES:
-            problems.append(f"unsupported type: {name} is {kind}, wanted one of {[*FLOAT_TYPES]}")
+            problems.append(f"unsupported type: {name} is {kind}, expected one of {[*FLOAT_TYPES]}")
     if problems:
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
 

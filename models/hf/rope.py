@@ -83,19 +83,19 @@ def read_ropes(config: Config, *, theta: float | None, local_theta: float | None
     if config.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(
             f"partial_rotary_factor={config['partial_rotary_factor']!r}; this family's code in "
-            "transformers rotates the whole head, wanted 1.0"
+            "transformers rotates the whole head, expected 1.0"
         )
     given = _one_form(config)
     if local_theta is None:
         if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
-            raise ValueError(f"the rotary positions are given for {nested}; wanted one for all")
+            raise ValueError(f"the rotary positions are given for {nested}; expected one for all")
         return Ropes(*_read_rope(config, given, theta), None)
     if "full_attention" not in given and "sliding_attention" not in given:
         local = config.get(LOCAL_ROPE_KEY)
         local = local_theta if local is None else float(local)
         if config.get("rope_parameters"):
             raise ValueError(
-                f"rope_parameters={config['rope_parameters']!r}; wanted one entry for each of "
+                f"rope_parameters={config['rope_parameters']!r}; expected one entry for each of "
                 "full_attention and sliding_attention"
             )
         return Ropes(*_read_rope(config, given, theta), local)
@@ -121,7 +121,7 @@ def _one_form(config: Config) -> dict[str, Any]:
         return kind | {key: value for key, value in rope.items() if key not in named}
 
     if old and new and scaling(old) != scaling(new.get("full_attention") or new):
-        raise ValueError(f"rope_scaling={old} and rope_parameters={new} disagree; wanted one")
+        raise ValueError(f"rope_scaling={old} and rope_parameters={new} disagree; expected one")
     return dict(new or old)
 
 
@@ -136,7 +136,7 @@ def _read_rope(
     if theta is None:
         raise ValueError("neither rope_theta nor rope_parameters.rope_theta is given")
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters has partial_rotary_factor in {given}; wanted 1.0")
+        raise ValueError(f"rope_parameters has partial_rotary_factor in {given}; expected 1.0")
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_type={kind!r}; supported are {['default', *SCALINGS]}")
     made, keys = SCALINGS.get(kind, (None, {}))

@@ -139,11 +139,11 @@ def _check_params(params: Params, declarations: Declarations) -> None:
             for path, leaf in leaves
         }
 
-    got, wanted = shapes(params), shapes(declarations)
+    got, expected = shapes(params), shapes(declarations)
     problems = [
-        f"{name}: got {got.get(name, 'nothing')}, wanted {wanted.get(name, 'nothing')}"
-        for name in sorted(got.keys() | wanted.keys())
-        if got.get(name) != wanted.get(name)
+        f"{name}: got {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
+        for name in sorted(got.keys() | expected.keys())
+        if got.get(name) != expected.get(name)
     ]
     if problems:
         raise ValueError("params do not fit the spec:\n  " + "\n  ".join(problems))

@@ -28,8 +28,8 @@ ALL = OUTCOME + TOKEN + BOTH
 names = pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
 
 
-def as64(fields, *wanted):
-    return [np.asarray(fields[n], bool if n == "mask" else np.float64) for n in wanted]
+def as64(fields, *expected):
+    return [np.asarray(fields[n], bool if n == "mask" else np.float64) for n in expected]
 
 
 def members(ids):
@@ -169,7 +169,7 @@ def test_gdpo_matches_the_loop(fields):
     total = sum(w * loop_grpo(components[:, c], fields["group_ids"]) for c, w in enumerate(weights))
     got = adv.gdpo(fields["score_components"], fields["group_ids"], weights=weights)
     assert_allclose(got, loop_whiten(total, np.ones(6, bool)), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="got 2 weights, wanted one for each of 3"):
+    with pytest.raises(ValueError, match="got 2 weights, expected one for each of 3"):
         adv.gdpo(fields["score_components"], fields["group_ids"], weights=(1.0, 2.0))
 
 

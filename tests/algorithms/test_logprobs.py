@@ -214,5 +214,5 @@ def test_sharded_tokens_stay_on_their_devices():
 
 def test_bad_arguments_are_named():
     for keywords in ({"temperature": 0.0}, {"chunk": 0}, {"softcap": 0.0}):
-        with pytest.raises(ValueError, match="wanted positive ones"):
+        with pytest.raises(ValueError, match="expected positive ones"):
             token_stats(*make(5), **keywords)

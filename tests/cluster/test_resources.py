@@ -31,7 +31,7 @@ def config(cluster, **rollout):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "rollout", "gpus", "wanted", "devices"),
+    ("cluster", "rollout", "gpus", "expected", "devices"),
     [
         ({"nodes": 2}, {}, 8, [{"CPU": 1, "GPU": 8}] * 2, (8, 8)),
         ({"nodes": 1, "devices": 4}, {}, 8, [{"CPU": 1, "GPU": 4}], (4, 8)),
@@ -45,10 +45,10 @@ def config(cluster, **rollout):
         ({"nodes": 2, "devices": 4}, {"nodes": 1}, 0, [{"CPU": 1}] * 3, (4, 1)),
     ],
 )
-def test_requirements(cluster, rollout, gpus, wanted, devices):
+def test_requirements(cluster, rollout, gpus, expected, devices):
     run = config(cluster, **rollout)
     requirements = compute_requirements(run, run.cluster, gpus)
-    assert requirements.nodes == wanted
+    assert requirements.nodes == expected
     assert requirements.devices == devices
 
 

@@ -41,8 +41,8 @@ def test_pieces_of_any_layout_make_boxes_of_any_other(source, target, turn):
     sent = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*source)))
     pieces = own_pieces(sent, np.dtype(np.float32), turn)
     assert sum(piece.values.size for piece in pieces) == whole.size  # each number once
-    wanted = NamedSharding(mesh, PartitionSpec(*target)).addressable_devices_indices_map((8, 12))
-    for index in wanted.values():
+    expected = NamedSharding(mesh, PartitionSpec(*target)).addressable_devices_indices_map((8, 12))
+    for index in expected.values():
         bounds = weights.bounds_of(index, whole.shape)
         box = assemble(pieces, bounds, np.dtype(np.float32), "w")
         np.testing.assert_array_equal(box, whole[index])

@@ -133,7 +133,7 @@ def test_main_runs_what_it_should(name, config_file, monkeypatch):
     [
         (["sed=1"], "error: unknown key 'sed'; did you mean 'seed'?"),
         (["seed=one"], "error: seed: expected a whole number, got 'one' (str)"),
-        (["seed"], "error: override 'seed': wanted key=value, as in seed=1"),
+        (["seed"], "error: override 'seed': expected key=value, as in seed=1"),
         (["checkpoint.keep=0"], "error: checkpoint.keep: expected 1 or more, got 0 (int)"),
     ],
 )
@@ -198,7 +198,7 @@ def test_as_a_program_without_importing_jax(config_file):
 
 
 @pytest.mark.parametrize(
-    ("pages", "glibc", "tunables", "wanted"),
+    ("pages", "glibc", "tunables", "expected"),
     [
         ("always [madvise] never", "2.36", None, True),
         ("[always] madvise never", "2.36", None, False),
@@ -210,7 +210,7 @@ def test_as_a_program_without_importing_jax(config_file):
     ],
 )
 def test_a_program_starts_again_once_to_ask_for_huge_pages(
-    monkeypatch, tmp_path, pages, glibc, tunables, wanted
+    monkeypatch, tmp_path, pages, glibc, tunables, expected
 ):
     started = []
     if pages:
@@ -225,4 +225,4 @@ def test_a_program_starts_again_once_to_ask_for_huge_pages(
     cli.take_huge_pages()
     cli.take_huge_pages()  # as the program does that was started
     again = [sys.executable, "-m", "jaxrl_llm.train", "--config", "x"]
-    assert started == ([(sys.executable, again)] if wanted else [])
+    assert started == ([(sys.executable, again)] if expected else [])

@@ -11,10 +11,10 @@ from jaxrl_llm.config.train import TrainConfig
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml"])
 def test_a_packaged_config_is_found_by_its_name_from_any_folder(name, tmp_path, monkeypatch):
-    wanted = load(TrainConfig, PACKAGED / "quickstart.yaml")
+    expected = load(TrainConfig, PACKAGED / "quickstart.yaml")
     monkeypatch.chdir(tmp_path)
     config = load(TrainConfig, name)
-    assert config.algorithm == wanted.algorithm
+    assert config.algorithm == expected.algorithm
     assert config.model.warm_start == str(PACKAGED / "quickstart_sft.yaml")
     assert read_config(config.model.warm_start)["model"]["path"] == str(PACKAGED / "quickstart")
 

@@ -159,7 +159,7 @@ def test_unknown_file(mine):
 
 @pytest.mark.parametrize("name", [":f", ".mod:f", "pkg..mod:f", "my-file:f", "folder/file:f", "."])
 def test_malformed_module(name):
-    assert "is not a module's name; wanted pkg.mod or my_file.py" in refusal(FunctionSpec(name))
+    assert "is not a module's name; expected pkg.mod or my_file.py" in refusal(FunctionSpec(name))
 
 
 @pytest.mark.parametrize("name", ["", "jaxrl_llm.algorithms.advantages:"])
@@ -215,7 +215,7 @@ def test_an_open_ended_function_takes_any_keyword_but_the_trainers(mine):
 
 
 @pytest.mark.parametrize(
-    ("keyword", "value", "wanted"),
+    ("keyword", "value", "expected"),
     [
         ("scale", "0.5", "a float"),
         ("scale", True, "a float"),
@@ -230,11 +230,11 @@ def test_an_open_ended_function_takes_any_keyword_but_the_trainers(mine):
         ("flag", "true", "a bool"),
     ],
 )
-def test_mistyped_keyword(mine, keyword, value, wanted):
+def test_mistyped_keyword(mine, keyword, value, expected):
     keywords = {"scale": 1.0} | {keyword: value}
     message = refusal(FunctionSpec(f"{mine}:scaled", keywords), passed=None)
     assert message.startswith(f"algorithm.advantage.{keyword}: got {value!r} ")
-    assert message.endswith(f"wanted {wanted}")
+    assert message.endswith(f"expected {expected}")
 
 
 def test_whole_numbers_become_floats_where_floats_are_wanted(mine):

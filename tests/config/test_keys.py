@@ -60,8 +60,8 @@ def test_every_key_is_described_once(cls):
     ("cls", "missing"), [(TrainConfig, "run_dir data.train"), (SftConfig, "export_to model.path")]
 )
 def test_required_keys(cls, missing):
-    wanted = {name for name, default, _ in describe(cls) if default == "(required)"}
-    assert wanted == set(leaves_of(build_tree(cls)))
+    expected = {name for name, default, _ in describe(cls) if default == "(required)"}
+    assert expected == set(leaves_of(build_tree(cls)))
     for name in missing.split():
         tree = build_tree(cls)
         *groups, leaf = name.split(".")

@@ -109,9 +109,9 @@ def test_unreadable_file(tmp_path):
         (b"a: 2024-13-45", "is not YAML"),
         (b"a: 1\n---\nb: 2\n", "is not YAML"),
         (b"a: !!python/name:os.system", "is not YAML"),
-        (b"", "got NoneType, wanted a mapping of keys to values"),
-        (b"- a\n- b\n", "got list, wanted a mapping"),
-        (b"just words", "got str, wanted a mapping"),
+        (b"", "got NoneType, expected a mapping of keys to values"),
+        (b"- a\n- b\n", "got list, expected a mapping"),
+        (b"just words", "got str, expected a mapping"),
     ],
 )
 def test_malformed_file(tmp_path, content, expected):
@@ -184,7 +184,7 @@ def test_later_overrides_win(write):
 @pytest.mark.parametrize("override", ["seed", "=1", "", ".a=1", "a.=1", "a..b=1", "--seed"])
 def test_malformed_override(override):
     message = refusal(apply_override, {}, override)
-    assert message == f"override {override!r}: wanted key=value, as in seed=1"
+    assert message == f"override {override!r}: expected key=value, as in seed=1"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_missing_key():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"),
+    ("name", "value", "expected"),
     [
         ("name", 3, "a text"),
         ("name", None, "a text"),
@@ -270,10 +270,10 @@ def test_missing_key():
         ("group.other", 3, "a function's name"),
     ],
 )
-def test_wrong_type(name, value, wanted):
+def test_wrong_type(name, value, expected):
     group, _, leaf = name.rpartition(".")
     message = refused({group: {leaf: value}} if group else {leaf: value})
-    assert message.startswith(f"{name}: expected {wanted}")
+    assert message.startswith(f"{name}: expected {expected}")
     if not isinstance(value, list):
         assert f", got {'nothing' if value is None else repr(value)}" in message
 

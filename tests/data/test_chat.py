@@ -66,12 +66,12 @@ def test_broken_tokenizer_file(model_directory, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "wanted"),
+    ("config", "expected"),
     [({}, (EOS,)), ({"eos_token_id": 3}, (3, EOS)), ({"eos_token_id": [EOS, 2]}, (2, EOS))],
 )
-def test_stop_ids_join_both_sources(tokenizer, tmp_path, config, wanted):
+def test_stop_ids_join_both_sources(tokenizer, tmp_path, config, expected):
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert stop_ids(tokenizer, tmp_path) == wanted
+    assert stop_ids(tokenizer, tmp_path) == expected
 
 
 def test_stop_ids_without_generation_config(tokenizer, tmp_path):

@@ -361,11 +361,11 @@ def test_resume_is_exact_through_json(taken):
     for _ in range(taken):
         next(order)
     state = json.loads(json.dumps(order.get_state()))
-    wanted = [next(order) for _ in range(9)]
+    expected = [next(order) for _ in range(9)]
     again = fresh()
     next(again)
     again.set_state(state)
-    assert [next(again) for _ in range(9)] == wanted
+    assert [next(again) for _ in range(9)] == expected
 
 
 def test_remainder_can_be_dropped():

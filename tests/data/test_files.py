@@ -98,11 +98,11 @@ def test_two_preparations_at_once(tmp_path):
     words += [f"--{key}={value}" for key, value in SIZES.items()]
     running = [subprocess.Popen([*words, f"--seed={seed}"]) for seed in seeds]
     assert [process.wait(60) for process in running] == [0, 0, 0]
-    wanted = [arithmetic(tmp_path / seed, seed=int(seed), **SIZES) for seed in seeds]
+    expected = [arithmetic(tmp_path / seed, seed=int(seed), **SIZES) for seed in seeds]
     for name in NAMES:
         of_seeds = [(tmp_path / seed / name).read_bytes() for seed in seeds]
         assert (tmp_path / "d" / name).read_bytes() in of_seeds
-    assert names(tmp_path / "d") == sorted(path.name for path in wanted[0])
+    assert names(tmp_path / "d") == sorted(path.name for path in expected[0])
 
 
 KILLED = """
@@ -131,8 +131,8 @@ keywords = eval(sys.argv[2])
 for moment in range(12):
     if not os.fork():
         left, out = moment, f"{sys.argv[1]}/{moment}"
-        wanted = (f"{out}/train.parquet", f"{out}/validation.parquet")
-        prepare_files(FunctionSpec("arithmetic", {"out": out, **keywords}), wanted)
+        expected = (f"{out}/train.parquet", f"{out}/validation.parquet")
+        prepare_files(FunctionSpec("arithmetic", {"out": out, **keywords}), expected)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr)
 """
@@ -144,7 +144,7 @@ def test_a_preparation_that_is_killed_at_any_moment_is_made_good(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     assert done.stderr.split() == ["-9"] * 11 + ["0"]
-    wanted = arithmetic(tmp_path / "wanted", **SIZES)
+    expected = arithmetic(tmp_path / "expected", **SIZES)
     for moment in range(11):
         out = tmp_path / str(moment)
         assert any(PARTIAL_SUFFIX in name for name in names(out)) == (
@@ -152,14 +152,14 @@ def test_a_preparation_that_is_killed_at_any_moment_is_made_good(tmp_path):
         )
         spec = FunctionSpec("arithmetic", {"out": str(out), **SIZES})
         prepare_files(spec, (f"{out}/train.parquet", f"{out}/validation.parquet"))
-        all_of_them = [path.name for path in wanted]
+        all_of_them = [path.name for path in expected]
         if moment in (5, 6, 7):  # nobody asks for the third
             all_of_them.remove("sft.parquet")
         assert names(out) == sorted(
             [*all_of_them, *[".prepared_by"] * (moment in (0, 1, 2, 3, 4, 10))]
         )
         for name in all_of_them:
-            assert (out / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+            assert (out / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
 
 
 def test_the_stamp_of_what_is_made_once_leaves_nothing(tmp_path):

@@ -55,8 +55,8 @@ def test_validation_problems_occur_nowhere_else(tmp_path, seed):
 def test_all_problems_can_be_used_and_differ(tmp_path):
     arithmetic(tmp_path, train_rows=250, validation_rows=50, sft_rows=0, digits=1, operators="+-*")
     both = texts(tmp_path / "train.parquet") + texts(tmp_path / "validation.parquet")
-    wanted = {f"{a}{op}{b}=" for a in range(10) for b in range(10) for op in "+-*"}
-    assert set(both) == wanted
+    expected = {f"{a}{op}{b}=" for a in range(10) for b in range(10) for op in "+-*"}
+    assert set(both) == expected
     assert not (tmp_path / "sft.parquet").exists()
 
 
@@ -230,9 +230,9 @@ def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_command_line_prints_what_it_wrote(tmp_path, capsys):
     sizes = ["--train_rows", "9", "--validation_rows", "3", "--sft_rows", "4"]
     main(["arithmetic", "--out", str(tmp_path), *sizes, "--operators=-"])
-    wanted = [("train", 9), ("validation", 3), ("sft", 4)]
+    expected = [("train", 9), ("validation", 3), ("sft", 4)]
     assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path / name}.parquet: {rows} rows" for name, rows in wanted
+        f"{tmp_path / name}.parquet: {rows} rows" for name, rows in expected
     ]
     assert all("-" in text for text in texts(tmp_path / "train.parquet"))
 

@@ -283,9 +283,9 @@ def copy_of(workshop):
 def same():
     """Asserts that two mappings from names to arrays are equal, bit for bit."""
 
-    def check(actual, wanted):
-        assert actual.keys() == wanted.keys()
-        for name, value in wanted.items():
+    def check(actual, expected):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
             np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
     return check

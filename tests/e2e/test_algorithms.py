@@ -79,8 +79,8 @@ def test_a_new_critic_begins_at_zero_and_learns_the_returns(ppo, run):
 def test_a_run_with_a_critic_continues_bit_for_bit(ppo, run, workshop, same):
     short = run(*PPO, "critic.warmup_steps=1", "steps=2").ok()
     result = run(*PPO, "critic.warmup_steps=1", "steps=4", run_dir=short.run_dir).ok()
-    for mine, wanted in zip(result.learned[1:], ppo.learned[1:], strict=True):
-        assert {name: mine[name] for name in wanted} == wanted
+    for mine, expected in zip(result.learned[1:], ppo.learned[1:], strict=True):
+        assert {name: mine[name] for name in expected} == expected
     same(workshop.params(result.run_dir), workshop.params(ppo.run_dir))
     same(critic_at(workshop, result.run_dir, 4), critic_at(workshop, ppo.run_dir, 4))
 
@@ -145,12 +145,12 @@ def test_optimal_token_baselines_run(run, name):
 
 
 def test_the_reward_model_of_prime_learns_from_the_labels(run):
-    wanted = (
+    expected = (
         "algorithm.advantage=prime",
         "implicit_reward_model.optim.schedule.value=3e-3",
         "steps=6",
     )
-    lines = run(*wanted, "reward.function=arithmetic").ok().metrics[1:]
+    lines = run(*expected, "reward.function=arithmetic").ok().metrics[1:]
     assert lines[0]["implicit_reward_model/loss"] == pytest.approx(
         np.log(2), abs=0.05
     )  # of two updates
@@ -162,13 +162,13 @@ def test_an_update_on_policy_needs_no_pass_for_old_logprobs(run, workshop):
     """Another advantage that asks for them brings the pass back; nothing else changes."""
     words = ("batch.prompts_per_minibatch=null", "algorithm.kl_loss=k3", "algorithm.kl_coef=0.1")
     asking = f"algorithm.advantage={workshop.mine('grpo_that_asks_for_old_logprobs')}"
-    actual, wanted = run(*words).ok(), run(*words, asking).ok()
-    for a, b in zip(actual.learned[1:], wanted.learned[1:], strict=True):
+    actual, expected = run(*words).ok(), run(*words, asking).ok()
+    for a, b in zip(actual.learned[1:], expected.learned[1:], strict=True):
         assert a.keys() == b.keys()
         for name, value in b.items():
             assert a[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert actual.learned[2]["actor/kl"] > 0
-    passes = ["timing_s/old_log_prob" in result.metrics[1] for result in (actual, wanted)]
+    passes = ["timing_s/old_log_prob" in result.metrics[1] for result in (actual, expected)]
     assert passes == [False, True]
 
 
@@ -192,10 +192,10 @@ def test_bypass_trusts_the_engine_s_log_probs(run):
     plain, bypassed = (
         run(f"algorithm.use_rollout_logprobs={flag}").ok().metrics[1:] for flag in ("false", "true")
     )
-    for mine, wanted in zip(bypassed, plain, strict=True):
-        assert mine["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-3)
+    for mine, expected in zip(bypassed, plain, strict=True):
+        assert mine["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
         assert abs(mine["rollout_corr/kl"]) < 1e-5
-        assert mine["actor/entropy"] == pytest.approx(wanted["actor/entropy"], rel=0.2)
+        assert mine["actor/entropy"] == pytest.approx(expected["actor/entropy"], rel=0.2)
 
 
 # ----------------------------------------------------------------------------- compiling only once
@@ -359,7 +359,9 @@ def test_what_a_function_returns_is_checked(run, workshop):
         (
             f"algorithm.group_filter={mine('half_of_each_group')}",
         ): "kept 2 of the 4 answers of a group",
-        (f"algorithm.group_filter={mine('numbers')}",): "wanted one true or false for each answer",
+        (
+            f"algorithm.group_filter={mine('numbers')}",
+        ): "expected one true or false for each answer",
         (
             f"algorithm.group_filter={mine('none_at_all')}",
             "algorithm.max_generation_batches=2",
@@ -368,7 +370,7 @@ def test_what_a_function_returns_is_checked(run, workshop):
         (f"algorithm.correction=['{mine('weight_of_an_answer')}']",): "one weight for each token",
         (
             f"algorithm.advantage={mine('baseline_of_values')}",
-        ): "wanted a pair (advantages, returns",
+        ): "expected a pair (advantages, returns",
         (
             "algorithm.advantage=gdpo",
             "reward.components=[style]",
@@ -396,10 +398,10 @@ def test_a_critic_must_know_the_policy_s_tokens(run, workshop, tmp_path, name, s
     saved.mkdir()
     (saved / "config.json").write_text(json.dumps(config))
     result = run("algorithm.advantage=gae", f"critic.path={saved}")
-    refused(result, 2, f"={size}, wanted the policy's ")
+    refused(result, 2, f"={size}, expected the policy's ")
 
 
 def test_a_critic_is_no_policy(run, ppo, tmp_path):
     saved = tmp_path / "critic"
     export_model(ppo.run_dir, saved, step=2, dtype="float32", role="critic")
-    refused(run(f"model.path={saved}"), 2, "ends in a value head, wanted a language model")
+    refused(run(f"model.path={saved}"), 2, "ends in a value head, expected a language model")

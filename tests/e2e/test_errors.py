@@ -43,7 +43,10 @@ def failed(result, status, pattern):
         ("data.train=no.parquet", r"'arithmetic' did not write no\.parquet; make its `out` the"),
         ("model.path=nowhere", r"model\.path: .*nowhere"),
         ("mesh.train.fsdp=3", r"mesh\.train: .*fsdp=3 does not cover 1 devices"),
-        ("data.max_prompt_tokens=3", r"data\.train: .*row 0: \d+ tokens, .* max_prompt_tokens=3"),
+        (
+            "data.max_prompt_tokens=3",
+            r"data\.train: .*row 0: expected at most max_prompt_tokens=3 tokens, got \d+",
+        ),
         ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
         ("rollout.kv_cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: expected"),
         ("log.wandb=project", r"log\.wandb='project' needs the package wandb: pip install"),
@@ -107,7 +110,7 @@ def test_an_export_that_exists(run):
         (
             "advantage",
             "advantage_of_prompts",
-            r"returned shape \[8\] as advantages; wanted .* \[32\] or",
+            r"returned shape \[8\] as advantages; expected .* \[32\] or",
         ),
     ],
 )

@@ -62,10 +62,10 @@ def test_what_is_written_is_what_the_answers_say(call, workshop, tmp_path):
     (end,) = stop_ids(load_tokenizer(workshop.base), workshop.base)
     for row in rows:
         truth = data[row["row"]]["reward_model"]["ground_truth"]
-        wanted = arithmetic("", row["answer"], truth, None)
+        expected = arithmetic("", row["answer"], truth, None)
         assert (row["score"], json.loads(row["extra"])) == (
-            wanted["score"],
-            {"acc": wanted["acc"], "pred": wanted["pred"]},
+            expected["score"],
+            {"acc": expected["acc"], "pred": expected["pred"]},
         )
         assert row["token_count"] == len(row["tokens"]) <= 4
         assert row["finish"] == ("stop" if row["tokens"][-1] == end else "length")
@@ -120,7 +120,7 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
     for words, model, message in (
         (["sample=2"], workshop.base, "unknown key 'sample'; did you mean 'samples'?"),
         (["samples=2"], workshop.base, "samples=2 at temperature=0 draws the same answer"),
-        (["k=[3]"], workshop.base, "k=[3], wanted numbers from 1 to samples=1"),
+        (["k=[3]"], workshop.base, "k: expected numbers from 1 to samples=1, got [3]"),
         ([f"out={out}"], workshop.base, "holds results; remove it or name another one"),
         (["reward.function=arithmetics"], workshop.base, "did you mean 'arithmetic'?"),
         (["step=2"], workshop.base, "is not a run: it has no checkpoints"),

@@ -45,10 +45,10 @@ def test_an_exported_checkpoint_is_the_model_in_transformers(
     assert capsys.readouterr().out == f"wrote step {step} to {out}\n"
     np.testing.assert_allclose(our_logits(out), their_logits(out), atol=1e-4)
     assert np.abs(our_logits(out) - our_logits(workshop.base)).max() > 1e-3, "it was trained"
-    wanted = workshop.params(finished.run_dir, step)
+    expected = workshop.params(finished.run_dir, step)
     spec = read_spec(out)
     leaves = jax.tree_util.tree_leaves_with_path(load_params(out, spec))
-    same({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, wanted)
+    same({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, expected)
 
 
 def test_the_tokenizer_comes_along_and_the_dtype_can_be_chosen(finished, tmp_path):

@@ -106,9 +106,9 @@ def test_a_run_samples_learns_and_exports(model, trained, tmp_path):
     assert export.main([str(trained.run_dir), str(out)]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
-        wanted = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+        expected = theirs(torch.from_numpy(TOKENS)).logits.numpy()
     actual = our_logits(out)
-    np.testing.assert_allclose(actual, wanted, atol=1e-4 * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
     assert np.abs(actual - our_logits(directory)).max() > 1e-3, "it was trained"
 
 

@@ -121,7 +121,7 @@ def test_an_exported_run_is_the_base_with_the_adapter(workshop, adapted, tmp_pat
 def test_a_killed_run_continues_bit_for_bit(workshop, same, until):
     words = (*LORA, "steps=8", "checkpoint.every=2", "algorithm.kl_loss=k3")
     folders = [workshop.folder(), workshop.folder()]
-    wanted = workshop.finish(workshop.start(*words, run_dir=folders[0]), folders[0]).ok()
+    expected = workshop.finish(workshop.start(*words, run_dir=folders[0]), folders[0]).ok()
     process = workshop.start(*words, run_dir=folders[1])
     reached = until((folders[1] / "checkpoints/2").exists, process)
     process.kill()
@@ -129,7 +129,7 @@ def test_a_killed_run_continues_bit_for_bit(workshop, same, until):
     assert reached, "the run ended before it could be killed"
     result = workshop.finish(workshop.start(*words, run_dir=folders[1]), folders[1]).ok()
     assert "continuing after step" in result.err
-    assert result.learned == wanted.learned
+    assert result.learned == expected.learned
     same(arrays(folders[1]), arrays(folders[0]))
 
 
@@ -250,7 +250,7 @@ def test_a_base_in_bfloat16(workshop, tmp_path):
     [
         (["model.lora={rank: 0}"], "model.lora.rank: expected 1 or more, got 0"),
         (["model.lora={alpha: 0}"], "model.lora.alpha: expected a number above 0, got 0"),
-        (["model.lora={targets: []}"], "model.lora.targets names no matrix"),
+        (["model.lora={targets: []}"], "model.lora.targets: expected at least one, got ()"),
         (["model.lora={targets: lm_head}"], "model.lora: 'lm_head' is no matrix"),
         (["model.lora={ranks: 1}"], "unknown key 'model.lora.ranks'"),
         (["model.lora={}", "model.adapter=x"], "model.adapter brings its own rank"),

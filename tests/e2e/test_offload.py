@@ -25,15 +25,15 @@ def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypat
         held.append((kinds.count("pinned_host"), len(kinds) - kinds.count("pinned_host")))
         return collect(stages, *rest)
 
-    wanted = run(*CRITIC, "steps=3").ok()
+    expected = run(*CRITIC, "steps=3").ok()
     before = {id(array) for array in jax.live_arrays()}
     spec = read_spec(workshop.base)
     table = (spec.vocab_size, spec.hidden_size)
     monkeypatch.setattr(loop, "collect_rollouts", watched)
     actual = run(*CRITIC, *ALL, "steps=2").ok()
     actual = run(*CRITIC, *ALL, "steps=3", run_dir=actual.run_dir).ok()
-    assert actual.learned == wanted.learned
-    same(workshop.params(actual.run_dir), workshop.params(wanted.run_dir))
+    assert actual.learned == expected.learned
+    same(workshop.params(actual.run_dir), workshop.params(expected.run_dir))
     assert held == [(7, 1)] * 3  # weights and two moments of actor and critic, and the reference
 
 

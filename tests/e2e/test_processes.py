@@ -51,13 +51,13 @@ def two(workshop, start):
     return run
 
 
-def close(workshop, actual, wanted, *, apart=()):
+def close(workshop, actual, expected, *, apart=()):
     """Assert that two runs learned the same; metrics whose names begin with `apart` may differ."""
-    before = workshop.params(wanted.run_dir)
+    before = workshop.params(expected.run_dir)
     for name, value in workshop.params(actual.run_dir).items():
         np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    assert [line["step"] for line in actual.learned] == [line["step"] for line in wanted.learned]
-    for a, b in zip(actual.learned, wanted.learned, strict=True):
+    assert [line["step"] for line in actual.learned] == [line["step"] for line in expected.learned]
+    for a, b in zip(actual.learned, expected.learned, strict=True):
         assert a.keys() == b.keys()
         for name in (name for name in b if not name.startswith(apart)):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
@@ -67,12 +67,12 @@ def close(workshop, actual, wanted, *, apart=()):
 def test_two_processes_do_what_one_does(workshop, two):
     words = (*EXACTLY, *MESH, "rollout.dump_every=2", "checkpoint.every=2")
     first, second = (result.ok() for result in two(*words))
-    wanted = workshop(*words, devices=8).ok()
-    close(workshop, first, wanted)
+    expected = workshop(*words, devices=8).ok()
+    close(workshop, first, expected)
     assert "step 2/2" in first.out
     assert "step" not in second.out
     paths = [
-        {path.relative_to(r.run_dir) for path in r.run_dir.rglob("*")} for r in (first, wanted)
+        {path.relative_to(r.run_dir) for path in r.run_dir.rglob("*")} for r in (first, expected)
     ]
     outside = [{p for p in files if p.parts[0] != "checkpoints"} for files in paths]
     assert outside[0] == outside[1]
@@ -83,7 +83,7 @@ def test_two_processes_do_what_one_does(workshop, two):
 def test_a_checkpoint_goes_on_under_another_mesh_and_another_number_of_processes(workshop, two):
     """Two processes save, one goes on, two go on after it; each with its own mesh."""
     words = (*EXACTLY, "validation.every=1")
-    wanted = workshop(*words, *MESH, "steps=6", "checkpoint.every=2", devices=8).ok()
+    expected = workshop(*words, *MESH, "steps=6", "checkpoint.every=2", devices=8).ok()
     first, second = two(*words, *MESH, "steps=2")
     first.ok(), second.ok()
     run_dir = first.run_dir
@@ -97,7 +97,7 @@ def test_a_checkpoint_goes_on_under_another_mesh_and_another_number_of_processes
     first.ok(), second.ok()
     assert "continuing after step 4" in first.err
     assert "continuing" not in second.err
-    close(workshop, first, wanted, apart="global_seqlen")  # the load of each device
+    close(workshop, first, expected, apart="global_seqlen")  # the load of each device
 
 
 FAILING = """
@@ -136,7 +136,7 @@ def test_an_error_of_the_first_reaches_all(workshop, two):
 def test_a_killed_process_ends_the_other_and_the_run_goes_on(workshop, two, start, until):
     run_dir = workshop.folder()
     words = (*EXACTLY, *MESH, "steps=4", "checkpoint.every=1")
-    wanted = workshop(*words, devices=8).ok()
+    expected = workshop(*words, devices=8).ok()
     first, second = start(*words, run_dir=run_dir)
     metrics = run_dir / "metrics.jsonl"
     assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3, second)
@@ -146,7 +146,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on(workshop, two, star
     print(f"ended after {time.monotonic() - began:.0f} s")
     second.communicate()
     again, _ = (result.ok() for result in two(*words, run_dir=run_dir))
-    close(workshop, again, wanted)
+    close(workshop, again, expected)
 
 
 @pytest.mark.slow
@@ -155,8 +155,8 @@ def test_a_warm_start_is_made_by_all_and_written_once(workshop, two):
     workshop.write("short.yaml", config | {"steps": 3, "optim": {"optimizer": "sgd"}})
     words = (*EXACTLY, *MESH, f"model.warm_start={workshop.root}/short.yaml")
     first, _ = (result.ok() for result in two(*words, f"model.path={workshop.root}/two.base"))
-    wanted = workshop(*words, f"model.path={workshop.root}/one.base", devices=8).ok()
-    close(workshop, first, wanted)
+    expected = workshop(*words, f"model.path={workshop.root}/one.base", devices=8).ok()
+    close(workshop, first, expected)
     names = [{p.name for p in (workshop.root / f"{n}.base").iterdir()} for n in ("one", "two")]
     assert names[0] == names[1]
 

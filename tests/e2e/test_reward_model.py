@@ -91,11 +91,11 @@ def test_the_scores_are_those_of_transformers(ppo, workshop, reward_model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
     for step in (1, 2, 3):
         rows = dumped(ppo, step)
-        wanted = scores_of_transformers(reward_model, tokenizer, rows)
-        assert len(rows) == 32 and wanted.std() > 1e-2
-        np.testing.assert_allclose([row["score"] for row in rows], wanted, atol=1e-4)
-        assert ppo.metrics[step]["critic/score/mean"] == pytest.approx(wanted.mean(), abs=1e-4)
-        assert ppo.metrics[step]["critic/rewards/max"] == pytest.approx(wanted.max(), abs=1e-4)
+        expected = scores_of_transformers(reward_model, tokenizer, rows)
+        assert len(rows) == 32 and expected.std() > 1e-2
+        np.testing.assert_allclose([row["score"] for row in rows], expected, atol=1e-4)
+        assert ppo.metrics[step]["critic/score/mean"] == pytest.approx(expected.mean(), abs=1e-4)
+        assert ppo.metrics[step]["critic/rewards/max"] == pytest.approx(expected.max(), abs=1e-4)
 
 
 def test_policy_and_critic_learn_from_them(ppo, reward_model, tmp_path):
@@ -151,8 +151,8 @@ def test_without_a_reward_function_the_reward_model_validates_too(alone, worksho
     assert not [name for name in step if name.startswith("reward/") and name != "reward/errors"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
     rows = dumped(alone, 1)
-    wanted = scores_of_transformers(reward_model, tokenizer, rows)  # in float32
-    np.testing.assert_allclose([row["score"] for row in rows], wanted, atol=0.1 * wanted.std())
+    expected = scores_of_transformers(reward_model, tokenizer, rows)  # in float32
+    np.testing.assert_allclose([row["score"] for row in rows], expected, atol=0.1 * expected.std())
 
 
 def test_both_scores_can_be_components():
@@ -166,8 +166,8 @@ def test_both_scores_can_be_components():
     batch = lay_out(rollouts, samples=3, max_tokens=3)
     batch = with_scores(batch, scores, components=("score", "function", "acc"))
     assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
-    wanted = [[4.0, 0.25, 1.0], [5.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
-    assert batch["score_components"].tolist() == wanted
+    expected = [[4.0, 0.25, 1.0], [5.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
+    assert batch["score_components"].tolist() == expected
 
 
 def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
@@ -222,10 +222,10 @@ def test_models_that_can_not_score_are_refused(run, workshop, reward_model, tmp_
     labelled = changed(reward_model, tmp_path / "labelled", **labels)
     small = changed(reward_model, tmp_path / "small", vocab_size=16)
     for path, text in {
-        workshop.base: "wanted a …ForSequenceClassification",
+        workshop.base: "expected a …ForSequenceClassification",
         short: "has 15 positions, but the longest sequence is",
         labelled: "with 2 labels; supported is 1",
-        small: "has vocab_size=16, wanted the policy's",
+        small: "has vocab_size=16, expected the policy's",
         tmp_path / "nowhere": "no directory",
     }.items():
         result = run(f"reward.classifier={path}")

@@ -69,7 +69,7 @@ def lines(folder, count, run="."):
     return any(p.read_bytes().count(b"\n") >= count for p in folder.glob(f"{run}/metrics.jsonl"))
 
 
-def kill_and_continue(workshop, wanted, moments, dice, same, until, end=subprocess.Popen.kill):
+def kill_and_continue(workshop, expected, moments, dice, same, until, end=subprocess.Popen.kill):
     """End a run at one moment after the other, then let it end by itself; compare.
 
     Returns the status with which it ended at each moment.
@@ -99,11 +99,15 @@ def kill_and_continue(workshop, wanted, moments, dice, same, until, end=subproce
     assert killed == len(moments), "a run ended before it could be killed"
     result = workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
     assert [line["step"] for line in result.metrics] == list(range(7))
-    assert result.learned == wanted.learned
-    same(workshop.params(run_dir), workshop.params(wanted.run_dir))
-    base = [p.with_name(f"{p.name}.base") / "model.safetensors" for p in (run_dir, wanted.run_dir)]
+    assert result.learned == expected.learned
+    same(workshop.params(run_dir), workshop.params(expected.run_dir))
+    base = [
+        p.with_name(f"{p.name}.base") / "model.safetensors" for p in (run_dir, expected.run_dir)
+    ]
     assert base[0].read_bytes() == base[1].read_bytes()
-    dumps = [sorted(p.name for p in (d / "rollouts").iterdir()) for d in (run_dir, wanted.run_dir)]
+    dumps = [
+        sorted(p.name for p in (d / "rollouts").iterdir()) for d in (run_dir, expected.run_dir)
+    ]
     assert dumps[0] == dumps[1]
     assert not saving(run_dir)
     assert re.search(r"continuing after step \d", result.err)
@@ -157,11 +161,11 @@ def plain(workshop):
     return workshop(*EXACTLY).ok()
 
 
-def close(workshop, actual, wanted):
-    before = workshop.params(wanted.run_dir)
+def close(workshop, actual, expected):
+    before = workshop.params(expected.run_dir)
     for name, value in workshop.params(actual.run_dir).items():
         np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    for a, b in zip(actual.metrics[1:], wanted.metrics[1:], strict=True):
+    for a, b in zip(actual.metrics[1:], expected.metrics[1:], strict=True):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
 
@@ -206,11 +210,11 @@ def test_every_model_s_own_mesh_makes_no_difference(workshop):
     ]
     mesh = "{train: {fsdp: 4, devices: 4}, critic: {fsdp: 2, tensor: 2, first_device: 4}, "
     mesh += "reference: {data: 2, fsdp: 1, first_device: 6}}"
-    wanted = workshop(*words).ok()
+    expected = workshop(*words).ok()
     actual = workshop(*words, f"mesh={mesh}", devices=8).ok()
-    close(workshop, actual, wanted)
-    assert wanted.metrics[2]["actor/kl_loss"] > 0
-    for a, b in zip(actual.metrics[1:], wanted.metrics[1:], strict=True):
+    close(workshop, actual, expected)
+    assert expected.metrics[2]["actor/kl_loss"] > 0
+    for a, b in zip(actual.metrics[1:], expected.metrics[1:], strict=True):
         for name in ("critic/vf_loss", "critic/values/mean", "critic/grad_norm", "actor/kl_loss"):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
 

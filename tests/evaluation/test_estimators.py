@@ -20,8 +20,8 @@ VALUES = arrays(
 @given(VALUES, st.integers(1, 6))
 def test_best_at_k_is_the_mean_over_all_choices(values, k):
     k = min(k, values.shape[1])
-    wanted = [np.mean([max(some) for some in itertools.combinations(row, k)]) for row in values]
-    np.testing.assert_allclose(best_at(values, k), wanted, atol=1e-12)
+    expected = [np.mean([max(some) for some in itertools.combinations(row, k)]) for row in values]
+    np.testing.assert_allclose(best_at(values, k), expected, atol=1e-12)
 
 
 def test_best_at_k_of_right_and_wrong_answers_is_pass_at_k():
@@ -91,10 +91,10 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(prompts, samples, har
 def test_the_interval_of_other_scores_is_that_of_the_mean():
     scipy_stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(0).normal(3.0, 2.0, 12)
-    wanted = scipy_stats.t.interval(0.95, 11, values.mean(), scipy_stats.sem(values))
-    np.testing.assert_allclose(interval(values), wanted)
+    expected = scipy_stats.t.interval(0.95, 11, values.mean(), scipy_stats.sem(values))
+    np.testing.assert_allclose(interval(values), expected)
     scaled = interval(values * 1e-3 + 0.5)  # within 0 to 1, with many effective draws: nearly so
-    np.testing.assert_allclose(scaled, np.array(wanted) * 1e-3 + 0.5, rtol=1e-5)
+    np.testing.assert_allclose(scaled, np.array(expected) * 1e-3 + 0.5, rtol=1e-5)
 
 
 def test_the_interval_is_wilsons_where_each_prompt_is_one_draw():

@@ -125,17 +125,17 @@ def test_what_is_offloaded_leaves_the_device():
     layout, size = replicated(make_mesh({}, devices)), 2**30
     draw = jax.jit(lambda key: jax.random.bits(key, (size // 4,)), out_shardings=layout)
     array = jax.block_until_ready(draw(jax.random.key(0)))
-    wanted = np.asarray(array)
+    expected = np.asarray(array)
     [full] = device_memory(devices)
     held = to_host(array)
     [empty] = device_memory(devices)
     assert full.current - empty.current >= size
-    np.testing.assert_array_equal(np.asarray(held), wanted)
+    np.testing.assert_array_equal(np.asarray(held), expected)
     back = to_device(held)
     [again] = device_memory(devices)
     assert abs(again.current - full.current) < size // 100
     assert again.peak - full.peak < size // 100
-    np.testing.assert_array_equal(np.asarray(back), wanted)
+    np.testing.assert_array_equal(np.asarray(back), expected)
 
 
 WIDE = Heads(16, 8, 128, Attending(scale=0.1))
@@ -189,8 +189,8 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
         for number in range(1, ids[row].max() + 1):
             (at,) = np.nonzero(ids[row] == number)
             part = slice(at[0], at[-1] + 1)
-            wanted = alone(*(x[row : row + 1, part].astype(jnp.float32) for x in given))
-            for a, b in zip(actual, wanted, strict=True):
+            expected = alone(*(x[row : row + 1, part].astype(jnp.float32) for x in given))
+            for a, b in zip(actual, expected, strict=True):
                 off = np.linalg.norm(a[row, part] - b[0]) / np.linalg.norm(b)
                 assert off < 0.01, (row, number, off)
         for a in actual:

@@ -54,12 +54,12 @@ def looped(q, k, v, allowed, options=OPTIONS["plain"]):
 def test_packed_equals_loops(heads, kv_heads):
     q, k, v = arrays(4, 6, heads, 8, kv_heads=kv_heads)
     segments = np.array(SEGMENTS)
-    wanted = looped(
+    expected = looped(
         q, k, v, lambda r, i, j: j <= i and segments[r, i] == segments[r, j] and segments[r, i] > 0
     )
     got = np.asarray(attend(jnp.array(q), jnp.array(k), jnp.array(v), jnp.array(segments)))
     real = segments > 0
-    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    np.testing.assert_allclose(got[real], expected[real], atol=1e-5)
     assert np.isfinite(got).all()
 
 
@@ -67,10 +67,10 @@ def test_packed_equals_loops(heads, kv_heads):
 def test_cached_equals_loops(heads, kv_heads):
     q, k, v = arrays(3, 7, heads, 8, kv_heads=kv_heads)
     positions = np.array([[0], [3], [6]])
-    wanted = looped(q[:, :1], k, v, lambda r, i, j: j <= positions[r, i])
+    expected = looped(q[:, :1], k, v, lambda r, i, j: j <= positions[r, i])
     k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
     got = attend_cache(*map(jnp.array, (q[:, :1], k, v, positions)))
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @each_options
@@ -82,17 +82,17 @@ def test_windows_scales_and_caps_equal_loops(options):
     def allowed(r, i, j):
         return i - window < j <= i and segments[r, i] == segments[r, j] and segments[r, i] > 0
 
-    wanted = looped(q, k, v, allowed, options)
+    expected = looped(q, k, v, allowed, options)
     got = np.asarray(attend(*map(jnp.array, (q, k, v, segments)), options))
     real = segments > 0
-    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    np.testing.assert_allclose(got[real], expected[real], atol=1e-5)
     assert np.isfinite(got).all()
 
     at = np.array([[0, 1, 2], [1, 2, 3], [3, 4, 5], [5, 6, 6]])  # the last row ends in padding
-    wanted = looped(q[:, :3], k, v, lambda r, i, j: at[r, i] - window < j <= at[r, i], options)
+    expected = looped(q[:, :3], k, v, lambda r, i, j: at[r, i] - window < j <= at[r, i], options)
     k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
     got = np.asarray(attend_cache(*map(jnp.array, (q[:, :3], k, v, at)), options))
-    np.testing.assert_allclose(got[at < 6], wanted[at < 6], atol=1e-5)
+    np.testing.assert_allclose(got[at < 6], expected[at < 6], atol=1e-5)
     assert np.isfinite(got).all()
 
 

@@ -60,14 +60,14 @@ def test_decoding_equals_the_teacher_forced_forward(spec, params, tokens, change
     whole = jax.jit(forward, static_argnums=1)(params, spec, tokens, positions, positions * 0 + 1)
 
     def compare(hidden, at):
-        decoded, wanted = (
+        decoded, expected = (
             np.asarray(jax.nn.log_softmax(logits(params, spec, states)))
             for states in (hidden, whole)
         )
         for row in range(3):
             real = at[row] < SLOTS
             np.testing.assert_allclose(
-                decoded[row, real], wanted[row, at[row, real]], atol=1e-4, err_msg=f"{at}"
+                decoded[row, real], expected[row, at[row, real]], atol=1e-4, err_msg=f"{at}"
             )
 
     at = places(PROMPTS * 0, PROMPTS, 7)
@@ -99,9 +99,9 @@ def test_prompts_may_be_read_in_pieces(spec, run, tokens):
         assert start.tolist() == [12, 12, 12]
         return states, cache
 
-    wanted = read(ONE)
+    expected = read(ONE)
     for pieces in (PIECES, BY_TOKEN):
-        for a, b in zip(*map(jax.tree.leaves, (read(pieces), wanted)), strict=True):
+        for a, b in zip(*map(jax.tree.leaves, (read(pieces), expected)), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -109,11 +109,11 @@ def test_only_the_slots_of_tokens_are_written(run, filled):
     positions = np.array([[1, 2, 3, 4], [9, 10, 14, 14], [17, 14, 14, 14]])
     hidden, after = run(filled, jnp.full((3, 4), 3), positions)
     assert jnp.isfinite(hidden).all()
-    wanted = (np.arange(SLOTS) == positions[:, :, None]).any(axis=1)
+    expected = (np.arange(SLOTS) == positions[:, :, None]).any(axis=1)
     for others, before, then in zip(((1, 2), (1, 3)), filled, after, strict=True):  # keys, values
         for old, new in zip(before, then, strict=True):
             changed = (np.asarray(old) != np.asarray(new)).any(axis=others)  # [B, S]
-            np.testing.assert_array_equal(changed, wanted)
+            np.testing.assert_array_equal(changed, expected)
 
 
 def test_slots_beyond_the_position_are_not_read(run, filled):

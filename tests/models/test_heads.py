@@ -43,14 +43,14 @@ def test_values_by_loops(critic, dtype):
     """A bfloat16 head or sum would be off by 1e-3 and more."""
     params, spec = critic
     hidden = jax.random.normal(jax.random.key(0), (2, 3, spec.hidden_size)).astype(dtype)
-    wanted = np.zeros((2, 3))
+    expected = np.zeros((2, 3))
     for r, t in np.ndindex(2, 3):
-        wanted[r, t] = float(params["score_bias"][0])
+        expected[r, t] = float(params["score_bias"][0])
         for d in range(spec.hidden_size):
-            wanted[r, t] += float(hidden[r, t, d]) * float(params["score"][d, 0])
+            expected[r, t] += float(hidden[r, t, d]) * float(params["score"][d, 0])
     values = jax.jit(token_values)(params, hidden)
     assert values.dtype == jnp.float32
-    np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_head_is_used_in_float32(critic, rows):
@@ -86,8 +86,8 @@ def test_a_zero_head_learns(spec, params, rows):
     critic, critic_spec = with_value_head(params, spec)
     gradient = jax.jit(jax.grad(lambda p: values_of(p, critic_spec, rows).sum()))(critic)
     hidden = np.asarray(forward(params, spec, *rows), np.float64)
-    wanted = hidden.sum(axis=(0, 1))[:, None]
-    np.testing.assert_allclose(gradient["score"], wanted, rtol=1e-4, atol=1e-4)
+    expected = hidden.sum(axis=(0, 1))[:, None]
+    np.testing.assert_allclose(gradient["score"], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(gradient["score_bias"], [rows[0].size])
     np.testing.assert_array_equal(gradient["layers"]["up"], 0.0)
 
@@ -106,13 +106,13 @@ def test_the_mesh_does_not_matter(spec, params, critic, rows):
     assert layout["score"].spec == jax.P("fsdp", None)
     sharded = jax.device_put(fresh | {k: plain[k] for k in ("score", "score_bias")}, layout)
     batch = jax.device_put(rows, jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
-    got, wanted = run(sharded, rows=batch), run(plain, rows=rows)
+    got, expected = run(sharded, rows=batch), run(plain, rows=rows)
     assert got.sharding.num_devices == 8
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_refuses(critic, params):
-    with pytest.raises(ValueError, match="has a value head already; wanted a language model"):
+    with pytest.raises(ValueError, match="has a value head already; expected a language model"):
         with_value_head(*critic)
     with pytest.raises(ValueError, match="a model with a value head has no logits"):
         logits(*critic, jnp.ones((2, 16)))

@@ -41,8 +41,8 @@ def edit_arrays(directory, change):
     safetensors.numpy.save_file(arrays, path)
 
 
-def assert_same(got, wanted):
-    chex.assert_trees_all_equal(got, wanted, strict=True)  # dtypes, too
+def assert_same(got, expected):
+    chex.assert_trees_all_equal(got, expected, strict=True)  # dtypes, too
 
 
 def test_conversion_by_loops(spec, params):
@@ -157,8 +157,8 @@ def test_source_files_are_taken_over(spec, params, source, tmp_path):
         (source / name).write_text(f"content of {name}")
     (source / "optimizer.pt").write_text("not for export")
     save_params(tmp_path / "x", params, spec, source=source, dtype=jnp.bfloat16)
-    wanted = {*COMPANION_FILES, "config.json", "model.safetensors"}
-    assert {p.name for p in (tmp_path / "x").iterdir()} == wanted
+    expected = {*COMPANION_FILES, "config.json", "model.safetensors"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == expected
     for name in COMPANION_FILES:
         assert (tmp_path / "x" / name).read_text() == f"content of {name}"
     saved = json.loads((tmp_path / "x" / "config.json").read_text())
@@ -239,12 +239,12 @@ def test_save_refuses(spec, params, source, tmp_path):
 
     with pytest.raises(FileExistsError, match="source exists and is not empty"):
         save(directory=source)
-    with pytest.raises(ValueError, match=r"dtype int8; wanted one of .'float32', 'bfloat16'"):
+    with pytest.raises(ValueError, match=r"dtype int8; expected one of .'float32', 'bfloat16'"):
         save(dtype=np.int8)
-    with pytest.raises(ValueError, match=r"embed: got \(36, 16\), wanted \(37, 16\)"):
+    with pytest.raises(ValueError, match=r"embed: got \(36, 16\), expected \(37, 16\)"):
         save(params=params | {"embed": params["embed"][1:]})
     with pytest.raises(
-        ValueError, match=r"(?s)extra: got \(2,\), wanted nothing.*head: got nothing"
+        ValueError, match=r"(?s)extra: got \(2,\), expected nothing.*head: got nothing"
     ):
         save(params={k: v for k, v in params.items() if k != "head"} | {"extra": jnp.ones(2)})
     with pytest.raises(ValueError, match="the model's spec is not that of its source"):
@@ -265,8 +265,8 @@ def test_load_lists_what_does_not_fit(spec, source):
     assert str(error.value).splitlines()[1:] == [
         "  missing: model.norm.weight",
         "  surplus: model.norm.bias",
-        "  unsupported type: lm_head.weight is I8, wanted one of ['F32', 'BF16', 'F16']",
-        f"  misshapen: {QUERY} is (16, 24), wanted (24, 16)",
+        "  unsupported type: lm_head.weight is I8, expected one of ['F32', 'BF16', 'F16']",
+        f"  misshapen: {QUERY} is (16, 24), expected (24, 16)",
     ]
 
 
@@ -366,6 +366,6 @@ def test_loaded_arrays_can_be_donated(spec, source):
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(loaded))
         again = load_params(source, spec)
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), doubled, again)
-        for leaf, wanted in zip(jax.tree.leaves(doubled), jax.tree.leaves(again), strict=True):
+        for leaf, expected in zip(jax.tree.leaves(doubled), jax.tree.leaves(again), strict=True):
             for shard in leaf.addressable_shards:
-                np.testing.assert_array_equal(shard.data, 2 * np.asarray(wanted)[shard.index])
+                np.testing.assert_array_equal(shard.data, 2 * np.asarray(expected)[shard.index])

@@ -77,11 +77,11 @@ def test_both_forms_of_rope_are_read(source):
 
 
 def test_both_forms_of_one_label_are_read(spec, source):
-    wanted = dataclasses.replace(spec, value_head=True)
+    expected = dataclasses.replace(spec, value_head=True)
     edit_config(source, **CRITIC)
-    assert read_spec(source) == wanted
+    assert read_spec(source) == expected
     edit_config(source, id2label=..., num_labels=1)
-    assert read_spec(source) == wanted
+    assert read_spec(source) == expected
 
 
 def test_labels_of_a_language_model_do_not_matter(spec, source):
@@ -129,9 +129,9 @@ def test_the_config_of_a_critic_is_kept(spec, source):
         ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling={'type': 'yarn'} and .* disagree"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "weights are quantized by 'gptq'; wanted a copy of the model in bfloat16, float16",
+            "weights are quantized by 'gptq'; expected a copy of the model in bfloat16, float16",
         ),
-        ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "wanted 3 of"),
+        ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "expected 3 of"),
         (
             CRITIC | {"id2label": {"0": "a", "1": "b", "2": "c"}},
             "Qwen3ForTokenClassification with 3 labels; supported is 1",

@@ -119,11 +119,11 @@ def test_only_what_a_model_needs_is_downloaded(monkeypatch, tmp_path):
     assert resolve("a/b@v1") == resolve("a/b@v1") == tmp_path
     assert asked == [("a/b", {"revision": "v1", "allow_patterns": [*WANTED_FILES]})]
     hub._snapshot.cache_clear()
-    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
-    wanted += ["chat_template.jinja", "adapter_model.safetensors"]
+    expected = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+    expected += ["chat_template.jinja", "adapter_model.safetensors"]
     refused = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "x.py"]
-    kept = utils.filter_repo_objects(wanted + refused, allow_patterns=WANTED_FILES)
-    assert list(kept) == wanted
+    kept = utils.filter_repo_objects(expected + refused, allow_patterns=WANTED_FILES)
+    assert list(kept) == expected
 
 
 def test_failing_download_names_the_repository(monkeypatch):

@@ -119,8 +119,8 @@ def test_the_kernel_is_told_the_segments_and_padding_stays_out(monkeypatch):
         mixed, backward = jax.vjp(lambda *x: kernel(*x, ids, options), q, k, v)
         return mixed, *backward(out)
 
-    got, wanted = jax.jit(results, static_argnums=0)(attend_cudnn), results(attend)
-    for a, b in zip(got, (jnp.where(real, wanted[0], 0), *wanted[1:]), strict=True):
+    got, expected = jax.jit(results, static_argnums=0)(attend_cudnn), results(attend)
+    for a, b in zip(got, (jnp.where(real, expected[0], 0), *expected[1:]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -136,7 +136,7 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "machine", "wanted"),
+    ("heads", "dtype", "machine", "expected"),
     [
         (PLAIN_HEADS, "bfloat16", HOPPER, None),
         (PLAIN_HEADS, "float16", DeviceInfo("cuda", (10, 0), (0, 12, 0)), None),
@@ -155,13 +155,13 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
         ),
     ],
 )
-def test_what_speaks_against_the_kernel(heads, dtype, machine, wanted):
+def test_what_speaks_against_the_kernel(heads, dtype, machine, expected):
     reason = objection(heads, dtype, machine)
-    assert reason is None if wanted is None else wanted in reason
+    assert reason is None if expected is None else expected in reason
 
 
 @pytest.mark.parametrize(
-    ("sizes", "context", "wanted"),
+    ("sizes", "context", "expected"),
     [
         ({"data": 2, "tensor": 2}, "heads", (2, 1)),
         ({"context": 2, "tensor": 2}, "heads", (1, 1)),
@@ -170,10 +170,10 @@ def test_what_speaks_against_the_kernel(heads, dtype, machine, wanted):
         ({"stage": 2}, "heads", "stage=2"),
     ],
 )
-def test_where_the_kernel_can_stand(sizes, context, wanted):
+def test_where_the_kernel_can_stand(sizes, context, expected):
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     result = heads_on(SPEC, Layout(make_mesh(sizes, devices), context))
-    assert wanted in result if isinstance(wanted, str) else result[:2] == wanted
+    assert expected in result if isinstance(expected, str) else result[:2] == expected
 
 
 def heedless(q, k, v, segment_ids, options=PLAIN):
@@ -207,7 +207,7 @@ def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kernel, name, rea
 def test_xla_is_not_questioned_and_cudnn_is_no_wish():
     choice = choose_kernel("xla", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
     assert (choice.name, choice.kernel) == ("xla", None)
-    with pytest.raises(ValueError, match=r"failed: RuntimeError.*wanted auto or xla"):
+    with pytest.raises(ValueError, match=r"failed: RuntimeError.*expected auto or xla"):
         choose_kernel("cudnn", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
 
 
@@ -233,9 +233,9 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*given)
 
-    got, wanted = run(Layout(mesh, kernel=kernel)), run(Layout(mesh))
+    got, expected = run(Layout(mesh, kernel=kernel)), run(Layout(mesh))
     assert set(seen) == {((2, 16, 2, 8), (2, 16, 1, 8))}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
 def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, caplog):

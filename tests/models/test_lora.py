@@ -167,8 +167,8 @@ def their_logits(model):
         return model(torch.from_numpy(TOKENS)).logits.numpy()
 
 
-def close(actual, wanted):
-    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
 def bits(tree):
@@ -279,7 +279,9 @@ def test_fused_experts_that_can_not_be_split_are_refused(tmp_path):
     path = tmp_path / "a/adapter_model.safetensors"
     name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
     safetensors.numpy.save_file({name: np.zeros((6, 24), np.float32)}, path)
-    with pytest.raises(ValueError, match=r"lora_A.weight has shape \(6, 24\); wanted one of 4 exp"):
+    with pytest.raises(
+        ValueError, match=r"lora_A.weight has shape \(6, 24\); expected one of 4 exp"
+    ):
         read_adapter_spec(tmp_path / "a", base)
 
 
@@ -328,10 +330,10 @@ def test_a_new_adapter_begins_as_pefts_does(base):
         strict=True,
     ):
         for name, index in decl.hf_indices():
-            wanted = theirs[name.replace(".weight", ".default.weight")].detach().numpy()
+            expected = theirs[name.replace(".weight", ".default.weight")].detach().numpy()
             actual = np.asarray(ours[index])
-            np.testing.assert_allclose(actual.std(), wanted.std(), rtol=0.1, err_msg=name)
-            np.testing.assert_allclose(np.abs(actual).max(), np.abs(wanted).max(), rtol=0.05)
+            np.testing.assert_allclose(actual.std(), expected.std(), rtol=0.1, err_msg=name)
+            np.testing.assert_allclose(np.abs(actual).max(), np.abs(expected).max(), rtol=0.05)
     alone = split_adapter(drawn)[1]
     close(our_logits(drawn, spec), our_logits(alone, without_adapter(spec)))  # B is zero
 
@@ -364,7 +366,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path):
     arrays = safetensors.numpy.load_file(path)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     safetensors.numpy.save_file({k: v for k, v in arrays.items() if k != name}, path)
-    with pytest.raises(ValueError, match=f"1 arrays; {name}: got nothing, wanted"):
+    with pytest.raises(ValueError, match=f"1 arrays; {name}: got nothing, expected"):
         load_adapter(tmp_path / "a", read_adapter_spec(tmp_path / "a", read_spec(base)))
     other = name.replace("layers.1", "layers.7")
     safetensors.numpy.save_file(arrays | {other: arrays[name]}, path)
@@ -377,7 +379,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path):
     with pytest.raises(ValueError, match="damaged or truncated"):
         load_adapter(tmp_path / "a", spec)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match="wanted an adapter in PEFT's format"):
+    with pytest.raises(FileNotFoundError, match="expected an adapter in PEFT's format"):
         load_adapter(tmp_path / "a", spec)
 
 
@@ -385,7 +387,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "names"),
+    ("expected", "names"),
     [
         (["all-linear"], "down gate key output query up value"),
         (["q_proj", "v_proj"], "query value"),
@@ -394,9 +396,9 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path):
         (["*.self_attn.*", "down"], "down key output query value"),
     ],
 )
-def test_targets_by_our_names_and_theirs(spec, wanted, names):
-    assert find_targets(wanted, spec) == tuple(names.split())
-    assert find_targets(find_targets(wanted, spec), spec) == tuple(names.split())
+def test_targets_by_our_names_and_theirs(spec, expected, names):
+    assert find_targets(expected, spec) == tuple(names.split())
+    assert find_targets(find_targets(expected, spec), spec) == tuple(names.split())
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "q_norm", "qproj", "attention_norm"])
@@ -419,17 +421,17 @@ def test_merged_is_unmerged(spec, params):
     assert np.abs(our_logits(whole, both) - our_logits(params, spec)).max() > 0.1
     scale, layer = 8.0 / 4, 1
     a, b = (np.asarray(adapter["layers"][f"output_lora_{x}"][layer], np.float64) for x in "ab")
-    wanted = np.asarray(params["layers"]["output"][layer], np.float64)
-    wanted = wanted + scale * np.einsum("nhr,rd->nhd", a, b)
+    expected = np.asarray(params["layers"]["output"][layer], np.float64)
+    expected = expected + scale * np.einsum("nhr,rd->nhd", a, b)
     merged = merge_adapter(whole, both)[0]["layers"]["output"][layer]
-    np.testing.assert_allclose(merged, wanted, atol=1e-6)
+    np.testing.assert_allclose(merged, expected, atol=1e-6)
     assert bits(split_adapter(whole)[1]) == bits(params)
 
 
 @pytest.mark.parametrize("kind", ["latent attention", "shared experts"])
 def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
     """Routers can have no adapter; what stands beside them can."""
-    changes, wanted = {
+    changes, expected = {
         "latent attention": (
             {
                 "kv_heads": 4,
@@ -451,7 +453,7 @@ def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
         ),
     }[kind]
     both = adapted(dataclasses.replace(spec, vocab_size=61, **changes), "all-linear")
-    assert both.lora.targets == tuple(wanted.split())
+    assert both.lora.targets == tuple(expected.split())
     whole = combine_params(random_adapter(both), draw(without_adapter(both)))
     close(our_logits(*merge_adapter(whole, both)), our_logits(whole, both))
     with pytest.raises(ValueError, match="'router' is no matrix"):
@@ -545,10 +547,10 @@ def test_an_update_is_that_of_the_whole_model_without_the_rest(whole, one_device
     part = learn(spec, adapter, frozen, one_device, optax.sgd(0.1))
     full = learn(spec, everything, None, one_device, optax.sgd(0.1))
     updated, _ = part.update(part.init(adapter), make_batch(), {})
-    wanted, _ = full.update(full.init(everything), make_batch(), {})
+    expected, _ = full.update(full.init(everything), make_batch(), {})
     for x, y in zip(
         jax.tree.leaves(updated.params),
-        jax.tree.leaves(split_adapter(wanted.params)[0]),
+        jax.tree.leaves(split_adapter(expected.params)[0]),
         strict=True,
     ):
         np.testing.assert_allclose(x, y, atol=1e-6)
@@ -568,8 +570,8 @@ def test_the_mesh_makes_no_difference(whole, one_device, sizes):
         infer = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, mesh, frozen=frozen)
         return jax.device_get(state.params), metrics, infer(state.params, make_batch())
 
-    actual, wanted = trained(make_mesh(sizes)), trained(one_device)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+    actual, expected = trained(make_mesh(sizes)), trained(one_device)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
@@ -580,6 +582,6 @@ def test_zeros_are_the_base(whole, one_device):
     infer = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, one_device, frozen=frozen)
     actual = infer(jax.tree.map(jnp.zeros_like, adapter), make_batch())
     alone = logprob_pass(ForwardConfig(model=model_of(without_adapter(spec))), SHAPE, one_device)
-    wanted = alone(frozen, make_batch())
-    np.testing.assert_allclose(actual["logprobs"], wanted["logprobs"], atol=5e-6)
-    assert np.abs(infer(adapter, make_batch())["logprobs"] - wanted["logprobs"]).max() > 0.01
+    expected = alone(frozen, make_batch())
+    np.testing.assert_allclose(actual["logprobs"], expected["logprobs"], atol=5e-6)
+    assert np.abs(infer(adapter, make_batch())["logprobs"] - expected["logprobs"]).max() > 0.01

@@ -171,8 +171,8 @@ def test_gradient_of_mixture_equals_that_of_all_experts():
         return mixture(weights, SPEC, x, jnp.ones((1, 7), bool))[0]
 
     got = jax.jit(jax.grad(loss(ours), (0, 1)))(weights, x)
-    wanted = jax.jit(jax.grad(loss(dense), (0, 1)))(weights, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    expected = jax.jit(jax.grad(loss(dense), (0, 1)))(weights, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
 
 
@@ -319,9 +319,9 @@ def test_impossible_mixtures_are_refused(changes, message):
         groups, top_groups = changes["router"]
         router = SigmoidRouter(groups=groups, top_groups=top_groups, normalize=True, scale=1.0)
         changes = {"router": router}
-    wanted = dict(experts=EXPERTS, experts_per_token=TOP, ff_width=5) | changes
+    expected = dict(experts=EXPERTS, experts_per_token=TOP, ff_width=5) | changes
     with pytest.raises(ValueError, match=message):
-        MoeSpec(**wanted)
+        MoeSpec(**expected)
 
 
 def test_sigmoid_router_without_bias_is_refused():

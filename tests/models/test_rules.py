@@ -16,7 +16,7 @@ def abstract_mesh(**axes):
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape", "wanted"),
+    ("axes", "shape", "expected"),
     [
         (("vocab", "embed"), (40, 16), ("tensor", "fsdp")),
         (
@@ -28,9 +28,9 @@ def abstract_mesh(**axes):
         (("embed", "label"), (16, 1), ("fsdp", None)),
     ],
 )
-def test_partitions_by_hand(axes, shape, wanted):
+def test_partitions_by_hand(axes, shape, expected):
     mesh = abstract_mesh(data=2, fsdp=2, tensor=2)
-    assert partition_spec(axes, DEFAULT_RULES, mesh, shape) == (jax.P(*wanted), ())
+    assert partition_spec(axes, DEFAULT_RULES, mesh, shape) == (jax.P(*expected), ())
 
 
 def test_a_mesh_axis_of_one_device_is_left_out_of_a_product():

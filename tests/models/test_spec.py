@@ -38,7 +38,7 @@ def test_spec_is_a_static_argument(spec):
         ({"head_dim": 5}, "head_dim must be even .* got 5"),
         ({"head_dim": 8, "rotary_fraction": 0.4}, "got 8, of which 3 are rotated"),
         ({"head_dim": 8, "rotary_fraction": 1.5}, "got 8, of which 12 are rotated"),
-        ({"activation": "relu"}, "activation 'relu'; wanted one of"),
+        ({"activation": "relu"}, "activation 'relu'; expected one of"),
         ({"window": 2, "windowed_layers": (True,)}, "1 entries for 3 layers"),
         ({"windowed_layers": (True, False, True)}, "needs a window and both kinds"),
         ({"window": 2, "windowed_layers": (True,) * 3}, "needs a window and both kinds"),

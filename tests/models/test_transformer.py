@@ -58,10 +58,10 @@ def test_linear_adds_bias_and_low_rank_term(spec):
     )
     plain = np.einsum("rlnh,nhd->rld", x, weights["out"]) + weights["out_bias"]
     inner = np.einsum("rlnh,nhk->rlk", x, weights["out_lora_a"])
-    wanted = plain + inner @ weights["out_lora_b"] * 6 / np.sqrt(2)
+    expected = plain + inner @ weights["out_lora_b"] * 6 / np.sqrt(2)
     ours = jax.tree.map(jnp.array, weights)
     got = linear(ours, adapted, "out", jnp.array(x), inputs=2)
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
         linear(ours, spec, "out", jnp.array(x), inputs=2), plain, rtol=1e-4, atol=1e-4
     )
@@ -74,21 +74,21 @@ def test_rms_norm_is_computed_in_float32():
     got = rms_norm(x, jnp.full(64, 1.001), eps=1e-6)
     assert got.dtype == jnp.bfloat16
     wide = np.asarray(x, np.float64)
-    wanted = wide / np.sqrt((wide**2).mean() + 1e-6) * 1.001
-    np.testing.assert_array_equal(got, jnp.asarray(wanted, jnp.bfloat16))
+    expected = wide / np.sqrt((wide**2).mean() + 1e-6) * 1.001
+    np.testing.assert_array_equal(got, jnp.asarray(expected, jnp.bfloat16))
 
 
 def test_rotation_by_loops():
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
     positions = [0, 5, 1000]
-    wanted = np.empty_like(x)
+    expected = np.empty_like(x)
     for t, position in enumerate(positions):
         for i in range(3):
             turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
             turned = (x[0, t, :, i] + 1j * x[0, t, :, i + 3]) * turn
-            wanted[0, t, :, i], wanted[0, t, :, i + 3] = turned.real, turned.imag
+            expected[0, t, :, i], expected[0, t, :, i + 3] = turned.real, turned.imag
     by = rotation(jnp.array([positions]), head_dim=6, theta=100.0)
-    np.testing.assert_allclose(rotate(jnp.array(x), by), wanted, atol=2e-4)
+    np.testing.assert_allclose(rotate(jnp.array(x), by), expected, atol=2e-4)
 
 
 def test_what_is_not_rotated_passes():
@@ -193,8 +193,8 @@ def test_soft_cap_of_logits_is_in_float32(spec, params):
 def test_logits_accumulate_in_float32(spec, params):
     hidden = jax.random.normal(jax.random.key(0), (3, 16)).astype(jnp.bfloat16)
     head = np.asarray(params["head"].astype(jnp.bfloat16), np.float64)
-    wanted = np.asarray(hidden, np.float64) @ head
-    np.testing.assert_allclose(logits(params, spec, hidden), wanted, rtol=1e-5, atol=1e-5)
+    expected = np.asarray(hidden, np.float64) @ head
+    np.testing.assert_allclose(logits(params, spec, hidden), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_head_matrix(spec, params):

@@ -85,7 +85,7 @@ def test_a_file_that_lost_lines_is_not_filled_with_zeros(tmp_path, caplog):
     path.write_text('{"step": 1}\n')
     with caplog.at_level(logging.WARNING):
         file = MetricsFile(path, 100)
-    assert "has lost lines: 12 bytes, wanted 100" in caplog.text
+    assert "has lost lines: 12 bytes, expected 100" in caplog.text
     assert file.position() == 12
     file.write(2, {})
     file.close()

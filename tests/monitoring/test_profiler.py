@@ -142,12 +142,12 @@ def test_operations_share_the_time_that_a_device_is_busy():
         for a, b in zip(starts, ends, strict=True)
     ]
     timeline = device_timeline(Trace(Span("step", 0, 100e9), [], operations), "0")
-    wanted, used = np.zeros(40), np.zeros(100)
+    expected, used = np.zeros(40), np.zeros(100)
     for second in range(100):
         running = (starts <= second) & (second < ends)
         used[second] = running.any()
-        wanted += running / max(1, running.sum())
-    np.testing.assert_allclose(timeline.seconds, wanted, atol=1e-9)
+        expected += running / max(1, running.sum())
+    np.testing.assert_allclose(timeline.seconds, expected, atol=1e-9)
     for first, last in ((0, 100), (3, 4), (10, 33), (90, 99)):
         assert timeline.busy(Span("gen", first * 1e9, last * 1e9)) == pytest.approx(
             used[first:last].sum()

@@ -100,9 +100,9 @@ def saved_arrays(directory):
     return arrays
 
 
-def assert_same_bits(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
+def assert_same_bits(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
         assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
 
 

@@ -503,11 +503,11 @@ def test_a_published_config_is_read(name, tmp_path):
             {"layer_types": ["sliding_attention"] * 28},
             "there is no sliding_window",
         ),
-        ("Qwen2.5-7B", {"layer_types": ["full_attention"]}, "wanted 28 of 'full_attention' and"),
+        ("Qwen2.5-7B", {"layer_types": ["full_attention"]}, "expected 28 of 'full_attention' and"),
         (
             "Qwen2.5-7B",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            r"given for \['full_attention'\]; wanted one for all",
+            r"given for \['full_attention'\]; expected one for all",
         ),
         (
             "Gemma-2-9B",
@@ -518,7 +518,7 @@ def test_a_published_config_is_read(name, tmp_path):
         (
             "Gemma-3-1B-it",
             {"rope_parameters": {"rope_type": "default"}},
-            "wanted one entry for each of",
+            "expected one entry for each of",
         ),
         (
             "Gemma-3-1B-it",
@@ -552,7 +552,7 @@ def test_a_published_config_is_read(name, tmp_path):
         (
             "DeepSeek",
             {"quantization_config": FP8},
-            "quantized by 'fp8'; wanted a copy of the model in bfloat16, float16 or float32",
+            "quantized by 'fp8'; expected a copy of the model in bfloat16, float16 or float32",
         ),
     ],
     ids=str,

@@ -474,9 +474,9 @@ def test_gradient_of_a_masked_loss_equals_autograd(case, tmp_path):
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(tmp_path / "gradient")
-    wanted = load_params(tmp_path / "gradient", spec)
+    expected = load_params(tmp_path / "gradient", spec)
     for (path, ours), theirs in zip(
-        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(wanted), strict=True
+        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(expected), strict=True
     ):
         scale = float(jnp.abs(theirs).max())
         assert scale > 1e-3, path

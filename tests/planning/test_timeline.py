@@ -74,7 +74,7 @@ def ends(lengths, *, unread=None, prompt=0, slots=9, speed=SECOND):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "slots", "wanted"),
+    ("lengths", "slots", "expected"),
     [
         ([4, 4, 4], 3, [4, 4, 4]),
         ([4, 4, 4], 2, [4, 4, 8]),
@@ -85,8 +85,8 @@ def ends(lengths, *, unread=None, prompt=0, slots=9, speed=SECOND):
         ([], 2, []),
     ],
 )
-def test_answers_end_when_their_slots_have_run_so_many_steps(lengths, slots, wanted):
-    assert ends(lengths, slots=slots) == wanted
+def test_answers_end_when_their_slots_have_run_so_many_steps(lengths, slots, expected):
+    assert ends(lengths, slots=slots) == expected
 
 
 def test_a_prompt_that_is_read_keeps_the_others_waiting():
@@ -241,7 +241,7 @@ def test_more_gpus_train_faster_and_smaller_micro_batches_slower():
 def test_experts_are_refused():
     moe = MoeSpec(experts=4, experts_per_token=2, ff_width=8)
     spec = dataclasses.replace(SPEC, moe=moe)
-    with pytest.raises(ValueError, match="got a mixture of experts, wanted a dense model"):
+    with pytest.raises(ValueError, match="got a mixture of experts, expected a dense model"):
         bytes_sent(spec, TrainMesh(1, 1, 1, 64), update=True)
 
 

@@ -182,9 +182,9 @@ def build(
     return run
 
 
-def assert_same(params, got, wanted):
+def assert_same(params, got, expected):
     """Compare gradients, metrics and new parameters with the reference's."""
-    (gradient, metrics, updated), (wanted_gradient, wanted_metrics) = got, wanted
+    (gradient, metrics, updated), (wanted_gradient, wanted_metrics) = got, expected
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted_gradient))
     assert scale > 0.1, "the comparison needs a gradient that is not tiny"
     for name, value in wanted_metrics.items():
@@ -207,7 +207,7 @@ def one_device():
 
 
 @pytest.fixture(scope="module")
-def wanted(params):
+def expected(params):
     return reference(params, make_batch(SIZES, 16), sequence_mean_token_mean)
 
 
@@ -217,9 +217,9 @@ def in_pairs(params, one_device):
     return build(params, one_device, tokens=32, remat="full")
 
 
-def test_one_row_at_a_time(params, one_device, wanted):
+def test_one_row_at_a_time(params, one_device, expected):
     run = build(params, one_device, tokens=16)
-    assert_same(params, run(make_batch(SIZES, 16)), wanted)
+    assert_same(params, run(make_batch(SIZES, 16)), expected)
 
 
 def test_longer_rows_chunks_and_other_weights(params, one_device):
@@ -229,28 +229,28 @@ def test_longer_rows_chunks_and_other_weights(params, one_device):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)])
-def test_meshes_change_nothing(params, wanted, sizes):
+def test_meshes_change_nothing(params, expected, sizes):
     mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
     run = build(params, mesh, tokens=16 * batch_shards(mesh))
-    assert_same(params, run(make_batch(SIZES, 16)), wanted)
+    assert_same(params, run(make_batch(SIZES, 16)), expected)
 
 
-def test_two_rows_at_a_time(params, in_pairs, wanted):
-    assert_same(params, in_pairs(make_batch(SIZES, 16)), wanted)
+def test_two_rows_at_a_time(params, in_pairs, expected):
+    assert_same(params, in_pairs(make_batch(SIZES, 16)), expected)
 
 
 @settings(max_examples=6)
 @given(order=st.permutations(range(len(SIZES))))
-def test_the_order_of_sequences_changes_nothing(params, in_pairs, wanted, order):
-    assert_same(params, in_pairs(make_batch(SIZES, 16).take(np.array(order))), wanted)
+def test_the_order_of_sequences_changes_nothing(params, in_pairs, expected, order):
+    assert_same(params, in_pairs(make_batch(SIZES, 16).take(np.array(order))), expected)
 
 
 def test_padding_changes_nothing(params, one_device, in_pairs):
     sizes = (5,) * len(SIZES)
     narrow, wide = make_batch(sizes, 9), make_batch(sizes, 16)
-    wanted = reference(params, narrow, sequence_mean_token_mean)
-    assert_same(params, in_pairs(narrow), wanted)
-    assert_same(params, in_pairs(wide), wanted)
+    expected = reference(params, narrow, sequence_mean_token_mean)
+    assert_same(params, in_pairs(narrow), expected)
+    assert_same(params, in_pairs(wide), expected)
 
 
 def test_one_sequence_is_a_batch(params, in_pairs):
@@ -439,9 +439,9 @@ def test_micro_batches_change_no_corrected_update(params, one_device, function):
         build(params, one_device, tokens=tokens, reduce=token_mean, objective=objective)
         for tokens in (16, 16 * len(SIZES))
     ]
-    (gradient, metrics, _), (wanted, wanted_metrics, _) = (run(batch) for run in runs)
-    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    (gradient, metrics, _), (expected, wanted_metrics, _) = (run(batch) for run in runs)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     assert scale > 1e-3
-    chex.assert_trees_all_close(gradient, wanted, rtol=1e-4, atol=3e-6 * scale)
+    chex.assert_trees_all_close(gradient, expected, rtol=1e-4, atol=3e-6 * scale)
     for name, value in wanted_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)

@@ -105,7 +105,7 @@ def loss_by_hand(params, spec, batch):
 
 
 @functools.cache
-def wanted(name):
+def expected(name):
     """Loss, log-probs and gradient of both batches."""
     run = jax.value_and_grad(loss_by_hand, has_aux=True)
     params, batches = draw(SPECS[name]), [make_batch(sizes) for sizes in (PACKED, PADDED)]
@@ -181,7 +181,7 @@ def test_the_mesh_changes_nothing(name, sizes):
         hooks=router_hooks(model, shape, mesh),
     )
     infer = logprob_pass(model, shape, mesh)
-    for lengths, ((loss, logprobs), gradient) in zip((PACKED, PADDED), wanted(name), strict=True):
+    for lengths, ((loss, logprobs), gradient) in zip((PACKED, PADDED), expected(name), strict=True):
         batch = make_batch(lengths)
         state, metrics = learner.update(learner.init(placed), batch, {})
         scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
@@ -259,7 +259,7 @@ def changed(**fields):
             changed(heads=6),
             {"context": 4, "data": 2},
             r"6 heads can't be split over tensor=1 times context=4 devices; "
-            "wanted a divisor of 6 as their product, or context by keys",
+            "expected a divisor of 6 as their product, or context by keys",
         ),
         (
             changed(layers=6),

@@ -131,10 +131,12 @@ def test_a_plan_is_no_slower_than_best_fit(problem, cost):
     """Its rows in order, dealt out to ranks of equal cost."""
     sizes, shape = problem
     shape = shape._replace(cost=cost)
-    wanted, plan = in_order(sizes, shape), plan_microbatches(sizes, shape)
-    assert places(sizes, plan, shape) <= places(sizes, wanted, shape) or len(plan) <= len(wanted)
+    expected, plan = in_order(sizes, shape), plan_microbatches(sizes, shape)
+    assert places(sizes, plan, shape) <= places(sizes, expected, shape) or len(plan) <= len(
+        expected
+    )
     if shape.ranks == 1:
-        assert time(sizes, plan, shape) <= time(sizes, wanted, shape) * (1 + 1e-9)
+        assert time(sizes, plan, shape) <= time(sizes, expected, shape) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("each", "limit"), [(1, 1.08), (2, 1.13), (4, 1.13)])
@@ -250,18 +252,18 @@ def test_packed_rows_hold_each_sequence_where_they_say(problem, seed):
         assert rows.tokens.shape == (shape.rows, shape.length)
         assert rows.row.shape == rows.start.shape == rows.size.shape == (shape.sequences,)
         assert {array.dtype for array in rows} == {np.dtype(np.int32)}
-        wanted = np.zeros((3, shape.rows, shape.length), np.int32)
+        expected = np.zeros((3, shape.rows, shape.length), np.int32)
         slot = 0
         for r, indices in enumerate(batch):
             at = 0
             for index in indices:
                 for t in range(sizes[index]):
-                    wanted[:, r, at + t] = tokens[index, t], t, slot + 1
+                    expected[:, r, at + t] = tokens[index, t], t, slot + 1
                 where = (rows.row[slot], rows.start[slot], rows.size[slot])
                 assert where == (r, at, sizes[index])
                 at += sizes[index]
                 slot += 1
-        np.testing.assert_array_equal([rows.tokens, rows.positions, rows.segment_ids], wanted)
+        np.testing.assert_array_equal([rows.tokens, rows.positions, rows.segment_ids], expected)
         assert not rows.size[slot:].any()
 
 
@@ -282,10 +284,10 @@ def test_unpack_inverts_pack(problem, seed, dtype):
         back = unpack(jnp.asarray(packed), *map(jnp.asarray, (rows.row, rows.start, rows.size)))
         assert back.shape == (shape.sequences, shape.length)
         assert back.dtype == values.dtype
-        wanted = np.zeros(back.shape, dtype)
+        expected = np.zeros(back.shape, dtype)
         for slot, index in enumerate(indices):
-            wanted[slot, : sizes[index]] = values[index, : sizes[index]]
-        np.testing.assert_array_equal(back, wanted)
+            expected[slot, : sizes[index]] = values[index, : sizes[index]]
+        np.testing.assert_array_equal(back, expected)
 
 
 def test_packing_again_what_was_unpacked_gives_the_rows_back():

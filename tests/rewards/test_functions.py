@@ -68,10 +68,10 @@ def test_arithmetic_refuses_a_reference_that_is_no_integer():
     ],
 )
 def test_gsm8k(reply, truth, strict, flexible):
-    for loose, wanted in ((False, strict), (True, flexible)):
+    for loose, expected in ((False, strict), (True, flexible)):
         got = gsm8k("openai/gsm8k", reply, truth, None, flexible=loose)
-        right = float(wanted is not None and float(wanted) == float(truth))
-        assert got == {"score": right, "acc": right, "pred": wanted}
+        right = float(expected is not None and float(expected) == float(truth))
+        assert got == {"score": right, "acc": right, "pred": expected}
 
 
 def test_gsm8k_large_numbers_are_compared_exactly():
@@ -85,7 +85,7 @@ def test_gsm8k_refuses_a_reference_that_is_no_number(truth):
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         (r"\boxed{7}", "7"),
         (r"\boxed{\frac{a}{b^{2}}} done", r"\frac{a}{b^{2}}"),
@@ -103,8 +103,8 @@ def test_gsm8k_refuses_a_reference_that_is_no_number(truth):
         ("", None),
     ],
 )
-def test_last_boxed(text, wanted):
-    assert last_boxed(text) == wanted
+def test_last_boxed(text, expected):
+    assert last_boxed(text) == expected
 
 
 @pytest.mark.parametrize(

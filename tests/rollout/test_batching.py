@@ -38,7 +38,7 @@ MIXED = mixed()
 
 
 @pytest.fixture(scope="module")
-def wanted(shared_engine, params):
+def expected(shared_engine, params):
     """The answers of an engine with room for all."""
     shared_engine.load(params, version=0)
     return shared_engine.sample(MIXED)
@@ -90,8 +90,8 @@ async def arrive(engine, requests, rng):
     return [await tasks[i] for i in range(len(requests))]
 
 
-def assert_same(answers, wanted):
-    for i, (answer, want) in enumerate(zip(answers, wanted, strict=True)):
+def assert_same(answers, expected):
+    for i, (answer, want) in enumerate(zip(answers, expected, strict=True)):
         assert answer.tokens.tolist() == want.tokens.tolist(), i
         np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=1e-5)
         assert (answer.finish, answer.stopped_by) == (want.finish, want.stopped_by)
@@ -101,26 +101,26 @@ def assert_logprobs(params, next_logits, request, answer):
     n, temperature = len(answer.tokens), request.sampling.temperature or 1.0
     after = next_logits(params, [*request.prompt, *answer.tokens])[len(request.prompt) - 1 : -1]
     after = np.asarray(after, np.float64) / temperature
-    wanted = after - np.log(np.exp(after).sum(-1, keepdims=True))
-    np.testing.assert_allclose(answer.logprobs, wanted[np.arange(n), answer.tokens], atol=1e-5)
+    expected = after - np.log(np.exp(after).sum(-1, keepdims=True))
+    np.testing.assert_allclose(answer.logprobs, expected[np.arange(n), answer.tokens], atol=1e-5)
 
 
-def test_the_answers_compared_with_are_those_of_the_forward_pass(params, next_logits, wanted):
-    for request, answer in zip(MIXED, wanted, strict=True):
+def test_the_answers_compared_with_are_those_of_the_forward_pass(params, next_logits, expected):
+    for request, answer in zip(MIXED, expected, strict=True):
         assert_logprobs(params, next_logits, request, answer)
         if request.sampling.temperature == 0 and request.sampling.repetition_penalty == 1:
             after = next_logits(params, [*request.prompt, *answer.tokens])
             best = after[len(request.prompt) - 1 : -1].argmax(-1)
             assert answer.tokens.tolist() == best.tolist()
-    assert {a.finish for a in wanted} == {"stop", "length"}
+    assert {a.finish for a in expected} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("name", ["cramped", "pieces"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_answers_depend_on_nothing_but_the_request(variant, params, wanted, name, seed):
+def test_answers_depend_on_nothing_but_the_request(variant, params, expected, name, seed):
     engine = variant(name)
     engine.load(params, version=0)
-    assert_same(asyncio.run(arrive(engine, MIXED, np.random.default_rng(seed))), wanted)
+    assert_same(asyncio.run(arrive(engine, MIXED, np.random.default_rng(seed))), expected)
     after = engine.stats()
     assert (after.running, after.waiting, after.cached_tokens) == (0, 0, 0)
 
@@ -142,11 +142,11 @@ def test_the_variants_are_what_they_are_called(variant):
     assert (cramped.rows, cramped.pages, pieces.steps, cramped.steps) == ((3, 6), 7, 1, 7)
 
 
-def test_the_whole_batch_at_once_is_the_same(variant, wanted):
+def test_the_whole_batch_at_once_is_the_same(variant, expected):
     """Twice: the second time most prompts are cached."""
     for name in ("cramped", "pieces"):
         for _ in range(2):
-            assert_same(variant(name).sample(MIXED[::-1])[::-1], wanted)
+            assert_same(variant(name).sample(MIXED[::-1])[::-1], expected)
 
 
 @pytest.mark.parametrize("name", ["cramped", "pieces"])

@@ -45,8 +45,8 @@ def assert_logprobs(params, next_logits, request, answer):
     """Compare the reported log-probs with one pass over prompt and answer."""
     n, temperature = len(answer.tokens), request.sampling.temperature or 1.0
     after = next_logits(params, [*request.prompt, *answer.tokens])[len(request.prompt) - 1 : -1]
-    wanted = log_softmax(after / temperature)[np.arange(n), answer.tokens]
-    np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-5)
+    expected = log_softmax(after / temperature)[np.arange(n), answer.tokens]
+    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-5)
     return after
 
 
@@ -110,15 +110,15 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(engine):
     tokens = whole.tokens.tolist()
     late = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
     unused = next(v for v in range(32) if v not in tokens)
-    wanted = {
+    expected = {
         (tokens[late],): (late + 1, "stop"),
         (unused, tokens[late], *[unused] * 6): (late + 1, "stop"),
         (unused,): (16, "length"),
         (): (16, "length"),
         (tokens[0],): (1, "stop"),
     }
-    answers = engine.sample([Request(prompt(5), greedy(16, stop_ids=stop), 0) for stop in wanted])
-    for answer, (length, finish) in zip(answers, wanted.values(), strict=True):
+    answers = engine.sample([Request(prompt(5), greedy(16, stop_ids=stop), 0) for stop in expected])
+    for answer, (length, finish) in zip(answers, expected.values(), strict=True):
         assert answer.tokens.tolist() == tokens[:length]
         np.testing.assert_allclose(answer.logprobs, whole.logprobs[:length], atol=1e-6)
         assert answer.finish == finish
@@ -159,9 +159,9 @@ def test_many_concurrent_requests(engine):
     async def gather():
         return await asyncio.gather(*(engine.generate(r) for r in RAGGED * 3))
 
-    for answer, wanted in zip(asyncio.run(gather()), engine.sample(RAGGED) * 3, strict=True):
-        assert answer.tokens.tolist() == wanted.tokens.tolist()
-        assert answer.finish == wanted.finish
+    for answer, expected in zip(asyncio.run(gather()), engine.sample(RAGGED) * 3, strict=True):
+        assert answer.tokens.tolist() == expected.tokens.tolist()
+        assert answer.finish == expected.finish
 
 
 SHORT = [request for request in RAGGED if len(request.prompt) <= 16]
@@ -216,9 +216,9 @@ def answers_on(build, draw_params):
 def test_every_mesh_gives_the_same_answers(answers_on, model, axes):
     """Greedy ones and sampled ones, of prompts of all lengths."""
     answers, layouts, cache, checksum = answers_on(model, axes)
-    wanted, _, _, wanted_checksum = answers_on(model, {})
+    expected, _, _, wanted_checksum = answers_on(model, {})
     assert checksum == wanted_checksum
-    for answer, want in zip(answers, wanted, strict=True):
+    for answer, want in zip(answers, expected, strict=True):
         assert answer.tokens.tolist() == want.tokens.tolist()
         np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=2e-5)
     held = layouts["embed"].shard_shape((32, 16))

@@ -59,11 +59,11 @@ def test_load_echoes_what_the_engine_holds(hollow, params, dtype):
     norms = {leaf.dtype for leaf in (held["final_norm"], held["layers"]["query_norm"])}
     assert norms == {jnp.dtype("float32")}  # as in the trainer's forward pass
     assert held["embed"].dtype == jnp.dtype(dtype)
-    for mine, wanted in zip(
+    for mine, expected in zip(
         *map(jax.tree.leaves, (engine._params, by_layer(held, engine.model.declare()))), strict=True
     ):
-        assert mine.dtype == wanted.dtype
-        np.testing.assert_array_equal(mine, wanted)
+        assert mine.dtype == expected.dtype
+        np.testing.assert_array_equal(mine, expected)
     words = np.array(params["final_norm"]).view(np.uint32)
     words[3] ^= 1  # the lowest bit
     changed = params | {"final_norm": jnp.asarray(words.view(np.float32))}
@@ -74,11 +74,11 @@ def test_load_echoes_what_the_engine_holds(hollow, params, dtype):
 def test_the_trainer_may_donate_what_it_has_pushed(engine, params):
     mine = jax.tree.map(jnp.copy, params)
     engine.load(mine, version=1)
-    wanted = engine.sample([request(new=8)])[0].tokens.tolist()
+    expected = engine.sample([request(new=8)])[0].tokens.tolist()
     jax.block_until_ready(
         jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)(mine)
     )
-    assert engine.sample([request(new=8)])[0].tokens.tolist() == wanted
+    assert engine.sample([request(new=8)])[0].tokens.tolist() == expected
 
 
 def test_weights_wait_for_the_chunk_in_flight(hollow, params, other_params, pool):
@@ -259,16 +259,19 @@ def test_an_engine_without_weights_refuses(hollow):
             "a prompt of 3 tokens with max_new_tokens=0 does not fit: the engine holds "
             "sequences of 2 to 40 tokens",
         ),
-        (request(token=32), "prompt holds token id 32, wanted 0 to 31"),
-        (request(token=-1), "prompt holds token id -1, wanted 0 to 31"),
-        (request(logit_bias=((3, 1.0), (32, 1.0))), "logit_bias holds token id 32, wanted 0 to 31"),
-        (request(stop_ids=tuple(range(9))), "got number of stop_ids 9, wanted 0 to 8"),
-        (request(seed=2**32), "got seed 4294967296, wanted 0 to 4294967295"),
-        (request(seed=-1), "got seed -1, wanted 0 to 4294967295"),
-        (request(temperature=-0.1), "got temperature -0.1, wanted 0 to inf"),
-        (request(top_p=1.1), "got top_p 1.1, wanted 0 to 1"),
-        (request(min_p=float("nan")), "got min_p nan, wanted 0 to 1"),
-        (request(top_logprobs=21), "got top_logprobs 21, wanted 0 to 20"),
+        (request(token=32), "prompt holds token id 32, expected 0 to 31"),
+        (request(token=-1), "prompt holds token id -1, expected 0 to 31"),
+        (
+            request(logit_bias=((3, 1.0), (32, 1.0))),
+            "logit_bias holds token id 32, expected 0 to 31",
+        ),
+        (request(stop_ids=tuple(range(9))), "got number of stop_ids 9, expected 0 to 8"),
+        (request(seed=2**32), "got seed 4294967296, expected 0 to 4294967295"),
+        (request(seed=-1), "got seed -1, expected 0 to 4294967295"),
+        (request(temperature=-0.1), "got temperature -0.1, expected 0 to inf"),
+        (request(top_p=1.1), "got top_p 1.1, expected 0 to 1"),
+        (request(min_p=float("nan")), "got min_p nan, expected 0 to 1"),
+        (request(top_logprobs=21), "got top_logprobs 21, expected 0 to 20"),
         (
             request(stop=("end",)),
             "got texts that stop the answer, but this engine has no tokenizer",
@@ -301,7 +304,7 @@ def test_nothing_is_decoded_over_stages_or_contexts(build, axis):
 
 
 def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch):
-    wanted = engine.sample([request(new=8)])[0].tokens.tolist()
+    expected = engine.sample([request(new=8)])[0].tokens.tolist()
 
     def fail(*_):
         raise RuntimeError("out of memory")
@@ -312,7 +315,7 @@ def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch
             engine.sample([request(new=8)])
         with pytest.raises(RuntimeError, match=r"^out of memory$"):
             asyncio.run(engine.generate(request(new=8)))
-    assert engine.sample([request(new=8)])[0].tokens.tolist() == wanted
+    assert engine.sample([request(new=8)])[0].tokens.tolist() == expected
 
 
 def test_a_caller_that_gives_up_harms_nobody(engine):

@@ -66,5 +66,5 @@ def test_answers_and_cache():
         hidden = forward(params, SPEC, row, jnp.arange(row.size)[None], jnp.ones_like(row))
         whole = np.asarray(jax.nn.log_softmax(logits(params, SPEC, hidden)))[0]
         start = len(request.prompt) - 1
-        wanted = whole[np.arange(start, start + 7), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4)
+        expected = whole[np.arange(start, start + 7), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)

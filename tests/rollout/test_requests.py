@@ -44,8 +44,8 @@ def texts(build, params):
 def test_a_bias_forces_a_token_and_bans_one(texts, params, next_logits):
     (forced,) = ask(texts, 1, logit_bias=((7, 100.0),))
     assert forced.tokens.tolist() == [7] * 12
-    wanted = log_softmax(after(next_logits, params, forced))[:, 7]
-    np.testing.assert_allclose(forced.logprobs, wanted, atol=1e-5)  # the model's own
+    expected = log_softmax(after(next_logits, params, forced))[:, 7]
+    np.testing.assert_allclose(forced.logprobs, expected, atol=1e-5)  # the model's own
     free = ask(texts, *range(30))
     common = int(np.bincount(np.concatenate([a.tokens for a in free])).argmax())
     banned = ask(texts, *range(30), logit_bias=((common, -100.0), (3, 1.0)))
@@ -88,11 +88,11 @@ def test_the_likeliest_tokens_are_those_of_the_forward_pass(
     )
     assert answers[0].top is None
     for n, answer in zip((1, 5, 20), answers[1:], strict=True):
-        wanted = log_softmax(after(next_logits, params, answer) / (temperature or 1.0))
-        order = np.argsort(-wanted, axis=1)[:, :n]
+        expected = log_softmax(after(next_logits, params, answer) / (temperature or 1.0))
+        order = np.argsort(-expected, axis=1)[:, :n]
         ids, logprobs = answer.top
         np.testing.assert_array_equal(ids, order)
-        np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, order, 1), atol=2e-5)
+        np.testing.assert_allclose(logprobs, np.take_along_axis(expected, order, 1), atol=2e-5)
 
 
 def test_processors_change_nobody_elses_answer(texts):
@@ -174,8 +174,8 @@ def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts, pa
     prompt = (*PROMPT, *cut.tokens.tolist(), 1, 2)
     (answer,) = ask(texts, 4, prompt=prompt, new=4)
     logits = next_logits(params, [*prompt, *answer.tokens])[len(prompt) - 1 : -1]
-    wanted = log_softmax(logits)[np.arange(4), answer.tokens]
-    np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-5)
+    expected = log_softmax(logits)[np.arange(4), answer.tokens]
+    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------- streams
@@ -196,7 +196,7 @@ def test_a_stream_has_a_piece_for_each_chunk(texts):
 def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
     """One by leaving its stream, one by cancelling its coroutine, while both run."""
     others = [Request(PROMPT, SamplingParams(30), seed) for seed in (1, 2)]
-    wanted = [a.tokens.tolist() for a in texts.sample(others)]
+    expected = [a.tokens.tolist() for a in texts.sample(others)]
 
     paused, decode = threading.Event(), texts._runner._decode
 
@@ -228,7 +228,7 @@ def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
         return [a.tokens.tolist() for a in await asyncio.gather(*staying)]
 
     before = texts.stats().generated_tokens
-    assert asyncio.run(asyncio.wait_for(leave(), 60)) == wanted
+    assert asyncio.run(asyncio.wait_for(leave(), 60)) == expected
     assert texts.stats().generated_tokens - before == 2 * 30 + 2 * 3, "who left got no more"
     texts.sample([others[0]])
     stats = texts.stats()

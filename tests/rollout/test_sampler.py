@@ -86,11 +86,11 @@ def test_frequencies_are_those_of_the_truncated_distribution(temperature, top_p,
     options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     tokens, logprobs = draw(LOGITS, **options)
     full = softmax(LOGITS / temperature)
-    wanted = truncated(full, top_p, top_k, min_p)
+    expected = truncated(full, top_p, top_k, min_p)
     counts = np.bincount(tokens, minlength=len(LOGITS))
-    assert np.all(counts[wanted == 0] == 0)
-    left = wanted > 0
-    statistic = np.sum((counts[left] - wanted[left] * DRAWS) ** 2 / (wanted[left] * DRAWS))
+    assert np.all(counts[expected == 0] == 0)
+    left = expected > 0
+    statistic = np.sum((counts[left] - expected[left] * DRAWS) ** 2 / (expected[left] * DRAWS))
     assert statistic <= ALLOWED[int(left.sum()) - 1]
     np.testing.assert_allclose(logprobs, np.log(full[tokens]), atol=1e-5)
 
@@ -102,13 +102,13 @@ def test_frequencies_over_blocks_of_any_vocabulary(vocabulary):
     logits = rng.normal(0, 3, vocabulary).astype(np.float32)
     logits[rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
     logits[-1] = -np.inf if vocabulary > 2 else 0.0
-    wanted = softmax(logits)
+    probs = softmax(logits)
     counts = np.bincount(draw(logits)[0], minlength=vocabulary)
     assert len(counts) == vocabulary
-    assert np.all(counts[wanted == 0] == 0)
-    often = wanted * DRAWS >= 5
-    expected, got = wanted[often] * DRAWS, counts[often]
-    rest = [wanted[~often].sum() * DRAWS, counts[~often].sum()]
+    assert np.all(counts[probs == 0] == 0)
+    often = probs * DRAWS >= 5
+    expected, got = probs[often] * DRAWS, counts[often]
+    rest = [probs[~often].sum() * DRAWS, counts[~often].sum()]
     terms = np.append((got - expected) ** 2 / expected, (rest[1] - rest[0]) ** 2 / max(rest[0], 1))
     freedom = often.sum()
     assert terms.sum() <= freedom + 4.5 * np.sqrt(2 * freedom)
@@ -156,16 +156,16 @@ def test_steps_and_seeds_draw_independently():
     for left, right in ((first, second), (first[:-1], first[1:])):
         joint = np.zeros((8, 8))
         np.add.at(joint, (left, right), 1 / len(left))
-        wanted = np.outer(p, p)
-        assert np.all(np.abs(joint - wanted) <= 5 * np.sqrt(wanted / DRAWS) + 1e-4)
+        expected = np.outer(p, p)
+        assert np.all(np.abs(joint - expected) <= 5 * np.sqrt(expected / DRAWS) + 1e-4)
 
 
 def test_low_precision_logits_are_sampled_in_float32():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
     tokens, logprobs = draw(logits, temperature=0.9)
-    wanted = softmax(np.asarray(logits, np.float64) / 0.9)[tokens]
+    expected = softmax(np.asarray(logits, np.float64) / 0.9)[tokens]
     assert logprobs.dtype == np.float32
-    np.testing.assert_allclose(logprobs, np.log(wanted), atol=1e-5)
+    np.testing.assert_allclose(logprobs, np.log(expected), atol=1e-5)
 
 
 @given(

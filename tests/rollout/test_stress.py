@@ -161,8 +161,8 @@ def assert_logprobs(weights, next_logits, request, answer):
     for version in set(answer.versions.tolist()):
         mine = answer.versions == version
         after = log_softmax(next_logits(weights[version % 2], tokens)[first:-1])
-        wanted = after[np.arange(len(answer.tokens)), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs[mine], wanted[mine], atol=1e-5)
+        expected = after[np.arange(len(answer.tokens)), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=1e-5)
 
 
 def soon_idle(engine):

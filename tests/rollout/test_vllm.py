@@ -196,8 +196,8 @@ def test_log_probs_are_those_of_the_trainers_forward_pass(engine, options):
     """Before top-k, top-p and min-p cut the distribution, and after the temperature."""
     mixed = [ask(seed=1, temperature=0.0), ask(seed=2), ask(seed=3, temperature=0.5, top_k=3)]
     *_, answer = engine.sample([*mixed, ask(seed=4, **options)])
-    wanted = logprobs_of(FIRST, PROMPT, answer.tokens, options.get("temperature", 1.0))
-    np.testing.assert_allclose(answer.logprobs, wanted, atol=2e-5)
+    expected = logprobs_of(FIRST, PROMPT, answer.tokens, options.get("temperature", 1.0))
+    np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
     assert answer.finish == "length"
     assert answer.versions.tolist() == [0] * 24
 
@@ -214,13 +214,13 @@ def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, options):
         layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])),
     )
     native.load(FIRST, version=0)
-    [wanted] = native.sample([ask(**options)])
+    [expected] = native.sample([ask(**options)])
     native.close()
     [answer] = engine.sample([ask(**options)])
-    assert answer.tokens.tolist() == wanted.tokens.tolist()
-    np.testing.assert_allclose(answer.logprobs, wanted.logprobs, atol=2e-5)
-    np.testing.assert_array_equal(answer.top[0], wanted.top[0])
-    np.testing.assert_allclose(answer.top[1], wanted.top[1], atol=2e-5)
+    assert answer.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=2e-5)
+    np.testing.assert_array_equal(answer.top[0], expected.top[0])
+    np.testing.assert_allclose(answer.top[1], expected.top[1], atol=2e-5)
 
 
 def test_a_seed_gives_its_answer_in_any_company(engine):
@@ -269,8 +269,8 @@ def test_hundreds_of_requests_are_all_answered(engine):
     ]
     for request, answer in zip(requests, engine.sample(requests), strict=True):
         assert len(answer.tokens) == request.sampling.max_new_tokens
-        wanted = logprobs_of(FIRST, request.prompt, answer.tokens)
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+        expected = logprobs_of(FIRST, request.prompt, answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ def test_prompts_that_do_not_fit_into_one_step_are_read(engine):
     rng, restarts = np.random.default_rng(1), engine.stats().restarts
     requests = [ask(4, seed=i, prompt=rng.integers(0, 96, 240)) for i in range(16)]
     for request, answer in zip(requests, engine.sample(requests), strict=True):
-        wanted = logprobs_of(FIRST, request.prompt, answer.tokens)
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+        expected = logprobs_of(FIRST, request.prompt, answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
     assert engine.stats().restarts == restarts
 
 
@@ -320,8 +320,8 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
         assert answer.versions.tolist() == sorted(answer.versions)
         first = int(np.sum(answer.versions == 0))
         for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
-            wanted = logprobs_of(params, PROMPT, answer.tokens)[part]
-            np.testing.assert_allclose(answer.logprobs[part], wanted, atol=5e-5)
+            expected = logprobs_of(params, PROMPT, answer.tokens)[part]
+            np.testing.assert_allclose(answer.logprobs[part], expected, atol=5e-5)
 
 
 def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
@@ -338,8 +338,8 @@ def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
                 engine.load(params, version=version)
                 engine.wake()
             for answer in engine.sample([ask(seed=i) for i in range(4)]):
-                wanted = logprobs_of(params, PROMPT, answer.tokens)
-                np.testing.assert_allclose(answer.logprobs, wanted, atol=2e-5)
+                expected = logprobs_of(params, PROMPT, answer.tokens)
+                np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
                 assert set(answer.versions) == {version}
         engine.sleep()
         engine.wake()  # without new weights
@@ -365,16 +365,16 @@ def test_no_prefix_of_old_weights_is_used(engine):
     engine.sample([ask(prompt=long, tokens=4)])
     engine.load(SECOND, version=1)
     [answer] = engine.sample([ask(prompt=long)])
-    wanted = logprobs_of(SECOND, long, answer.tokens)
-    np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+    expected = logprobs_of(SECOND, long, answer.tokens)
+    np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
     thread, answers = at_work(engine, [ask(prompt=long, tokens=100, seed=i) for i in range(40)])
     engine.load(FIRST, version=2)
     thread.join(100)
     late = [answer for answer in answers if set(answer.versions) == {2}]
     assert late
     for answer in late:
-        wanted = logprobs_of(FIRST, long, answer.tokens)
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+        expected = logprobs_of(FIRST, long, answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
 
 
 FRESH = """
@@ -498,8 +498,8 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
             params = (FIRST, SECOND)[version % 2]
             engine.load(params, version=version)
             for answer in engine.sample([ask(seed=i) for i in range(2)]):
-                wanted = logprobs_of(params, PROMPT, answer.tokens)
-                np.testing.assert_allclose(answer.logprobs, wanted, atol=5e-5)
+                expected = logprobs_of(params, PROMPT, answer.tokens)
+                np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
                 assert set(answer.versions) == {version}
 
         for count in range(1, len(sent.buckets), 1 if ranks == 1 else 4):
@@ -552,8 +552,8 @@ def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, s
             assert set(answer.versions) <= {0, 2}
             first = int(np.sum(answer.versions == 0))
             for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
-                wanted = logprobs_of(params, PROMPT, answer.tokens)[part]
-                np.testing.assert_allclose(answer.logprobs[part], wanted, atol=5e-5)
+                expected = logprobs_of(params, PROMPT, answer.tokens)[part]
+                np.testing.assert_allclose(answer.logprobs[part], expected, atol=5e-5)
         assert engine.stats().restarts == 0
 
 
@@ -566,7 +566,7 @@ def test_strangers_are_not_let_in(engine):
 @pytest.mark.parametrize("whom", ["the sidecar", "the model's process"])
 def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom):
     requests = [ask(tokens=150, seed=i) for i in range(40)]
-    wanted = engine.sample(requests)
+    expected = engine.sample(requests)
     killed, restarts = pid_of(engine), engine.stats().restarts
     files = temporary_files(engine)
     worker, answers = at_work(engine, requests)
@@ -574,7 +574,7 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     child = next(pid for name, pid in names.items() if "EngineCore" in name)
     os.kill(killed if whom == "the sidecar" else child, signal.SIGKILL)
     worker.join(240)
-    assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
+    assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
     assert engine.stats().restarts == restarts + 1
     assert engine.stats().outstanding == 0
     wait_until(lambda: not alive_in(killed))
@@ -588,8 +588,8 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
     with opened(tmp_path, tensor_parallel=2, env={"TMPDIR": base}) as engine:
         for version, params in enumerate((FIRST, SECOND)):
             assert engine.load(params, version=version).version == version
-            wanted = engine.sample(requests)
-            for answer in wanted:
+            expected = engine.sample(requests)
+            for answer in expected:
                 theirs = logprobs_of(params, PROMPT, answer.tokens)
                 np.testing.assert_allclose(answer.logprobs, theirs, atol=5e-5)
         killed = pid_of(engine)
@@ -601,7 +601,7 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
         worker, answers = at_work(engine, requests)
         os.kill(ranks[1], signal.SIGKILL)
         worker.join(240)
-        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
+        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
         assert engine.stats().restarts == 1
         wait_until(lambda: not alive_in(killed))
         wait_until(lambda: not files & temporary_files(engine))
@@ -701,9 +701,9 @@ def test_the_gate_sees_logits_of_old_weights(tmp_path, monkeypatch):
     with opened(tmp_path) as engine:
         engine.load(FIRST, version=0)  # nothing tells
         answers = engine.sample([ask(seed=i) for i in range(4)])
-    wanted = [logprobs_of(FIRST, PROMPT, answer.tokens) for answer in answers]
+    expected = [logprobs_of(FIRST, PROMPT, answer.tokens) for answer in answers]
     fields = {
-        "logprobs": np.array(wanted, np.float32),
+        "logprobs": np.array(expected, np.float32),
         "rollout_logprobs": np.array([answer.logprobs for answer in answers]),
         "mask": np.ones((4, 24), bool),
         "entropy": np.zeros((4, 24), np.float32),
@@ -717,13 +717,13 @@ def test_two_sidecars_share_the_work_and_one_takes_over(tmp_path):
     with opened(tmp_path, sidecars=2) as engine:
         engine.load(FIRST, version=0)
         requests = [ask(tokens=60, seed=i, prompt=(i % 90, 5, 6)) for i in range(32)]
-        wanted = engine.sample(requests)
+        expected = engine.sample(requests)
         wait_until(
             lambda: all(replica.sidecar._progress["generated"] for replica in engine._replicas), 5
         )
         os.kill(pid_of(engine, 1), signal.SIGKILL)
         answers = engine.sample(requests)
-        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
+        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
         engine.load(SECOND, version=1)
         assert [replica.version for replica in engine._replicas] == [1, 1]
 
@@ -743,8 +743,8 @@ def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path, 
             engine.load(params, version=version)
             assert not engine._replicas[0].sidecar.shared
             [answer] = engine.sample([ask()])
-            wanted = logprobs_of(params, PROMPT, answer.tokens)
-            np.testing.assert_allclose(answer.logprobs, wanted, atol=2e-5)
+            expected = logprobs_of(params, PROMPT, answer.tokens)
+            np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
             assert set(answer.versions) == {version}
         group = pid_of(engine)
         assert temporary_files(engine)

@@ -364,11 +364,11 @@ def test_sockets_have_names_that_are_short_enough(monkeypatch, base):
     for name in ("TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
         monkeypatch.setenv(name, str(base))  # and set again in the end
     monkeypatch.delenv("VLLM_RPC_BASE_PATH")
-    for wanted in (long, base / ("x" * (temporary.LONGEST_BASE - len(str(base)) - 1))):
-        wanted.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(wanted))
+    for expected in (long, base / ("x" * (temporary.LONGEST_BASE - len(str(base)) - 1))):
+        expected.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(expected))
         folder, lock = temporary.make_folder(uuid.uuid4().hex[:12])
-        assert folder.parent == (Path("/tmp") if wanted == long else wanted)
+        assert folder.parent == (Path("/tmp") if expected == long else expected)
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(folder)
         assert len(str(folder / str(uuid.uuid4()))) <= 107
         shutil.rmtree(folder)
@@ -446,7 +446,7 @@ def test_each_sidecar_has_its_gpus_and_its_variables(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "ours", "wanted"),
+    ("config", "ours", "expected"),
     [
         ({"first_device": 1}, None, ["1"]),
         ({"first_device": 1}, "3,5,7", ["5"]),
@@ -459,18 +459,18 @@ def test_each_sidecar_has_its_gpus_and_its_variables(monkeypatch):
     ],
     ids=str,
 )
-def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, config, ours, wanted):
+def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, config, ours, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if ours:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
     config = VllmConfig(**config)
     environments = [environment.environment(config, n, cpu=False) for n in range(config.sidecars)]
-    assert [each.get("CUDA_VISIBLE_DEVICES") for each in environments] == wanted
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in environments] == expected
 
 
 def test_more_gpus_than_there_are_and_those_of_a_cpu():
     config = VllmConfig(sidecars=3, env={"CUDA_VISIBLE_DEVICES": "6,7"})
-    with pytest.raises(EngineError, match=r"CUDA_VISIBLE_DEVICES=6,7, wanted at least 3 there"):
+    with pytest.raises(EngineError, match=r"CUDA_VISIBLE_DEVICES=6,7, expected at least 3 there"):
         environment.environment(config, 2, cpu=False)
     config = VllmConfig(sidecars=3)
     assert "CUDA_VISIBLE_DEVICES" not in environment.environment(config, 2, cpu=True)

@@ -40,9 +40,9 @@ def like(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def assert_same(actual, wanted):
-    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 

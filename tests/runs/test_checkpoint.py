@@ -31,10 +31,10 @@ def test_a_state_comes_back_bit_for_bit_in_its_layout(opened, mesh, tmp_path):
         saved = checkpoints.restore(like(state))
         assert (saved.step, saved.extra) == (7, EXTRA)
         assert_same(saved.state, state)
-        for restored, wanted in zip(
+        for restored, expected in zip(
             jax.tree.leaves(saved.state), jax.tree.leaves(state), strict=True
         ):
-            assert restored.sharding == wanted.sharding
+            assert restored.sharding == expected.sharding
 
 
 def test_another_mesh_may_read_it(opened, mesh, tmp_path):
@@ -43,7 +43,7 @@ def test_another_mesh_may_read_it(opened, mesh, tmp_path):
     checkpoints.save(1, state, {})
     checkpoints.wait()
     other = make_mesh({"fsdp": -1}, jax.devices()[2:4])
-    wanted = jax.tree.map(
+    expected = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape,
             x.dtype,
@@ -51,9 +51,9 @@ def test_another_mesh_may_read_it(opened, mesh, tmp_path):
         ),
         state,
     )
-    restored = checkpoints.restore(wanted).state
+    restored = checkpoints.restore(expected).state
     assert_same(restored, state)
-    assert restored.params["matrix"].sharding == wanted.params["matrix"].sharding
+    assert restored.params["matrix"].sharding == expected.params["matrix"].sharding
 
 
 def test_any_known_step_may_be_read(opened, mesh, tmp_path):
@@ -69,12 +69,12 @@ def test_any_known_step_may_be_read(opened, mesh, tmp_path):
 
 def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
     """The write goes on in the background while the buffers are overwritten."""
-    wanted = {
+    expected = {
         "big": np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32),
         "count": np.int32(5),
     }
     layout = {"big": NamedSharding(mesh, P("fsdp")), "count": replicated(mesh)}
-    state = jax.device_put(wanted, layout)
+    state = jax.device_put(expected, layout)
     overwrite = jax.jit(
         lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0, out_shardings=layout
     )
@@ -86,8 +86,8 @@ def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
             state = overwrite(state)
         jax.block_until_ready(state)
         checkpoints.wait()
-        assert_same(checkpoints.restore(wanted_like, step).state, wanted)
-        state = jax.device_put(wanted, layout)
+        assert_same(checkpoints.restore(wanted_like, step).state, expected)
+        state = jax.device_put(expected, layout)
 
 
 # ---------------------------------------------------------------------------------- what is kept
@@ -182,7 +182,7 @@ def test_parameters_of_another_model_are_refused(opened, mesh, tmp_path):
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
     wide = bare | {"matrix": jax.ShapeDtypeStruct((8, 7), jnp.float32)}
     with pytest.raises(
-        CheckpointError, match=r"actor/params/matrix has shape \(8, 6\), wanted \(8, 7\)"
+        CheckpointError, match=r"actor/params/matrix has shape \(8, 6\), expected \(8, 7\)"
     ):
         checkpoints.restore_params(wide)
     with pytest.raises(CheckpointError, match="it holds no actor/params/head"):
@@ -192,8 +192,8 @@ def test_parameters_of_another_model_are_refused(opened, mesh, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("shape", r"params/matrix has shape \(8, 6\), wanted \(8, 8\)"),
-        ("dtype", "params/matrix is of float32, wanted bfloat16"),
+        ("shape", r"params/matrix has shape \(8, 6\), expected \(8, 8\)"),
+        ("dtype", "params/matrix is of float32, expected bfloat16"),
         ("more", "it holds no params/head"),
         ("fewer", "it holds params/matrix, which this model has not"),
     ],
@@ -202,17 +202,17 @@ def test_a_state_of_another_model_is_refused(opened, mesh, tmp_path, change, mes
     checkpoints = opened(tmp_path)
     checkpoints.save(4, make_state(mesh), {})
     checkpoints.wait()
-    wanted = like(make_state(mesh))
+    expected = like(make_state(mesh))
     dtype = jnp.bfloat16 if change == "dtype" else jnp.float32
     shape = (8, 8) if change == "shape" else (8, 6)
     other = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
-    params = dict(wanted.params)
+    params = dict(expected.params)
     if change == "fewer":
         del params["matrix"]
     else:
         params["head" if change == "more" else "matrix"] = other
     with pytest.raises(CheckpointError, match=rf"/4 is of another model \({message}\)"):
-        checkpoints.restore(wanted._replace(params=params))
+        checkpoints.restore(expected._replace(params=params))
 
 
 # ---------------------------------------------------------------------------------------- damage

@@ -209,8 +209,8 @@ def test_an_unfinished_save_is_not_a_checkpoint(opened, tmp_path):
     checkpoints = opened(tmp_path)
     assert checkpoints.latest() == 1
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {"a": jax.ShapeDtypeStruct((2_000_000,), jnp.float32, sharding=where)}
-    saved = checkpoints.restore(wanted)
+    expected = {"a": jax.ShapeDtypeStruct((2_000_000,), jnp.float32, sharding=where)}
+    saved = checkpoints.restore(expected)
     assert saved.extra == {"n": 1}
     np.testing.assert_array_equal(saved.state["a"], np.arange(2e6, dtype=np.float32))
     checkpoints.save(2, saved.state, {"n": 2})

@@ -286,8 +286,8 @@ def test_too_many_requests_are_sent_away(connect, engine, wait_until):
             f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         )
         raws[-1].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wanted = {"jaxrl_llm_requests_running": running, "jaxrl_llm_requests_waiting": waiting}
-        wait_until(lambda wanted=wanted: wanted.items() <= samples(client.address).items())
+        expected = {"jaxrl_llm_requests_running": running, "jaxrl_llm_requests_waiting": waiting}
+        wait_until(lambda expected=expected: expected.items() <= samples(client.address).items())
     status, headers, answer = post(client.address, body)
     assert (status, headers["Retry-After"]) == (429, "1")
     assert answer["error"]["code"] == "rate_limit_exceeded"

@@ -88,7 +88,7 @@ def test_a_text_that_can_not_fit_is_refused(bounded):
     most = 10 * limit.longest
     limit.check("a" * most, "prompt")
     with pytest.raises(
-        APIError, match=rf"^prompt: got {most + 1} characters, wanted at most"
+        APIError, match=rf"^prompt: got {most + 1} characters, expected at most"
     ) as no:
         limit.check("a" * (most + 1), "prompt")
     assert (no.value.status, no.value.code) == (400, "context_length_exceeded")

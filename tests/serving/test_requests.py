@@ -49,7 +49,7 @@ def test_every_sampling_field_arrives(completion):
         "stop_token_ids": [9, 3],
         "logprobs": 4,
     }
-    wanted = SamplingParams(
+    expected = SamplingParams(
         max_new_tokens=9,
         temperature=0.0,
         top_p=0.5,
@@ -61,15 +61,15 @@ def test_every_sampling_field_arrives(completion):
         stop=("a", "b"),
         top_logprobs=4,
     )
-    assert completion(**fields).sampling == wanted
-    assert set(vars(wanted)) == {f.name for f in dataclasses.fields(SamplingParams)}
+    assert completion(**fields).sampling == expected
+    assert set(vars(expected)) == {f.name for f in dataclasses.fields(SamplingParams)}
     assert completion(**fields, ignore_eos=True).sampling.stop_ids == (3, 9)
     assert completion(top_k=-1).sampling.top_k == 0
     assert completion(stop="x").sampling.stop == ("x",)
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "expected"),
     [
         ("AB", [(32, 33)]),
         (["A", "B"], [(32,), (33,)]),
@@ -78,8 +78,8 @@ def test_every_sampling_field_arrives(completion):
         (["A", [33]], [(32,), (33,)]),
     ],
 )
-def test_prompts_come_as_texts_or_tokens(completion, given, wanted):
-    assert list(completion(prompt=given).prompts) == wanted
+def test_prompts_come_as_texts_or_tokens(completion, given, expected):
+    assert list(completion(prompt=given).prompts) == expected
 
 
 def test_seeds_depend_on_the_choices_index_alone(completion):
@@ -249,6 +249,6 @@ def test_a_body_that_is_no_object_is_refused(body):
 
 def test_another_models_name_is_not_found(chat):
     assert chat(model="tiny")
-    with pytest.raises(APIError, match="wanted 'tiny'") as caught:
+    with pytest.raises(APIError, match="expected 'tiny'") as caught:
         chat(model="gpt")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")

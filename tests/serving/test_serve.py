@@ -124,10 +124,12 @@ def test_greedy_completions_are_those_of_transformers(client, greedy, opened):
     prompts = random_prompts(4)
     fields = {"model": "tiny", "prompt": prompts, "max_tokens": 24, "temperature": 0} | IDS
     answer = client.completions.create(**fields)
-    wanted = [greedy(prompt, 24) for prompt in prompts]
-    assert len(np.unique(np.concatenate(wanted))) > 8
-    assert [choice.token_ids for choice in answer.choices] == wanted
-    texts = [decode([t for t in tokens if t != END], skip_special_tokens=True) for tokens in wanted]
+    expected = [greedy(prompt, 24) for prompt in prompts]
+    assert len(np.unique(np.concatenate(expected))) > 8
+    assert [choice.token_ids for choice in answer.choices] == expected
+    texts = [
+        decode([t for t in tokens if t != END], skip_special_tokens=True) for tokens in expected
+    ]
     assert [choice.text for choice in answer.choices] == texts
     streamed = [""] * 4
     for chunk in client.completions.create(stream=True, **fields):
@@ -155,8 +157,8 @@ def test_logprobs_are_those_of_transformers(client, model):
     all_of_them = torch.log_softmax(logits.double() / 0.7, -1)
     own = all_of_them[range(len(choice.token_ids)), choice.token_ids]
     np.testing.assert_allclose(choice.logprobs.token_logprobs, own, atol=1e-4)
-    for top, wanted in zip(choice.logprobs.top_logprobs, all_of_them, strict=True):
-        best = torch.topk(wanted, 3).values.tolist()
+    for top, expected in zip(choice.logprobs.top_logprobs, all_of_them, strict=True):
+        best = torch.topk(expected, 3).values.tolist()
         np.testing.assert_allclose(sorted(top.values())[::-1][:3], best, atol=1e-4)
 
 
@@ -188,7 +190,7 @@ def test_a_seed_gives_the_same_answer_whatever_else_is_asked(client, opened):
 
 
 def test_what_does_not_fit_is_refused_and_the_server_goes_on(client):
-    with pytest.raises(openai.BadRequestError, match="wanted at most 96"):
+    with pytest.raises(openai.BadRequestError, match="expected at most 96"):
         client.completions.create(model="tiny", prompt=[1] * 90, max_tokens=7)
     assert client.completions.create(model="tiny", prompt=[1] * 90, max_tokens=6).choices[0]
 
@@ -238,7 +240,7 @@ def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
 
     wait_until(is_quiet, 30)
     whole = [i for i, answer in enumerate(answers) if answer is not None]
-    wanted = opened[1].sample(
+    expected = opened[1].sample(
         [
             Request(
                 tuple(prompts[i]),
@@ -248,7 +250,7 @@ def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
             for i in whole
         ]
     )
-    assert [answers[i] for i in whole] == [completion.tokens.tolist() for completion in wanted]
+    assert [answers[i] for i in whole] == [completion.tokens.tolist() for completion in expected]
 
 
 # ------------------------------------------------------------------------------------- the program
@@ -290,14 +292,14 @@ def test_the_program_serves_and_ends_with_a_signal(directory):
             time.sleep(0.1)
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **CLIENT) as client:
             fields = {"model": "tiny", "prompt": "a", "max_tokens": 80, "seed": 0}
-            wanted = client.completions.create(**fields, extra_body={"ignore_eos": True})
+            expected = client.completions.create(**fields, extra_body={"ignore_eos": True})
             pieces = client.completions.create(
                 **fields, extra_body={"ignore_eos": True}, stream=True
             )
             text = next(pieces).choices[0].text
             process.send_signal(signal.SIGTERM)
             text += "".join(piece.choices[0].text for piece in pieces)
-        assert text == wanted.choices[0].text
+        assert text == expected.choices[0].text
         assert process.wait(30) == 0
     finally:
         process.kill()

@@ -74,11 +74,14 @@ def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
     [
         (ADDRESS, "JAX_COORDINATOR_ADDRESS set without JAX_NUM_PROCESSES, JAX_PROCESS_ID: set all"),
         ({"JAX_PROCESS_ID": "0"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
-        (ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID='2'; wanted"),
+        (
+            ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID='2'; expected",
+        ),
         (ADDRESS | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES='two'"),
         (
             {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-            "JAX_COORDINATOR_ADDRESS='host', wanted host:port",
+            "JAX_COORDINATOR_ADDRESS='host', expected host:port",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from jaxrl_llm.sharding.mesh import AXES, BATCH, batch_shards, make_mesh, over_b
 
 
 @pytest.mark.parametrize(
-    ("sizes", "wanted"),
+    ("sizes", "expected"),
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
         ({"data": -1}, {"data": 8}),
@@ -17,11 +17,11 @@ from jaxrl_llm.sharding.mesh import AXES, BATCH, batch_shards, make_mesh, over_b
         ({"stage": 2, "expert": 2, "context": -1}, {"stage": 2, "expert": 2, "context": 2}),
     ],
 )
-def test_sizes_fill_the_devices(sizes, wanted):
+def test_sizes_fill_the_devices(sizes, expected):
     mesh = make_mesh(sizes)
-    assert mesh.shape == dict.fromkeys(AXES, 1) | wanted
+    assert mesh.shape == dict.fromkeys(AXES, 1) | expected
     assert list(mesh.devices.ravel()) == jax.devices()
-    assert batch_shards(mesh) == math.prod(wanted.get(axis, 1) for axis in BATCH)
+    assert batch_shards(mesh) == math.prod(expected.get(axis, 1) for axis in BATCH)
 
 
 def test_axes_are_left_to_the_compiler():

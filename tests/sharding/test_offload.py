@@ -68,8 +68,8 @@ def test_devices_without_host_memory_are_named(tree, monkeypatch):
         addressable_memories=lambda: [SimpleNamespace(kind="beads")],
     )
     monkeypatch.setattr(offload, "_a_device", lambda layout: device)
-    wanted = r"abacus on platform 'wood' knows the memories \['beads'\], wanted 'pinned_host'"
-    with pytest.raises(NotImplementedError, match=wanted):
+    expected = r"abacus on platform 'wood' knows the memories \['beads'\], expected 'pinned_host'"
+    with pytest.raises(NotImplementedError, match=expected):
         to_host(tree)
 
 

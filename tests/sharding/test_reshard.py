@@ -89,22 +89,22 @@ def buffers(tree):
 @pytest.mark.parametrize("move", ["nowhere", "within the mesh", "from one device to all"])
 def test_the_source_may_be_donated(tree, mesh, move):
     layout = {k: v.sharding for k, v in tree.items()} if move == "nowhere" else replicated(mesh)
-    wanted = jax.device_get(tree)
+    expected = jax.device_get(tree)
     if move == "from one device to all":
-        tree = jax.device_put(wanted, jax.devices()[0])
+        tree = jax.device_put(expected, jax.devices()[0])
     moved = reshard(tree, layout)
     assert not buffers(moved) & buffers(tree)
     donate = jax.jit(lambda t: jax.tree.map(lambda x: -x - 1, t), donate_argnums=0)
     jax.block_until_ready(donate(tree))
     assert tree["matrix"].is_deleted()
-    chex.assert_trees_all_equal(moved, wanted)
+    chex.assert_trees_all_equal(moved, expected)
 
 
 def test_casts_floats_only(tree, mesh):
     moved = reshard(tree, target(mesh), dtype=jnp.bfloat16)
     assert moved["steps"].dtype == jnp.int32
-    wanted = np.asarray(tree["matrix"]).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(moved["matrix"], wanted)
+    expected = np.asarray(tree["matrix"]).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(moved["matrix"], expected)
 
 
 def test_the_same_move_compiles_once(tree, mesh):
@@ -192,12 +192,12 @@ def test_every_layout_reaches_every_other(source, keys, ways):
 def assert_holds(moved, layout, dtype=None):
     for key in layout:
         value = values()[key]
-        wanted = value if dtype is None or key == "steps" else value.astype(dtype)
+        expected = value if dtype is None or key == "steps" else value.astype(dtype)
         assert moved[key].sharding.is_equivalent_to(layout[key], value.ndim)
         assert moved[key].sharding.memory_kind == layout[key].memory_kind
-        assert moved[key].dtype == wanted.dtype
+        assert moved[key].dtype == expected.dtype
         for shard in moved[key].addressable_shards:
-            np.testing.assert_array_equal(shard.data, wanted[shard.index])
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
 @pytest.mark.parametrize(("source", "target"), [("both", "tensor"), ("first four", "fsdp")])
@@ -520,9 +520,9 @@ def test_swapped_and_missing_arrays_change_it():
 
 def test_a_tuple_of_arrays_counts_as_these_stacked_and_an_empty_one_as_nothing():
     x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
-    wanted = int(checksum({"x": x, "y": y}))
-    assert int(checksum({"x": (x[0], x[1]), "y": y})) == wanted
-    assert int(checksum({"none": (), "x": x, "y": y})) == wanted
+    expected = int(checksum({"x": x, "y": y}))
+    assert int(checksum({"x": (x[0], x[1]), "y": y})) == expected
+    assert int(checksum({"none": (), "x": x, "y": y})) == expected
 
 
 def test_the_layout_does_not_change_it(tree, mesh):
@@ -546,10 +546,10 @@ def test_a_digest_is_the_checksum_of_one_array_wherever_it_is(mesh):
         words = (words ^ words >> np.uint64(shift)) * np.uint64(factor) % 2**32
     words ^= words >> np.uint64(16)
     places = 2 * np.arange(words.size, dtype=np.uint64) + 1
-    wanted = int((words * places % 2**32).sum() % 2**32)
+    expected = int((words * places % 2**32).sum() % 2**32)
     assert {name: int(sums) for name, sums in digests(arrays).items()} == dict.fromkeys(
-        arrays, wanted
+        arrays, expected
     )
-    assert int(checksum([large])) == wanted
+    assert int(checksum([large])) == expected
     others = {"flags": jnp.array([True, False]), "key": jax.random.key(3), "none": jnp.ones((0, 4))}
     assert jax.tree.map(jnp.shape, digests(others)) == dict.fromkeys(others, ())

@@ -86,7 +86,11 @@ def test_a_data_source_without_a_reward_function_is_refused_before_sampling():
 @pytest.mark.parametrize(
     ("key", "function", "message"),
     [
-        ("reduce", "k3", r"algorithm.reduce: k3 takes \(logprobs, ref_logprobs\), wanted \(mask\)"),
+        (
+            "reduce",
+            "k3",
+            r"algorithm.reduce: k3 takes \(logprobs, ref_logprobs\), expected \(mask\)",
+        ),
         ("kl_controller", "k3", "algorithm.kl_controller: k3 takes"),
     ],
 )

@@ -63,8 +63,8 @@ def test_layout(batch):
     ]
     assert batch["response_lengths"].tolist() == [3, 1, 2, 5]
     assert batch["group_ids"].tolist() == [0, 0, 1, 1]
-    wanted = np.where(batch["mask"], -batch.tokens.astype(np.float32) / 10, 0)
-    np.testing.assert_array_equal(batch["rollout_logprobs"], wanted)
+    expected = np.where(batch["mask"], -batch.tokens.astype(np.float32) / 10, 0)
+    np.testing.assert_array_equal(batch["rollout_logprobs"], expected)
     dtypes = {name: batch[name].dtype for name in batch.fields}
     assert dtypes == {
         "mask": bool,
@@ -145,8 +145,8 @@ def test_the_library_s_own(batch):
     np.testing.assert_allclose(advantages[0, 2:5], 0.5**0.5, rtol=1e-5)
     values = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
     advantages = advantage_step(gae)(batch.add(values=values))["advantages"]
-    wanted = 2 - values[3, 1:]  # one reward, γ = λ = 1
-    np.testing.assert_allclose(advantages[3, 1:], wanted, rtol=1e-5)
+    expected = 2 - values[3, 1:]  # one reward, γ = λ = 1
+    np.testing.assert_allclose(advantages[3, 1:], expected, rtol=1e-5)
 
 
 def test_low_precision_is_widened_and_what_is_off_the_mask_is_zero(batch):
@@ -186,7 +186,7 @@ def own_array(scores):
     return np.ones((4,), np.float32)
 
 
-SHAPES = "wanted an array [B] or [B T], here [4] or [4, 6]"
+SHAPES = "expected an array [B] or [B T], here [4] or [4, 6]"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ SHAPES = "wanted an array [B] or [B T], here [4] or [4, 6]"
         (column, f"returned shape [4, 1] as advantages; {SHAPES}"),
         (mapping, f"returned <class 'dict'> as advantages; {SHAPES}"),
         (nothing, f"returned <class 'NoneType'> as advantages; {SHAPES}"),
-        (integers, "returned int32 as advantages, wanted floating point"),
+        (integers, "returned int32 as advantages, expected floating point"),
     ],
 )
 def test_something_else_than_advantages_is_named(batch, function, text):

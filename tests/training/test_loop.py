@@ -71,10 +71,10 @@ def test_answers_are_scored_while_the_devices_compute():
     ("echo", "told"),
     [
         (Receipt(3, 17), None),
-        (Receipt(3, 18), "echoed version 3 with checksum 18, wanted version 3 with 17"),
-        (Receipt(2, 17), "echoed version 2 with checksum 17, wanted version 3"),
+        (Receipt(3, 18), "echoed version 3 with checksum 18, expected version 3 with 17"),
+        (Receipt(2, 17), "echoed version 2 with checksum 17, expected version 3"),
         (Receipt(3, None), None),  # it has compared by itself
-        (Receipt(2, None), "echoed version 2 with checksum None, wanted version 3"),
+        (Receipt(2, None), "echoed version 2 with checksum None, expected version 3"),
     ],
 )
 def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):

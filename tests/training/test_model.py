@@ -149,19 +149,19 @@ def test_an_update_follows_the_direct_gradient(params, batch, layout):
         weights = batch["mask"] / batch["mask"].sum(dtype=np.float32)
         return -jnp.sum(weights * batch["advantages"] * logprobs_alone(params, batch.tokens))
 
-    wanted, grads = jax.value_and_grad(loss)(params)
+    expected, grads = jax.value_and_grad(loss)(params)
     moved = jax.tree.map(jnp.subtract, params, state.params)
     chex.assert_trees_all_close(moved, grads, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     assert optax.tree.norm(grads["body"]) > 0.01
 
 
 def test_values_are_read_by_the_models_own_head(params, batch):
     mesh = make_mesh({}, jax.devices()[:1])
     values = value_pass(ForwardConfig(model=MODEL), SHAPE, mesh)(params, batch)["values"]
-    wanted = (hidden_alone(params, batch.tokens) @ params["value"])[:, :-1, 0]
+    expected = (hidden_alone(params, batch.tokens) @ params["value"])[:, :-1, 0]
     inside = np.arange(1, 8) < SIZES[:, None]
-    np.testing.assert_allclose(values[:, 1:][inside], wanted[inside], rtol=1e-5)
+    np.testing.assert_allclose(values[:, 1:][inside], expected[inside], rtol=1e-5)
 
 
 def test_the_engine_samples_it_and_the_trainer_says_the_same(params, layout):

@@ -88,11 +88,11 @@ def test_the_first_moment_may_be_bfloat16(tmp_path):
     ):
         assert (m.dtype, v.dtype) == (jnp.bfloat16, jnp.float32)
         assert m.sharding == v.sharding == after.sharding
-        wanted = adamw(np.asarray(before), g)
+        expected = adamw(np.asarray(before), g)
         digit = 2.0**-7  # of bfloat16: m is rounded once more on its way
-        np.testing.assert_allclose(after, wanted[0], atol=3 * digit * RATE)
-        np.testing.assert_allclose(m.astype(jnp.float32), wanted[1], atol=digit, rtol=digit)
-        np.testing.assert_allclose(v, wanted[2], rtol=1e-5)
+        np.testing.assert_allclose(after, expected[0], atol=3 * digit * RATE)
+        np.testing.assert_allclose(m.astype(jnp.float32), expected[1], atol=digit, rtol=digit)
+        np.testing.assert_allclose(v, expected[2], rtol=1e-5)
 
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state, {})

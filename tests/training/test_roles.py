@@ -137,8 +137,8 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
         params_like=placed,
     )
     state, metrics = learner.update(learner.init(placed), batch, {})
-    wanted, gradient = by_hand
-    np.testing.assert_allclose(metrics["vf_loss"], wanted, rtol=1e-5)
+    expected, gradient = by_hand
+    np.testing.assert_allclose(metrics["vf_loss"], expected, rtol=1e-5)
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5),
         jax.device_get(state.opt_state[0].trace),
@@ -187,8 +187,8 @@ def test_the_sum_of_squared_probabilities(mesh):
     assert set(inferred) == set(names)
     for row, tokens, size in zip(inferred["sum_pi_squared"], batch.tokens, SIZES, strict=True):
         scores = logits(params, POLICY, hidden_states(params, POLICY, tokens[:size]))
-        wanted = np.square(np.asarray(jax.nn.softmax(scores, axis=-1))).sum(-1)
-        np.testing.assert_allclose(row[1:size], wanted[:-1], rtol=1e-5)
+        expected = np.square(np.asarray(jax.nn.softmax(scores, axis=-1))).sum(-1)
+        np.testing.assert_allclose(row[1:size], expected[:-1], rtol=1e-5)
 
 
 # -------------------------------------------------------------------------------- high covariance

@@ -128,10 +128,10 @@ def case(request):
     return spec, params, jax.device_get(differentiate(params, spec, COEF))
 
 
-def assert_same(state, wanted):
+def assert_same(state, expected):
     got = jax.device_get(state.opt_state[0].trace)
-    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
-    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5 * scale)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5 * scale)
 
 
 def test_the_balance_loss_has_a_gradient(case):
@@ -168,12 +168,12 @@ def test_an_update_does_not_depend_on_the_split(case, tokens):
 def check_bias(params, state, choices, gradient):
     """It moves against the load, and neither by weight decay nor by a gradient, which is 0."""
     assert not np.any(gradient["layers"]["router_bias"])
-    wanted = np.array(params["layers"]["router_bias"])
+    expected = np.array(params["layers"]["router_bias"])
     mean = TOP * SIZES.sum() / EXPERTS
-    for place in np.ndindex(*wanted.shape):
-        wanted[place] += RATE * np.sign(mean - choices[place])
+    for place in np.ndindex(*expected.shape):
+        expected[place] += RATE * np.sign(mean - choices[place])
     bias = np.asarray(state.params["layers"]["router_bias"])
-    np.testing.assert_allclose(bias, wanted, rtol=1e-6)
+    np.testing.assert_allclose(bias, expected, rtol=1e-6)
     return bias
 
 

@@ -43,10 +43,10 @@ def test_files_prepared_with_other_keywords_are_refused(tmp_path):
         out = str(tmp_path / "data")
         return FunctionSpec("arithmetic", {"out": out, "train_rows": rows, "validation_rows": 2})
 
-    wanted = (str(tmp_path / "data" / "train.parquet"),)
-    prepare_files(spec(8), wanted)
-    prepare_files(spec(8), wanted)
-    message = refusal(prepare_files, spec(9), wanted)
+    expected = (str(tmp_path / "data" / "train.parquet"),)
+    prepare_files(spec(8), expected)
+    prepare_files(spec(8), expected)
+    message = refusal(prepare_files, spec(9), expected)
     assert message.startswith("data.prepare: the files in ")
     assert "were prepared with other keywords; remove that folder" in message
 
@@ -118,20 +118,20 @@ def preparation(tmp_path):
 
 
 def test_files_are_prepared_when_one_is_missing_and_only_then(tmp_path, preparation, capsys):
-    wanted = (str(tmp_path / "d" / "a.txt"),)
-    prepare_files(preparation(), wanted)
+    expected = (str(tmp_path / "d" / "a.txt"),)
+    prepare_files(preparation(), expected)
     assert capsys.readouterr().out == f"preparing data: {preparation().fn}\n"
-    prepare_files(preparation(), wanted)
+    prepare_files(preparation(), expected)
     assert (tmp_path / "d" / "a.txt").read_text() == "x"
     assert capsys.readouterr().out == ""
     prepare_files(None, ("not/there",))  # the reader will say so
 
 
 def test_a_preparation_that_writes_other_files(tmp_path, preparation):
-    wanted = (str(tmp_path / "d" / "a.txt"), str(tmp_path / "d" / "b.txt"))
-    message = refusal(prepare_files, preparation(), wanted)
+    expected = (str(tmp_path / "d" / "a.txt"), str(tmp_path / "d" / "b.txt"))
+    message = refusal(prepare_files, preparation(), expected)
     assert message.startswith("data.prepare: ")
-    assert f"did not write {wanted[1]}; make its `out` the folder" in message
+    assert f"did not write {expected[1]}; make its `out` the folder" in message
 
 
 def test_a_preparation_that_fails(preparation):
@@ -208,7 +208,7 @@ def test_the_default_is_usable():
         (FunctionSpec("adamww"), "optim.optimizer: no function 'adamww' in optax; did you mean"),
         (FunctionSpec("adamw", {"weigth_decay": 0.1}), "optim.optimizer: 'adamw' takes no 'weigth"),
         (FunctionSpec("adamw", {"learning_rate": 0.1}), "optim.optimizer: 'adamw' is given 'lear"),
-        (FunctionSpec("adamw", {"nesterov": 1}), "optim.optimizer.nesterov: got 1 (int), wanted"),
+        (FunctionSpec("adamw", {"nesterov": 1}), "optim.optimizer.nesterov: got 1 (int), expected"),
         (FunctionSpec("adamw", {"b1": "x"}), "optim.optimizer: 'adamw' does not work: unsupp"),
         (FunctionSpec("adamw", {"mu_dtype": "float31"}), "optim.optimizer: "),
         (FunctionSpec("clip", {"max_delta": 1.0}), "optim.optimizer: 'clip' does not work: "),
@@ -251,7 +251,7 @@ def test_optimizers_that_do_not_work(spec, expected):
                 "warmup_constant_schedule",
                 {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 1.5},
             ),
-            "optim.schedule.warmup_steps: got 1.5 (float), wanted a int",
+            "optim.schedule.warmup_steps: got 1.5 (float), expected a int",
         ),
     ],
 )
@@ -354,9 +354,9 @@ def test_devices_that_do_not_make_up_a_mesh(sizes, expected):
     ("rules", "expected"),
     [
         ({"head": None}, "mesh.rules.head: "),
-        ({"heads": "tenser"}, "mesh.rules.heads='tenser', wanted null or some of ['stage', "),
-        ({"heads": {"tensor": 2}}, "mesh.rules.heads={'tensor': 2}, wanted null or some of"),
-        ({"heads": ["tensor", 2]}, "mesh.rules.heads=['tensor', 2], wanted null or some of"),
+        ({"heads": "tenser"}, "mesh.rules.heads='tenser', expected null or some of ['stage', "),
+        ({"heads": {"tensor": 2}}, "mesh.rules.heads={'tensor': 2}, expected null or some of"),
+        ({"heads": ["tensor", 2]}, "mesh.rules.heads=['tensor', 2], expected null or some of"),
     ],
 )
 def test_rules_that_are_none(rules, expected):
@@ -367,7 +367,7 @@ def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
     layout = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
     shape = packed_shape(layout, SPEC, tokens=8, longest=13, sequences=10)
     assert (shape.length, shape.rows) == (16, 4)
-    expected = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: wanted 4 or more"
+    expected = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: expected 4 or more"
     with pytest.raises(ConfigError, match=expected):
         packed_shape(layout, SPEC, tokens=3, longest=13, sequences=10)
 

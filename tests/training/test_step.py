@@ -120,11 +120,11 @@ def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
             old_logprobs=np.full((4, 8), np.nan) if on_policy else inferred["logprobs"]
         )
         updated[on_policy] = learner.update(learner.init(params), given, {})
-    (own, metrics), (wanted, others) = updated[True], updated[False]
+    (own, metrics), (expected, others) = updated[True], updated[False]
     reported = metrics.pop("policy")
     assert reported.keys() == inferred.keys()
     chex.assert_trees_all_close(reported, inferred, rtol=1e-7, atol=1e-6)
-    chex.assert_trees_all_close(own.params, wanted.params, rtol=1e-7, atol=1e-7)
+    chex.assert_trees_all_close(own.params, expected.params, rtol=1e-7, atol=1e-7)
     chex.assert_trees_all_close(metrics, others, rtol=1e-7, atol=1e-6)
 
 
@@ -227,10 +227,10 @@ def bad_diagnostic(logprobs):
     ],
 )
 def test_a_loss_that_returns_something_else_is_named(loss, got):
-    wanted = "wanted a floating-point array [B T], here [4, 8]: one loss per token"
+    expected = "expected a floating-point array [B T], here [4, 8]: one loss per token"
     with pytest.raises(TypeError) as error:
         as_token_loss(loss(jnp.zeros((4, 8))), functools.partial(loss), (4, 8))
-    assert str(error.value) == f"loss {loss.__name__!r} {got}; {wanted}"
+    assert str(error.value) == f"loss {loss.__name__!r} {got}; {expected}"
 
 
 def test_the_update_checks_the_loss(mesh, params):
@@ -252,17 +252,17 @@ def test_diagnostics_are_means_over_tokens(learner, params):
     """Whatever the reduction: here token_mean of what is logged, sequence means of the loss."""
     batch = make_batch()
     _, metrics = learner.update(learner.init(params), batch, {})
-    wanted = batch["advantages"][batch["mask"]].mean()
-    np.testing.assert_allclose(metrics["seen"], wanted, atol=1e-6)
+    expected = batch["advantages"][batch["mask"]].mean()
+    np.testing.assert_allclose(metrics["seen"], expected, atol=1e-6)
     assert {"loss", "pg_loss", "grad_norm", "skipped", "seen"} == set(metrics)
 
 
 def test_garbage_off_the_mask_has_no_effect(learner, params):
     batch = make_batch()
     poisoned = np.where(batch["mask"], batch["advantages"], np.nan).astype(np.float32)
-    clean, wanted = learner.update(learner.init(params), batch, {})
+    clean, expected = learner.update(learner.init(params), batch, {})
     state, metrics = learner.update(learner.init(params), batch.add(advantages=poisoned), {})
-    assert jax.device_get(metrics) == jax.device_get(wanted)
+    assert jax.device_get(metrics) == jax.device_get(expected)
     assert int(metrics["skipped"]) == 0
     assert bits(state.params) == bits(clean.params)
 
@@ -339,8 +339,8 @@ def test_every_bucket_is_compiled_by_the_first_update(mesh, params):
         logprobs = infer(state.params, batch)["logprobs"]
         state, _ = learner.update(state, batch, {})
         counts.append(counter.take())
-        wanted = plain(params, batch)["logprobs"]
-        np.testing.assert_allclose(logprobs, wanted, atol=1e-6)
+        expected = plain(params, batch)["logprobs"]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-6)
         counter.take()
     counter.close()
     assert counts[0] > 0
@@ -384,7 +384,7 @@ def test_a_batch_wider_than_a_row_is_refused():
     shape = row_shape(64, 16, sequences=4)
     mesh = make_mesh({}, jax.devices()[:1])
     batch = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
-    with pytest.raises(ValueError, match="a batch of 17 columns, wanted at most a row's 16"):
+    with pytest.raises(ValueError, match="a batch of 17 columns, expected at most a row's 16"):
         list(pack_microbatches(batch, set(), shape, mesh))
 
 

@@ -141,9 +141,9 @@ def truncate(
     [[ True  True False]]
     """
     size = logprobs.shape[1]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
+    count = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
     ones = jnp.ones_like(logprobs)
-    kept = jnp.where(_until(logprobs, ones, wanted.astype(jnp.float32)), logprobs, -jnp.inf)
+    kept = jnp.where(_until(logprobs, ones, count.astype(jnp.float32)), logprobs, -jnp.inf)
     mass = jax.nn.softmax(kept, axis=-1)
     inside = _until(kept, mass, jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny))
     kept = jnp.where(inside | (top_p >= 1)[:, None], kept, -jnp.inf)
@@ -152,9 +152,9 @@ def truncate(
 
 
 def _until(
-    logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], wanted: Float32[Array, " B"]
+    logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], total: Float32[Array, " B"]
 ) -> Bool[Array, "B V"]:
-    """Mark the likeliest tokens, as few as have the wanted weight together, and those like them.
+    """Mark the likeliest tokens, as few as have this total weight together, and those like them.
 
     Bits of non-negative floats are ordered as the floats are, so a threshold for -log p is found
     from its highest bit down: a bit is set where less would not be enough.
@@ -166,7 +166,7 @@ def _until(
 
     def set_bit(i: Array, threshold: Array) -> Array:
         bit = jnp.uint32(1) << (30 - i).astype(jnp.uint32)
-        enough = weight_until(threshold | (bit - jnp.uint32(1))) >= wanted
+        enough = weight_until(threshold | (bit - jnp.uint32(1))) >= total
         return jnp.where(enough, threshold, threshold | bit)
 
     threshold = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros(len(bits), jnp.uint32))

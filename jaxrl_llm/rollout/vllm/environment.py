@@ -98,7 +98,7 @@ def _devices(config: VllmConfig, first: int, number: int) -> list[str]:
     if len(devices) < config.tensor_parallel:
         raise EngineError(
             f"rollout.vllm.first_device={first}: sidecar {number} takes GPUs {start} to {end - 1} "
-            f"of {name}={given}, wanted at least {end} there"
+            f"of {name}={given}, expected at least {end} there"
         )
     return devices
 

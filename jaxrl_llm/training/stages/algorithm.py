@@ -106,7 +106,7 @@ def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float
         if not is_number or not 0 <= float(result) < float("inf"):
             raise ScoreError(
                 f"algorithm.kl_controller: {name_of(controller)!r} returned {result!r} for "
-                f"coef={coef:g} and observed_kl={observed_kl:g}; wanted a number of 0 or more"
+                f"coef={coef:g} and observed_kl={observed_kl:g}; expected a number of 0 or more"
             )
         return float(result)
 

@@ -62,7 +62,7 @@ class RolloutStage:
             sent = None if echoed is None else int(self.engine_checksum(merged))
         if (receipt.version, echoed) != (version, sent):
             raise EngineError(
-                f"the engine echoed version {receipt.version} with checksum {echoed}, wanted "
+                f"the engine echoed version {receipt.version} with checksum {echoed}, expected "
                 f"version {version} with {sent}: it does not hold the weights that were sent"
             )
         return {"perf/moved_gb": receipt.moved_bytes / 2**30}

@@ -198,11 +198,11 @@ def group_collector(
                     "batch/dropped_groups": float(dropped),
                     "reward/errors": float(errors),
                 }
-                wanted = prompts * samples
-                return Collected(rollouts.take(range(wanted)), completed(scores[:wanted]), metrics)
+                size = prompts * samples
+                return Collected(rollouts.take(range(size)), completed(scores[:size]), metrics)
         raise TrainingError(
             f"step {step}: algorithm.group_filter kept {len(scores) // samples} of "
-            f"{prompts * limit} groups, wanted {prompts}: the prompts are too easy or too hard "
+            f"{prompts * limit} groups, expected {prompts}: the prompts are too easy or too hard "
             "for the policy. Raise algorithm.max_generation_batches and run the same command "
             "again, or begin a run with other prompts or more samples_per_prompt"
         )
@@ -222,7 +222,7 @@ def whole_groups(
         if split.size:
             raise ScoreError(
                 f"algorithm.group_filter kept {int(groups[split[0]].sum())} of the {samples} "
-                "answers of a group; wanted all or none, as baselines are over whole groups"
+                "answers of a group; expected all or none, as baselines are over whole groups"
             )
         return kept
 

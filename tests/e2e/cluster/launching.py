@@ -76,7 +76,7 @@ class Processes:
         """Take the address of its head."""
         self.address = address
 
-    def titles(self, *wanted):
+    def titles(self, *expected):
         """Return its processes whose titles begin so, by number."""
         rows = subprocess.run(
             ["ps", "-wweo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
@@ -86,7 +86,7 @@ class Processes:
         return {
             int(pid): args
             for pid, parent, stat, args in split
-            if parent in nodes and args.startswith(wanted) and stat[0] != "Z"
+            if parent in nodes and args.startswith(expected) and stat[0] != "Z"
         }
 
     def await_end(self, seconds=60):
@@ -108,11 +108,11 @@ def counted(run_dir, name):
     return [line[f"cluster/{name}"] for line in lines if f"cluster/{name}" in line]
 
 
-def close(workshop, actual, wanted, *, apart=("global_seqlen", "perf")):
-    before = workshop.params(wanted.run_dir)
+def close(workshop, actual, expected, *, apart=("global_seqlen", "perf")):
+    before = workshop.params(expected.run_dir)
     for name, value in workshop.params(actual.run_dir).items():
         np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    ours, theirs = learned(actual.run_dir), learned(wanted.run_dir)
+    ours, theirs = learned(actual.run_dir), learned(expected.run_dir)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
@@ -130,10 +130,10 @@ def check_whole_epoch(run_dir, samples=4):
     return counts
 
 
-def check_same(launched, wanted):
+def check_same(launched, expected):
     """Assert that nothing of a disturbed run differs from an undisturbed one's."""
-    assert launched.learned == wanted.learned
-    assert check_whole_epoch(launched.run_dir) == check_whole_epoch(wanted.run_dir)
+    assert launched.learned == expected.learned
+    assert check_whole_epoch(launched.run_dir) == check_whole_epoch(expected.run_dir)
 
 
 SLOW_SCORER = """

@@ -23,8 +23,8 @@ def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch
     """Beside two nodes that train; other tests have one."""
     words = ("cluster.nodes=2", "cluster.devices=2", "rollout.nodes=1", "rollout.devices=4")
     job = launch(*EXACTLY, *words, "mesh.train={fsdp: 4}", "mesh.rollout={tensor: 2}").ok()
-    wanted = workshop(*EXACTLY, "mesh.train={fsdp: 4}", devices=4).ok()
-    close(workshop, job, wanted)
+    expected = workshop(*EXACTLY, "mesh.train={fsdp: 4}", devices=4).ok()
+    close(workshop, job, expected)
     assert counted(job.run_dir, "engine_restarts") == [0, 0]
     moved = json.loads((job.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert moved["perf/moved_gb"] > 0
@@ -33,12 +33,12 @@ def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch
 def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undisturbed, processes):
     """Killed while it samples: its requests are answered by the next, each once."""
     words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words)
     job.until(lambda: job.steps() >= 3)
     victim = job.until(lambda: processes.titles("ray::EngineHost.sample"))
     os.kill(next(iter(victim)), signal.SIGKILL)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "engine_restarts")[-1] == 1
     assert counted(job.run_dir, "restarts")[-1] == 0
 
@@ -46,11 +46,11 @@ def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undis
 def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed, processes):
     """An engine that stands still ends nothing, so that the training process waits for it."""
     words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words, "checkpoint.every=2", "stall_timeout_s=60")
     job.until(lambda: job.steps() >= 3)
     os.kill(max(processes.titles("ray::EngineHost")), signal.SIGSTOP)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
     output = job.text("err") + job.text("out")
     assert "there was no step for 60 s" in output
@@ -69,9 +69,9 @@ def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(
     workshop, launch, undisturbed, processes
 ):
     words = (*EXACTLY, "cluster.devices=2", *EPOCH)
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words, slowly(workshop, 0.05), "cluster.reward_tasks=3")
     job.until(lambda: job.steps() >= 2)
     os.kill(min(job.until(lambda: processes.titles("ray::_score_chunk"))), signal.SIGKILL)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "reward_retries")[-1] >= 1

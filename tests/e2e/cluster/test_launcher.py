@@ -87,5 +87,5 @@ def test_one_machine_needs_no_cluster(workshop, launch):
     words = ("cluster.devices=2", "cluster.processes_per_node=2", *EXACTLY)
     done = workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir)
     assert done.status == 0, done.err
-    wanted = workshop(*EXACTLY, devices=4).ok()
-    close(workshop, done, wanted)
+    expected = workshop(*EXACTLY, devices=4).ok()
+    close(workshop, done, expected)

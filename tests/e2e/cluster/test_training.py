@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.guards(*C
 
 def test_two_nodes_do_what_one_process_does(workshop, launch):
     job = launch(*EXACTLY, *TOGETHER).ok()
-    wanted = workshop(*EXACTLY, "mesh.train={data: 2, fsdp: 4}", devices=8).ok()
-    close(workshop, job, wanted)
+    expected = workshop(*EXACTLY, "mesh.train={data: 2, fsdp: 4}", devices=8).ok()
+    close(workshop, job, expected)
     assert "step 2/2" in job.text("out")
     assert "before and after" in job.text("out")
     assert counted(job.run_dir, "restarts") == [0, 0]
@@ -38,35 +38,35 @@ def test_a_training_process_killed_in_a_step_lets_the_job_go_on(
     launch, undisturbed, launchers, number, launcher, processes
 ):
     words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words, *launchers[launcher])
     job.until(lambda: job.steps() >= 4)
     os.kill(sorted(processes.titles("ray::TrainProcess"))[number], signal.SIGKILL)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
     assert "a training process was lost" in job.text("err")
 
 
 def test_a_training_process_killed_in_a_save_lets_the_job_go_on(launch, undisturbed, processes):
     words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words, "checkpoint.resume=never")  # which is about a new command
     folder = job.run_dir / "checkpoints"
     job.until(lambda: job.steps() >= 4)
     job.until(lambda: list(folder.glob("*tmp*")) if folder.exists() else [])
     os.kill(max(processes.titles("ray::TrainProcess")), signal.SIGKILL)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
 
 
 def test_a_training_process_that_stands_still_is_lost_to_the_others(launch, undisturbed, processes):
     """Jax's processes miss its heartbeats; `Workshop.start` says within how many seconds."""
     words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words)
     job.until(lambda: job.steps() >= 3)
     os.kill(max(processes.titles("ray::TrainProcess")), signal.SIGSTOP)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
     assert "a training process was lost" in job.text("err")
 
@@ -74,12 +74,12 @@ def test_a_training_process_that_stands_still_is_lost_to_the_others(launch, undi
 def test_a_node_that_dies_lets_the_job_go_on(workshop, launch, undisturbed, processes):
     """The last test: the cluster has a node less then."""
     words = (*EXACTLY, *TOGETHER, *EPOCH, "checkpoint.every=2")
-    wanted = undisturbed(*words)
+    expected = undisturbed(*words)
     job = launch(*words, slowly(workshop, 0.2))
     job.until(lambda: job.steps() >= 3)
     trainers = processes.titles("ray::TrainProcess")
     raylet = max(parent_of(pid) for pid in trainers)  # the head's was the first
     for pid in [raylet, *(pid for pid in processes.titles("ray::") if parent_of(pid) == raylet)]:
         os.kill(pid, signal.SIGKILL)
-    check_same(job.ok(), wanted)
+    check_same(job.ok(), expected)
     assert counted(job.run_dir, "restarts")[-1] >= 1  # more if Ray took long to miss the node

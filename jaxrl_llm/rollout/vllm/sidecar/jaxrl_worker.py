@@ -95,11 +95,11 @@ class Worker:
         """Report the trainer's log-probs from now on."""
         runner = self.model_runner
         if type(runner.sampler) is not Sampler:
-            raise TypeError(f"vLLM samples by {type(runner.sampler)}, wanted {Sampler}")
+            raise TypeError(f"vLLM samples by {type(runner.sampler)}, expected {Sampler}")
         if hasattr(runner, "rejection_sampler"):  # which has a sampler of its own
             raise TypeError(
-                "got a speculative_config in rollout.vllm.engine_args, wanted none: the log-probs "
-                "of speculative decoding are not those of the policy"
+                "got a speculative_config in rollout.vllm.engine_args, expected none: the "
+                "log-probs of speculative decoding are not those of the policy"
             )
         runner.sampler = TrainersSampler()
 
