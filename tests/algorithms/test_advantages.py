@@ -28,8 +28,8 @@ ALL = OUTCOME + TOKEN + BOTH
 names = pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
 
 
-def as64(fields, *expected):
-    return [np.asarray(fields[n], bool if n == "mask" else np.float64) for n in expected]
+def as64(fields, *keys):
+    return [np.asarray(fields[n], bool if n == "mask" else np.float64) for n in keys]
 
 
 def members(ids):
