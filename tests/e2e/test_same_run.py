@@ -55,9 +55,9 @@ def warm(workshop, run_dir):
     return f"model.path={run_dir}.base", f"model.warm_start={workshop.root}/sft.yaml"
 
 
-def saving(folder, run=".", since=0.0):
-    """Tell whether a checkpoint is being written that was begun after `since`."""
-    for path in folder.glob(f"{run}/checkpoints/*tmp*"):
+def saves(folder, run=".", since=0.0, names="*"):
+    """Tell whether a checkpoint is being written, or has just become whole, after `since`."""
+    for path in folder.glob(f"{run}/checkpoints/{names}"):
         with contextlib.suppress(FileNotFoundError):  # it has just become whole
             if path.stat().st_mtime > since:
                 return True
@@ -77,18 +77,19 @@ def kill_and_continue(workshop, expected, moments, dice, same, until, end=subpro
     run_dir = workshop.folder()
     words = warm(workshop, run_dir)
     base_run = f"{run_dir.name}.base.sft*"
-    killed, statuses = 0, []
+    ended, statuses = [], []
     for kind, number in moments:
         process = workshop.start(*LONG, *words, run_dir=run_dir)
         begin = time.time()
         reached = {
             "seconds": lambda begin=begin, number=number: time.time() > begin + number,
             "sft steps": lambda number=number: lines(workshop.root, number, base_run),
-            "sft save": lambda begin=begin: saving(workshop.root, base_run, begin),
+            "sft save": lambda begin=begin: saves(workshop.root, base_run, begin),
             "steps": lambda number=number: lines(run_dir, number),
-            "save": lambda begin=begin: saving(run_dir, since=begin),
+            "save": lambda begin=begin: saves(run_dir, since=begin),
         }[kind]
-        killed += until(reached, process)
+        if not until(reached, process):
+            ended.append((kind, number))
         if kind.endswith("steps"):
             time.sleep(dice.uniform(0, 0.1))
         end(process)
@@ -96,7 +97,7 @@ def kill_and_continue(workshop, expected, moments, dice, same, until, end=subpro
         statuses.append(process.returncode)
         if process.returncode == PREEMPTED:
             assert_saved(run_dir if run_dir.exists() else next(workshop.root.glob(base_run)))
-    assert killed == len(moments), "a run ended before it could be killed"
+    assert not ended, "a run ended before it could be killed"
     result = workshop.finish(workshop.start(*LONG, *words, run_dir=run_dir), run_dir).ok()
     assert [line["step"] for line in result.metrics] == list(range(7))
     assert result.learned == expected.learned
@@ -109,7 +110,7 @@ def kill_and_continue(workshop, expected, moments, dice, same, until, end=subpro
         sorted(p.name for p in (d / "rollouts").iterdir()) for d in (run_dir, expected.run_dir)
     ]
     assert dumps[0] == dumps[1]
-    assert not saving(run_dir)
+    assert not saves(run_dir, names="*tmp*")
     assert re.search(r"continuing after step \d", result.err)
     return statuses
 
