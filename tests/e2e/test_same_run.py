@@ -64,9 +64,10 @@ def saves(folder, run=".", since=0.0, names="*"):
     return False
 
 
-def lines(folder, count, run="."):
-    """Tell whether a run has written so many lines of metrics."""
-    return any(p.read_bytes().count(b"\n") >= count for p in folder.glob(f"{run}/metrics.jsonl"))
+def lines(folder, run="."):
+    """Count the lines of metrics that a run has written."""
+    counts = [path.read_bytes().count(b"\n") for path in folder.glob(f"{run}/metrics.jsonl")]
+    return max(counts, default=0)
 
 
 def kill_and_continue(workshop, expected, moments, dice, same, until, end=subprocess.Popen.kill):
@@ -80,12 +81,14 @@ def kill_and_continue(workshop, expected, moments, dice, same, until, end=subpro
     ended, statuses = [], []
     for kind, number in moments:
         process = workshop.start(*LONG, *words, run_dir=run_dir)
-        begin = time.time()
+        begin, few = time.time(), lines(run_dir) + 2  # where a fast machine is ended in time, too
         reached = {
-            "seconds": lambda begin=begin, number=number: time.time() > begin + number,
-            "sft steps": lambda number=number: lines(workshop.root, number, base_run),
+            "seconds": lambda end=begin + number, few=few: (
+                time.time() > end or lines(run_dir) >= few
+            ),
+            "sft steps": lambda number=number: lines(workshop.root, base_run) >= number,
             "sft save": lambda begin=begin: saves(workshop.root, base_run, begin),
-            "steps": lambda number=number: lines(run_dir, number),
+            "steps": lambda number=number: lines(run_dir) >= number,
             "save": lambda begin=begin: saves(run_dir, since=begin),
         }[kind]
         if not until(reached, process):
