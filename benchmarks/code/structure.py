@@ -1,7 +1,7 @@
 """Print the structure of the code in one or more checkouts as a Markdown table.
 
-    git worktree add /tmp/before c5337bd
-    python benchmarks/code/structure.py /tmp/before .
+    git worktree add ../before c5337bd
+    python benchmarks/code/structure.py ../before .
 
 One column for each directory. `tests/test_style.py` holds the limits by the same functions.
 A function's lines are those from its `def` to its end, docstring included; nested functions count

@@ -25,21 +25,21 @@ def update_table(rows: Sequence[Row], peak: Peak | None) -> str:
     for row in rows:
         case = row["case"]
         lengths = lengths_of(case)
-        what = [f"{case['micro']}", f"{case['lengths']}, mean {sum(lengths) / len(lengths):.0f}"]
+        labels = [f"{case['micro']}", f"{case['lengths']}, mean {sum(lengths) / len(lengths):.0f}"]
         if row["system"] == "torch":
             weights = "float32 masters" if case["masters"] else "all bfloat16"
             again = "checkpointing" if case["checkpointing"] else "none"
-            what += [f"torch, {weights}", again, case["attention"]]
+            labels += [f"torch, {weights}", again, case["attention"]]
         else:
             attended = row.get("attention", case["attention"]).partition(":")[0]
-            what += ["jaxrl_llm, float32 masters", case["remat"], attended]
+            labels += ["jaxrl_llm, float32 masters", case["remat"], attended]
         if "error" in row:
-            lines.append([*what, row["error"], "", "", ""])
+            lines.append([*labels, row["error"], "", "", ""])
             continue
         rate = update_flops(spec_of(case["shape"]), lengths) / row["seconds"]
         speed = f"{sum(lengths) / row['seconds']:.0f}"
         mfu = _share(rate, peak and peak.flops)
-        lines.append([*what, f"{row['seconds']:.3f}", speed, mfu, _gb(row)])
+        lines.append([*labels, f"{row['seconds']:.3f}", speed, mfu, _gb(row)])
     head = "micro-batch, lengths, system, computed again, attention, s, tokens/s, MFU, peak GB"
     return markdown_table(head.split(", "), lines)
 
@@ -54,16 +54,16 @@ def attention_table(rows: Sequence[Row], peak: Peak | None) -> str:
     for row in rows:
         count, length, segments = row["case"]["case"]
         heads, _, width = row["case"]["heads"]
-        what = [f"{count} × {length}", str(segments), f"{row['system']} {row['case']['by']}"]
+        labels = [f"{count} × {length}", str(segments), f"{row['system']} {row['case']['by']}"]
         if "error" in row:
-            lines.append([*what, row["error"], "", "", "", ""])
+            lines.append([*labels, row["error"], "", "", "", ""])
             continue
         ops = 4 * heads * width * causal_pairs(0, *[length // segments] * segments * count)
         rates = ops / row["forward_seconds"], 3.5 * ops / row["seconds"]
         off = f"{row['difference']:.2%}" if "difference" in row else "-"
         lines.append(
             [
-                *what,
+                *labels,
                 f"{1e3 * row['forward_seconds']:.3f}",
                 f"{rates[0] / 1e12:.1f}",
                 f"{1e3 * row['seconds']:.3f}",
@@ -80,14 +80,14 @@ def logprobs_table(rows: Sequence[Row], peak: Peak | None) -> str:
     lines = []
     for row in rows:
         tokens, width, vocabulary = row["case"]["scored"]
-        what = [f"{tokens} × {width} × {vocabulary}", str(row["case"]["chunk"])]
+        labels = [f"{tokens} × {width} × {vocabulary}", str(row["case"]["chunk"])]
         if "error" in row:
-            lines.append([*what, row["error"], "", ""])
+            lines.append([*labels, row["error"], "", ""])
             continue
         rate = 6 * tokens * width * vocabulary / row["seconds"]
         share = _share(rate, peak and peak.flops)
         scratch = f"{row['scratch_bytes'] / 1e9:.2f}"
-        lines.append([*what, f"{1e3 * row['seconds']:.2f}", share, scratch])
+        lines.append([*labels, f"{1e3 * row['seconds']:.2f}", share, scratch])
     return markdown_table(["tokens × D × V", "chunk", "ms", "of peak", "scratch GB"], lines)
 
 
@@ -112,15 +112,15 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
     lines = []
     for row in rows:
         (prompt, new), requests = row["case"]["answer"], row["case"]["requests"]
-        what = [str(requests), f"{prompt} + {new}", row["system"]]
+        labels = [str(requests), f"{prompt} + {new}", row["system"]]
         if "error" in row:
-            lines.append([*what, row["error"], *[""] * 6])
+            lines.append([*labels, row["error"], *[""] * 6])
             continue
         read = decoding_bytes(spec_of(row["case"]["shape"]), requests, prompt, new)
         steps = row["seconds"] - row["half_seconds"]
         lines.append(
             [
-                *what,
+                *labels,
                 f"{row['seconds']:.2f}",
                 f"{requests * new / row['seconds']:.0f}",
                 f"{requests * (new - new // 2) / steps:.0f}",

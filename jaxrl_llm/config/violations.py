@@ -48,13 +48,13 @@ def _lines(cls: type[Any], error: Mapping[str, Any], prefix: str) -> list[str]:
     if kind == "value_error":  # of rules
         return [f"{name}: {line}" if name else line for line in error["ctx"]["error"].args]
     group = _group(cls, path[:-1])
-    info = group.__pydantic_fields__.get(path[-1])
-    if kind == "unexpected_keyword_argument" or info is None:
+    field = group.__pydantic_fields__.get(path[-1])
+    if kind == "unexpected_keyword_argument" or field is None:
         unknown = f"unknown key {name!r}; {closest(path[-1], group.__pydantic_fields__)}"
         return [renamed(name) or unknown]
     if kind == "missing":
-        return [f"{name} is missing: {info.description}"]
-    return [f"{name}: expected {_expected(error, info.annotation)}, got {_shown(error['input'])}"]
+        return [f"{name} is missing: {field.description}"]
+    return [f"{name}: expected {_expected(error, field.annotation)}, got {_shown(error['input'])}"]
 
 
 def _group(cls: type[Any], path: list[str]) -> type[Any]:

@@ -75,15 +75,15 @@ class Story:
                 await asyncio.sleep(0.002)
                 continue
             ended = len(self.seen) + int(self.rng.integers(4, 16))
-            what = self.rng.choice(["load", "recompute", "pause", "sleep", "paused load"])
-            if "pause" in what:
+            action = self.rng.choice(["load", "recompute", "pause", "sleep", "paused load"])
+            if "pause" in action:
                 await asyncio.to_thread(self.engine.pause)
-            if what == "sleep":
+            if action == "sleep":
                 await asyncio.to_thread(self.engine.sleep)
-            if what != "pause":
-                await self.load(recompute=bool(what == "recompute" or self.rng.random() < 0.6))
+            if action != "pause":
+                await self.load(recompute=bool(action == "recompute" or self.rng.random() < 0.6))
             await asyncio.sleep(self.rng.uniform(0, 0.01))
-            self.engine.wake() if what == "sleep" else self.engine.resume()
+            self.engine.wake() if action == "sleep" else self.engine.resume()
 
     async def call(self, request, plan):
         streams, patience = plan

@@ -432,7 +432,7 @@ def test_weights_can_come_through_the_connection(engine):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("fault", "told"),
     [
         ("renamed", "no module or parameter"),
         ("missing", "no weights came for"),
@@ -440,15 +440,15 @@ def test_weights_can_come_through_the_connection(engine):
     ],
 )
 def test_a_weight_sync_that_fails_is_an_error_and_the_next_one_repairs(
-    engine, monkeypatch, what, told
+    engine, monkeypatch, fault, told
 ):
     name = next(e.name for e in engine._buffer.entries if e.name.endswith("1.mlp.up_proj.weight"))
 
     def spoiled(entries):
-        if what == "altered":
+        if fault == "altered":
             engine._buffer.checksums[name] ^= 1
             return tell(entries)
-        kept = [entry for entry in entries if what == "renamed" or entry.name != name]
+        kept = [entry for entry in entries if fault == "renamed" or entry.name != name]
         other = "model.layers.1.mlp.sideways.weight"
         return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
 
@@ -563,8 +563,8 @@ def test_strangers_are_not_let_in(engine):
         Client(engine._replicas[0].sidecar._address, authkey=b"guess")
 
 
-@pytest.mark.parametrize("whom", ["the sidecar", "the model's process"])
-def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom):
+@pytest.mark.parametrize("victim", ["the sidecar", "the model's process"])
+def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, victim):
     requests = [ask(tokens=150, seed=i) for i in range(40)]
     expected = engine.sample(requests)
     killed, restarts = pid_of(engine), engine.stats().restarts
@@ -572,7 +572,7 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, whom
     worker, answers = at_work(engine, requests)
     names = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in alive_in(killed)}
     child = next(pid for name, pid in names.items() if "EngineCore" in name)
-    os.kill(killed if whom == "the sidecar" else child, signal.SIGKILL)
+    os.kill(killed if victim == "the sidecar" else child, signal.SIGKILL)
     worker.join(240)
     assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
     assert engine.stats().restarts == restarts + 1
@@ -630,14 +630,14 @@ def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(en
     )
 
 
-@pytest.mark.parametrize("whom", ["all", "the model's process"])
-def test_a_sidecar_that_hangs_is_replaced(engine, whom):
+@pytest.mark.parametrize("victim", ["all", "the model's process"])
+def test_a_sidecar_that_hangs_is_replaced(engine, victim):
     hung = pid_of(engine)
     worker, answers = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
     for pid in alive_in(hung):
-        if whom == "all" or pid != hung:
+        if victim == "all" or pid != hung:
             os.kill(pid, signal.SIGSTOP)
-    if whom != "all":  # another caller finds out first
+    if victim != "all":  # another caller finds out first
         assert engine.load(FIRST, version=1).version == 1
     worker.join(240)
     assert [len(answer.tokens) for answer in answers] == [200] * 40
