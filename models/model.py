@@ -1,7 +1,8 @@
 """What the trainer and the engine ask of a model, and the decoder as one answer.
 
-`jaxrl_llm.training` and the native engine reach a model only through `Model`. A vision tower, a
-layer of another kind or a user's own module is trained and sampled by implementing it.
+Forward passes, updates and the native engine run a model only through `Model`, so that a vision
+tower, a layer of another kind or a user's own module can be trained and sampled by implementing it.
+What a config builds is a `Decoder`: loading, adapters and heads know its `ModelSpec`.
 """
 
 from dataclasses import dataclass
