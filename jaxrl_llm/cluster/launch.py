@@ -28,6 +28,8 @@ from jaxrl_llm.runs.preemption import Preemption
 
 log = logging.getLogger(__name__)
 
+JOINS = 3
+
 
 def launch(config: TrainConfig) -> None:
     """Run a training on a Ray cluster, and show here what it shows.
@@ -94,11 +96,8 @@ def ray_connection(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
     if address != "local" and not address.startswith("ray://"):
         # for a client Ray starts a server on the head: a second one for the trial may be too much
         check_joins(address, until - time.monotonic())
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        with warnings.catch_warnings():  # Ray forks; nothing here runs on jax's threads
-            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, **options)
+        _join(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"can't connect to Ray at cluster.address={address!r}: {error}"
@@ -107,3 +106,23 @@ def ray_connection(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Join Ray; where the server process that the head starts for a client dies, ask for another.
+
+    Ray 2.60 starts it at a port that was free a moment ago, and does not try again.
+    """
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    for left in reversed(range(JOINS)):
+        try:
+            with warnings.catch_warnings():  # Ray forks; nothing here runs on jax's threads
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                ray.init(
+                    address=address, logging_level=logging.WARNING, log_to_driver=True, **options
+                )
+            return
+        except ConnectionAbortedError as error:
+            if not left:
+                raise
+            log.warning("Ray at %s could not serve this client; trying again (%s)", address, error)

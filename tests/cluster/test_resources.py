@@ -104,6 +104,30 @@ def test_several_nodes_need_a_cluster(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("refusals", [0, 2, 3])
+def test_a_client_that_ray_could_not_serve_asks_again(monkeypatch, refusals):
+    """As where the server that Ray's head starts for it at a free port finds the port taken."""
+    left, ended = [ConnectionAbortedError("psutil.ZombieProcess")] * refusals, []
+
+    def init(**options):
+        if left:
+            raise left.pop()
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
+    monkeypatch.setattr("jaxrl_llm.cluster.launch.check_answers", lambda *_: None)
+    run = config({"address": "ray://head:10001"})
+    connection = ray_connection(run.cluster, 1)
+    if refusals < 3:
+        with connection:
+            assert not ended
+        assert ended
+    else:
+        with pytest.raises(ConfigError, match=r"can't connect .*//head:10001': psutil"), connection:
+            pass
+    assert not left
+
+
 @pytest.mark.parametrize(
     ("cluster", "rollout", "message"),
     [
