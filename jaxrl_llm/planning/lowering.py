@@ -1,4 +1,4 @@
-"""The steps of a run, lowered for arrays that have a shape and a layout but no bytes.
+"""The steps of a run, traced for arrays that have a shape and a layout but no bytes.
 
 The CPU backend computes in bfloat16 by converting whole arrays to float32 first, weights and cache
 included, which no GPU does. It has float16, which is as large. So what is compiled here is the same
@@ -145,9 +145,9 @@ def with_float16(lowered: Any) -> Any:
 def plan_role(
     config: TrainConfig, functions: AlgorithmFunctions, name: str, spec: ModelSpec, layout: Layout
 ) -> tuple[AbstractModel, dict[StepId, Callable[..., Any]]]:
-    """Return a model that is trained, and the functions that lower its steps.
+    """Return a model that is trained, and the functions that trace its steps.
 
-    Those that read micro-batches are lowered for a bucket of their shapes, without one for the
+    Those that read micro-batches are traced for a bucket of their shapes, without one for the
     largest.
 
     Args:
@@ -179,14 +179,14 @@ def plan_role(
 
     metrics = jax.eval_shape(learner.begin, *inputs(shape))[1]
     metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
-    lower = {
-        StepId(name, StepKind.ACCUMULATE): lambda bucket=shape: learner.accumulate.lower(
+    trace = {
+        StepId(name, StepKind.ACCUMULATE): lambda bucket=shape: learner.accumulate.trace(
             (params, metrics), *inputs(bucket)
         ),
-        StepId(name, StepKind.APPLY): lambda: learner.apply.lower(
+        StepId(name, StepKind.APPLY): lambda: learner.apply.trace(
             state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
         ),
-        StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.lower(
+        StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.trace(
             params, frozen, inputs(bucket)[2].rows
         ),
     }
@@ -198,7 +198,7 @@ def plan_role(
     )
     return AbstractModel(
         spec, settings, layout, shape, params, state.opt_state, frozen, needs_inference
-    ), lower
+    ), trace
 
 
 def plan_reference(
@@ -209,7 +209,7 @@ def plan_reference(
     *,
     apart: bool,
 ) -> tuple[AbstractModel, Callable[..., Any]]:
-    """Return the reference, in the compute dtype, and the function that lowers its pass.
+    """Return the reference, in the compute dtype, and the function that traces its pass.
 
     Args:
         config: of the run.
@@ -226,11 +226,11 @@ def plan_reference(
     else:
         infer = inference_of("actor", functions, settings, shape, layout)
 
-    def lower(bucket: RowShape = shape) -> Any:
+    def trace(bucket: RowShape = shape) -> Any:
         rows = abstract_microbatch(set(), config, bucket, layout.mesh).rows
-        return infer.run.lower(weights, {}, rows)
+        return infer.run.trace(weights, {}, rows)
 
-    return AbstractModel(spec, settings, layout, shape, weights, None, {}), lower
+    return AbstractModel(spec, settings, layout, shape, weights, None, {}), trace
 
 
 def abstract_microbatch(
@@ -250,14 +250,14 @@ def abstract_microbatch(
 def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
 ) -> tuple[Any, Any, dict[StepId, Callable[[], Any]]]:
-    """Return the engine's weights and cache as shapes, and what lowers its largest programs."""
+    """Return the engine's weights and cache as shapes, and what traces its largest programs."""
     engine = native_engine(config, spec, layout)
     engine.close()
-    lower = {
-        StepId(ENGINE, kind): functools.partial(engine.lower, kind.value)
+    trace = {
+        StepId(ENGINE, kind): functools.partial(engine.trace, kind.value)
         for kind in (StepKind.PREFILL, StepKind.DECODE)
     }
-    return *engine.shapes(), lower
+    return *engine.shapes(), trace
 
 
 def with_shardings(tree: Any, layout: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -66,7 +66,7 @@ class RunShapes(NamedTuple):
         roles: the models that read micro-batches, by name.
         throughout: arrays that are held in all phases.
         cache: of the engine, pages and rows, bytes of a device.
-        lower: lowers each step; those that read micro-batches for one of the buckets.
+        trace: traces each step; those that read micro-batches for one of the buckets.
     """
 
     config: TrainConfig
@@ -75,35 +75,39 @@ class RunShapes(NamedTuple):
     roles: dict[str, AbstractModel]
     throughout: list[Allocation]
     cache: int
-    lower: dict[StepId, Callable[..., Any]]
+    trace: dict[StepId, Callable[..., Any]]
 
 
-def plan_shapes(config: TrainConfig) -> RunShapes:
+def plan_shapes(config: TrainConfig, devices: Sequence[Any] | None = None) -> RunShapes:
     """List the models of a run and the bytes of them on each device, from shapes alone.
+
+    Args:
+        config: of the run.
+        devices: that it runs on, which may be those of a topology; by default jax's.
 
     Raises:
         ConfigError: the run could not be built.
     """
-    functions, layouts = resolve_functions(config), open_layouts(config.mesh)
+    functions, layouts = resolve_functions(config), open_layouts(config.mesh, devices)
     with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
     roles: dict[str, AbstractModel] = {}
     throughout: list[Allocation] = []
-    lower: dict[StepId, Callable[..., Any]] = {}
+    trace: dict[StepId, Callable[..., Any]] = {}
     for name in functions.updates:
         layout = layouts.of(name)
         own = spec if name == "actor" else role_spec(config, name, base)
         role, steps = plan_role(config, functions, name, own, layout)
         roles[name] = role
-        lower |= steps
+        trace |= steps
         sizes = {"parameters": role.params, "optimizer": role.optimizer}
         sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
         for array, tree in sizes.items():
             throughout.append(Allocation(name, array, bytes_per_device(tree), layout))
     if functions.needs_reference and not spec.lora:
         where = layouts.reference
-        role, lower[StepId("reference", StepKind.INFER)] = plan_reference(
+        role, trace[StepId("reference", StepKind.INFER)] = plan_reference(
             config, functions, base, where, apart=where is not layouts.train
         )
         roles["reference"] = role
@@ -117,8 +121,8 @@ def plan_shapes(config: TrainConfig) -> RunShapes:
         throughout.append(Allocation("classifier", "weights", size, layouts.reward_model))
     weights, cache, steps = plan_engine(config, spec, layouts.rollout)
     throughout.append(Allocation(ENGINE, "weights", bytes_per_device(weights), layouts.rollout))
-    lower |= steps
-    return RunShapes(config, layouts, spec, roles, throughout, bytes_per_device(cache), lower)
+    trace |= steps
+    return RunShapes(config, layouts, spec, roles, throughout, bytes_per_device(cache), trace)
 
 
 def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:

@@ -39,8 +39,8 @@ class CompiledStep(NamedTuple):
 def compile_planned_steps(shapes: RunShapes, gpu: Gpu) -> list[CompiledStep]:
     """Lower and compile every step of a run, one after another."""
     steps = []
-    for step, lower in shapes.lower.items():
-        lowered, begun = lower(), time.perf_counter()
+    for step, trace in shapes.trace.items():
+        lowered, begun = trace().lower(), time.perf_counter()
         compiled = with_float16(lowered).compile()
         log.info("compiled %s in %.0f s", step, time.perf_counter() - begun)
         steps.append(analyze_step(step, compiled, workload(shapes, step), gpu))

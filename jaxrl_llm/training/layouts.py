@@ -1,6 +1,6 @@
 """Where each model of a run stands: meshes, rules, and the shape of micro-batches on them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,13 +32,13 @@ class Layouts(NamedTuple):
         return getattr(self, meshes.get(role, role))
 
 
-def open_layouts(config: MeshConfig) -> Layouts:
-    """Lay the devices out as the config says, for each model."""
+def open_layouts(config: MeshConfig, devices: Sequence[Any] | None = None) -> Layouts:
+    """Lay the devices out as the config says, for each model; by default all that jax has."""
 
     def other(name: str, sizes: MeshSizes | None) -> Layout:
-        return train if sizes is None else open_layout(config, name, sizes)
+        return train if sizes is None else open_layout(config, name, sizes, devices)
 
-    train = open_layout(config, "train", config.train)
+    train = open_layout(config, "train", config.train, devices)
     return Layouts(
         train,
         other("rollout", config.rollout),
@@ -48,13 +48,15 @@ def open_layouts(config: MeshConfig) -> Layouts:
     )
 
 
-def open_layout(config: SftMeshConfig, name: str, sizes: MeshSizes) -> Layout:
-    """Lay the devices out as one of the config's meshes says.
+def open_layout(
+    config: SftMeshConfig, name: str, sizes: MeshSizes, devices: Sequence[Any] | None = None
+) -> Layout:
+    """Lay the devices out as one of the config's meshes says; by default all that jax has.
 
     Raises:
         ConfigError: the devices don't make up this mesh, or a rule is none.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     end = None if sizes.devices is None else sizes.first_device + sizes.devices
     chosen = devices[sizes.first_device : end]
     if not chosen or (end or 0) > len(devices):

@@ -74,15 +74,15 @@ def compile_steps(config: TrainConfig, stopped: Event) -> None:
     for program in programs(plan_shapes(config)):
         if stopped.is_set():
             return
-        program.compile()
+        program.lower().compile()
 
 
 def programs(shapes: RunShapes) -> Iterator[Any]:
-    """Lower the steps that a run takes, for every bucket of shapes of micro-batches."""
-    for (name, kind), lower in shapes.lower.items():
+    """Trace the steps that a run takes, for every bucket of shapes of micro-batches."""
+    for (name, kind), trace in shapes.trace.items():
         if kind is StepKind.INFER and not shapes.roles[name].needs_inference:
             continue
         if kind in (StepKind.ACCUMULATE, StepKind.INFER):  # these read micro-batches
-            yield from map(lower, shapes.roles[name].shape.buckets)
+            yield from map(trace, shapes.roles[name].shape.buckets)
         else:
-            yield lower()
+            yield trace()

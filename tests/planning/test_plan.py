@@ -89,7 +89,7 @@ def on_first_device(tree):
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     config = configure()
     shapes = plan_shapes(config)
-    lowered = shapes.lower[UPDATE_STEP]()
+    lowered = shapes.trace[UPDATE_STEP]().lower()
     planned = analyze_step(
         UPDATE_STEP,
         with_float16(lowered).compile(),

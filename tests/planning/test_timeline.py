@@ -205,7 +205,7 @@ def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, u
     (tmp_path / "config.json").write_text(json.dumps(make_config(SPEC)))
     (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
     shapes = plan_shapes(load(TrainConfig, tmp_path / "run.yaml"))
-    text = with_float16(shapes.lower[step]()).compile().as_text()
+    text = with_float16(shapes.trace[step]().lower()).compile().as_text()
     compiled = count_operations(text, shapes.layouts.train.mesh.shape).sent
     ours = bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=update)
     for over, size in ours.items():

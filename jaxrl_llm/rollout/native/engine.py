@@ -194,13 +194,13 @@ class NativeEngine:
         weights, pool = self.programs.shapes()
         return weights, (pool, self.programs.row_shapes(*self.programs.sizes.largest))
 
-    def lower(self, name: str) -> Any:
-        """Lower the largest program for shapes alone: `prefill` or `decode`."""
+    def trace(self, name: str) -> Any:
+        """Trace the largest program for shapes alone: `prefill` or `decode`."""
         shapes = self.programs.sizes
         if name == "decode":
-            return self.programs.lower("decode", *shapes.largest, False)
+            return self.programs.trace("decode", *shapes.largest, False)
         prompts = max(shapes.prefill_shapes, key=lambda shape: shape[0] * shape[1])
-        return self.programs.lower("prefill", *prompts, shapes.widths[-1] // PAGE)
+        return self.programs.trace("prefill", *prompts, shapes.widths[-1] // PAGE)
 
     def _submit(
         self, requests: Sequence[Request], listener: Callable[[Completion], None] | None = None

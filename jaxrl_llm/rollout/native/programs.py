@@ -210,7 +210,7 @@ class Programs:
             1 if distributed.process_count() > 1 else os.cpu_count()
         )  # several keep the same order
         with ThreadPoolExecutor(at_once) as threads:
-            compiled = [threads.submit(self.lower(*key).compile) for key in keys]
+            compiled = [threads.submit(self.trace(*key).lower().compile) for key in keys]
         self._compiled |= {key: one.result() for key, one in zip(keys, compiled, strict=True)}
 
     def _keys(self) -> Iterable[tuple[Any, ...]]:
@@ -248,38 +248,38 @@ class Programs:
             size += math.prod(x.shape) * x.dtype.itemsize // shared
         return size
 
-    def lower(self, name: str, *shape: Any) -> Any:
-        """Lower one program for shapes alone.
+    def trace(self, name: str, *shape: Any) -> Any:
+        """Trace one program for shapes alone.
 
         Args:
             name: `pool`, `gather`, `prefill` or `decode`.
             shape: rows and pages of `gather`; rows, tokens and pages of `prefill`; rows, width and
                 whether there are `Extras` of `decode`.
         """
-        build: Callable[..., Any] = getattr(self, f"_lower_{name}")
+        build: Callable[..., Any] = getattr(self, f"_trace_{name}")
         return build(*shape)
 
     def _program(self, *key: Any) -> Any:
         if key not in self._compiled:
-            self._compiled[key] = self.lower(*key).compile()
+            self._compiled[key] = self.trace(*key).lower().compile()
         return self._compiled[key]
 
-    def _lower_pool(self) -> Any:
-        return jax.jit(self._empty_pool, out_shardings=self._pool_layout).lower()
+    def _trace_pool(self) -> Any:
+        return jax.jit(self._empty_pool, out_shardings=self._pool_layout).trace()
 
-    def _lower_gather(self, rows: int, pages: int) -> Any:
+    def _trace_gather(self, rows: int, pages: int) -> Any:
         run = jax.jit(gather_pages, out_shardings=self._rows_layout)
-        return run.lower(self.shapes()[1], self._input((rows, pages)))
+        return run.trace(self.shapes()[1], self._input((rows, pages)))
 
-    def _lower_prefill(self, rows: int, length: int, pages: int) -> Any:
+    def _trace_prefill(self, rows: int, length: int, pages: int) -> Any:
         def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
             return prefill(params, self.model, pool, chunk, layout=self.layout)
 
         run = jax.jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
-        return run.lower(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
+        return run.trace(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
 
-    def _lower_decode(self, rows: int, width: int, has_extras: bool) -> Any:
+    def _trace_decode(self, rows: int, width: int, has_extras: bool) -> Any:
         def decode_chunk(
             params: Any,
             pool: Cache,
@@ -313,7 +313,7 @@ class Programs:
         )
         targets = self._input((rows, touched(self.sizes.steps)))
         cache = self.row_shapes(rows, width)
-        return run.lower(params, pool, cache, state, extras if has_extras else None, targets)
+        return run.trace(params, pool, cache, state, extras if has_extras else None, targets)
 
     def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)
