@@ -1,13 +1,15 @@
 """`python -m jaxrl_llm.plan --config X.yaml --devices N`: memory and time of a run, without GPUs.
 
 The run's own steps are lowered and compiled for N simulated devices, with shapes in place of
-arrays. What they need is read off the compiled programs; see docs/planning.md.
+arrays. What they need is read off the compiled programs; see docs/planning.md. With
+`--compile-for H200` the compiler is that GPU's.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
@@ -30,29 +32,56 @@ def simulate_devices(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def plan_run(config: TrainConfig, gpu: str, change: Callable[[Sequence[str]], TrainConfig]) -> str:
+def open_devices(devices: int, target: str | None) -> Sequence[Any] | None:
+    """Return so many GPUs to compile for; without one named simulate CPU devices instead."""
+    if target is None:
+        simulate_devices(devices)
+        gpus = None
+    else:
+        from jaxrl_llm.planning.gpu_compiler import gpu_devices
+
+        os.environ["JAX_PLATFORMS"] = "cpu"  # where traced steps' constants are
+        gpus = gpu_devices(target, devices)
+    from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
+
+    quiet_libraries()
+    return gpus
+
+
+def plan_run(
+    config: TrainConfig,
+    gpu: str,
+    change: Callable[[Sequence[str]], TrainConfig],
+    devices: Sequence[Any] | None = None,
+) -> str:
     """Plan a run and return the plan as text.
 
     Args:
         config: of the run.
         gpu: one of `planning.estimate.GPUS`.
         change: overrides -> the config with them.
+        devices: the GPUs to compile for; by default jax's own, which are of the CPU.
     """
     from jaxrl_llm.planning import report
     from jaxrl_llm.planning.advice import advise
     from jaxrl_llm.planning.estimate import GPUS, USABLE
+    from jaxrl_llm.planning.gpu_compiler import UNTUNED
     from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes
     from jaxrl_llm.planning.steps import compile_planned_steps
 
-    shapes = plan_shapes(config)
-    steps = compile_planned_steps(shapes, GPUS[gpu])
+    shapes, compiled_for = plan_shapes(config, devices), gpu if devices else None
+    steps = compile_planned_steps(shapes, GPUS[gpu], UNTUNED if devices else None)
     scratch = {planned.step: planned.scratch for planned in steps}
     memory = memory_by_phase(shapes, scratch)
     limit = GPUS[gpu].memory * USABLE
-    lines = [*report.describe_run(shapes), "", *report.describe_memory(memory, limit, gpu)]
+    lines = [*report.describe_run(shapes), *report.describe_compiler(compiled_for), ""]
+    lines += report.describe_memory(memory, limit, gpu)
     if max(p.total for p in memory) > limit:
-        lines += ["", *report.describe_advice(advise(shapes, scratch, limit, change), limit)]
+        remedies = advise(shapes, scratch, limit, change, devices=devices)
+        lines += ["", *report.describe_advice(remedies, limit)]
     lines += ["", *report.describe_operations(steps), "", *report.describe_collectives(steps)]
+    if compiled_for:
+        lines += ["", *report.describe_kernels(steps)]
     return "\n".join([*lines, "", *report.describe_time(steps, shapes, gpu)]) + "\n"
 
 
@@ -64,11 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, metavar="FILE.yaml", help="the run's config")
     parser.add_argument("--devices", required=True, type=int, help="how many GPUs")
-    parser.add_argument("--gpu", default="H100", choices=("H100", "H200", "B200"))
+    kinds = ("H100", "H200", "B200")
+    parser.add_argument("--gpu", choices=kinds, help="whose figures to take; H100 by default")
+    parser.add_argument(
+        "--compile-for",
+        choices=kinds,
+        help="compile for this GPU, which need not be there, instead of for the CPU; implies --gpu",
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
     options = parser.parse_intermixed_args(arguments)
-
-    from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
+    target = options.compile_for
+    if target and options.gpu not in (None, target):
+        parser.error(f"--gpu: got {options.gpu}, expected {target} as in --compile-for")
 
     def change(more: Sequence[str]) -> TrainConfig:
         own = [*options.overrides, "model.attention=xla"]  # no GPU's kernel compiles here
@@ -76,9 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = change(())
-        simulate_devices(options.devices)
-        quiet_libraries()
-        sys.stdout.write(plan_run(config, options.gpu, change))
+        devices = open_devices(options.devices, target)
+        sys.stdout.write(plan_run(config, target or options.gpu or "H100", change, devices))
     except ConfigError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2

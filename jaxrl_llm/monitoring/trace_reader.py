@@ -4,7 +4,7 @@ jax writes a trace as an `XSpace` (a protocol buffer, `*.xplane.pb`) and as Chro
 (`*.trace.json.gz`). `jax.profiler.ProfileData` reads the events of the first. The programs that ran
 are in it too, but only as bytes, of which `_fields` reads what tells a matrix product from a copy.
 
-`planning.program` reads the text of compiled programs instead. A trace holds no text, and jax has
+`planning.hlo` reads the text of compiled programs instead. A trace holds no text, and jax has
 no public function that makes text of these bytes.
 """
 

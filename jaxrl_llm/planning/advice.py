@@ -5,8 +5,8 @@ the compiled steps: by tokens on a device, by the parts of the `tensor` axis, an
 numbers that `models.remat` says are stored.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
@@ -37,6 +37,7 @@ def advise(
     change: Callable[[tuple[str, ...]], TrainConfig],
     *,
     most: int = 6,
+    devices: Sequence[Any] | None = None,
 ) -> list[Remedy]:
     """Look for changes that make every phase fit, each time the one that saves most.
 
@@ -46,6 +47,7 @@ def advise(
         limit: bytes of a device.
         change: overrides -> the config with them.
         most: changes to try together.
+        devices: of the run; by default jax's.
 
     Returns:
         The run after each change; the last one fits unless nothing helps.
@@ -57,7 +59,7 @@ def advise(
         best: tuple[float, tuple[str, ...], RunShapes, PhaseMemory] | None = None
         for option in list_changes(current, now):
             try:
-                tried = plan_shapes(change(done + option))
+                tried = plan_shapes(change(done + option), devices)
             except (ConfigError, ValueError):
                 continue
             phase = fullest_phase(tried, scale_scratch(scratch, shapes, tried))

@@ -52,8 +52,8 @@ def estimate_seconds(counted: OperationCounts, touched: int | float, gpu: Gpu) -
         touched: bytes that each reads and writes at least.
         gpu: the device.
 
-    >>> from collections import Counter
-    >>> round(estimate_seconds(OperationCounts(989e12, Counter()), 0, GPUS["H100"]).total, 2)
+    >>> from jaxrl_llm.planning.program import NOTHING
+    >>> round(estimate_seconds(NOTHING._replace(flops=989e12), 0, GPUS["H100"]).total, 2)
     2.5
     """
     sent = sum(

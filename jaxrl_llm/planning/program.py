@@ -1,45 +1,41 @@
-"""Floating-point operations and collectives of a compiled program, loops counted as they run.
+"""What a compiled program does in one run: matrix products, collectives, kernels and loops.
 
-XLA's own cost analysis counts the body of a loop once. Here every computation is counted as often
-as it is called: a loop as often as its known trip count says, a loop without one once. Of a
-conditional the costlier branch counts, and inside a loop it counts in one iteration: the rounds of
-`models.moe.expert_parallel` after the first are skipped when experts are balanced.
+XLA's own cost analysis counts the body of a loop once, and has none for a GPU that is not there.
+Here every computation is counted as often as it is called: a loop as often as its known trip count
+says, a loop without one once. Of a conditional the costlier branch counts, and inside a loop it
+counts in one iteration: the rounds of `models.moe.expert_parallel` after the first are skipped when
+experts are balanced.
 
-The text of a program is read, which jax prints for any backend; `monitoring.trace_reader` reads the
-protocol buffers of traces, which hold no text.
+A GPU's program computes products by calls of cuBLAS, or by fusions that hold a `dot`; a CPU's has
+them as `dot`. A kernel is an instruction that a GPU is asked to run: a fusion, a call of a library,
+a copy, a sort, or a collective; several sorts and reductions take more than one. What XLA records
+as command buffers is launched together; it does so after this text was printed.
 """
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import numpy as np
+from jaxrl_llm.planning.collectives import Collective, exchange_of
+from jaxrl_llm.planning.hlo import Computation, Instruction, Program, parse_program
 
-BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2}
-BYTES |= {"s16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1}
-SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*-> .*\{$")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
-CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
-BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.\-]+)")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-PASSES: Mapping[str, int | float] = {  # how often a ring of many devices sends the result's bytes
-    "all-gather": 1,
-    "all-reduce": 2,
-    "reduce-scatter": 1,
-    "all-to-all": 1,
-    "collective-permute": 1,
-}
+CALLED, BODY = r"(?:calls|to_apply)=%([\w.\-]+)", r"body=%([\w.\-]+)"
+BRANCHES = (
+    r"branch_computations=\{([^}]*)\}",
+    r"true_computation=%([\w.\-]+)",
+    r"false_computation=%([\w.\-]+)",
+)
+TRIPS = r'"known_trip_count":\{"n":"(\d+)"'
+CONTRACTED = r'"lhs_contracting_dimensions":\[([^\]]*)\]'
+LIBRARY_PRODUCTS = ("__cublas$", "__cublas$lt$")
+"""How the targets of the calls begin that multiply matrices."""
 
-
-class Collective(NamedTuple):
-    """A kind of collective, the mesh axes that it runs over, and whether it leaves a node."""
-
-    kind: str
-    axes: tuple[str, ...]
-    leaves_node: bool
+NOT_LAUNCHED = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|add-dependency|opt-barrier|"
+    "while|conditional|call|async-start|async-update|.*-done"
+)
+"""Operations that run nothing on a GPU themselves."""
 
 
 class OperationCounts(NamedTuple):
@@ -48,37 +44,63 @@ class OperationCounts(NamedTuple):
     Attributes:
         flops: of its matrix products.
         sent: bytes that it sends, by collective.
+        arrays: that its collectives exchange, by collective.
+        kernels: that it launches, with the costliest branches of conditionals.
+        fewest: kernels that it launches with their shortest branches.
     """
 
     flops: int | float
     sent: Counter[Collective]
+    arrays: Counter[Collective]
+    kernels: int | float = 0
+    fewest: int | float = 0
 
     def plus(self, other: "OperationCounts", times: int | float = 1) -> "OperationCounts":
         """Add another count so many times."""
-        sent = Counter(self.sent)
-        for key, size in other.sent.items():
-            sent[key] += size * times  # pyright: ignore[reportArgumentType]  # no count of things
-        return OperationCounts(self.flops + times * other.flops, sent)
+        return OperationCounts(
+            self.flops + times * other.flops,
+            _added(self.sent, other.sent, times),
+            _added(self.arrays, other.arrays, times),
+            self.kernels + times * other.kernels,
+            self.fewest + times * other.fewest,
+        )
 
     @property
-    def size(self) -> int | float:
-        """Return a number by which branches are compared."""
-        return self.flops + sum(self.sent.values())
+    def size(self) -> tuple[int | float, int | float]:
+        """Return numbers by which branches are compared."""
+        return self.flops + sum(self.sent.values()), self.kernels
 
 
-class Instruction(NamedTuple):
-    """One line of a program: its result's type, its operation, and the rest."""
-
-    type: str
-    operation: str
-    rest: str
+NOTHING = OperationCounts(0.0, Counter(), Counter())
 
 
-Computation = dict[str, Instruction]
+def _added(one: Mapping[Any, Any], other: Mapping[Any, Any], times: int | float) -> Any:
+    total: Any = Counter(one)
+    for key, size in other.items():
+        total[key] += size * times
+    return total
+
+
+class Loop(NamedTuple):
+    """A loop of a program.
+
+    Attributes:
+        source: its name in the traced program, as `jit(accumulate)/jvp()/while`.
+        depth: how many loops it is in.
+        trips: how often it runs; None where that is not known before.
+        once: what one iteration does, without conditionals.
+        branches: what its conditionals do.
+    """
+
+    source: str
+    depth: int
+    trips: int | None
+    once: OperationCounts
+    branches: OperationCounts
 
 
 def count_operations(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> OperationCounts:
-    """Count the matrix products and collectives of one device in a compiled program.
+    """Count the matrix products, collectives and kernels of one device in a compiled program.
 
     Args:
         text: of the program, as `compiled.as_text()` gives it.
@@ -97,160 +119,114 @@ def count_operations(text: str, axes: Mapping[str, int], *, per_node: int = 8) -
     >>> count_operations(text, {"data": 1}).flops
     48.0
     """
-    computations, entry = _parse(text)
-    known: dict[str, tuple[OperationCounts, OperationCounts]] = {}
-
-    def visit(name: str) -> tuple[OperationCounts, OperationCounts]:
-        if name not in known:
-            known[name] = _sum_up(computations[name], visit, axes, per_node)
-        return known[name]
-
-    always, once = visit(entry)
-    return always.plus(once)
+    reader = _Reader(parse_program(text), axes, per_node)
+    return _both(reader.visit(reader.program.entry))
 
 
-def _parse(text: str) -> tuple[dict[str, Computation], str]:
-    computations: dict[str, Computation] = {}
-    entry, current = "", {}
-    for line in text.splitlines():
-        if header := HEADER.match(line):
-            current = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
-        elif match := INSTRUCTION.match(line):
-            rest = "" if match[3] == "constant" else match[4]
-            current[match[1]] = Instruction(match[2], match[3], rest)
-    return computations, entry
+def list_loops(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> list[Loop]:
+    """List the loops of a compiled program, outer ones before those in them.
+
+    Arguments are as those of `count_operations`.
+    """
+    reader = _Reader(parse_program(text), axes, per_node)
+    loops: list[Loop] = []
+
+    def walk(name: str, depth: int) -> None:
+        for line in reader.program.computations[name].values():
+            if line.operation == "while":
+                body = line.attribute(BODY)
+                loops.append(Loop(_source(line), depth, _trips(line), *reader.visit(body)))
+                walk(body, depth + 1)
+            elif line.operation == "conditional":
+                for branch in _branches(line):
+                    walk(branch, depth)
+            elif line.operation == "call":
+                walk(line.attribute(CALLED), depth)
+
+    walk(reader.program.entry, 0)
+    return loops
 
 
-def _sum_up(
-    computation: Computation, visit, axes, per_node
-) -> tuple[OperationCounts, OperationCounts]:
-    """Return the counts of a computation, and apart from them those of its conditionals."""
-    always, once = OperationCounts(0.0, Counter()), OperationCounts(0.0, Counter())
-    for line in computation.values():
-        kind = line.operation.removesuffix("-start")
-        if kind == "dot":
-            always = always.plus(OperationCounts(_dot_flops(line, computation), Counter()))
-        elif kind in PASSES:
-            always = always.plus(
-                OperationCounts(0.0, Counter(dict(_sent(kind, line, axes, per_node))))
-            )
-        elif kind == "conditional":
-            names = [
-                n
-                for group in BRANCHES.findall(line.rest)
-                for n in re.split(r",\s*", "".join(group))
-            ]
-            branches = [sum_ for n in names for sum_ in [_both(visit(n.lstrip("%")))]]
-            once = once.plus(max(branches, key=lambda c: c.size))
-        elif kind == "while":
-            trips = TRIPS.search(line.rest)
-            body, inside = visit(CALLED.findall(line.rest)[0])
-            always = always.plus(body, int(trips[1]) if trips else 1).plus(inside)
-        elif kind in ("call", "fusion", "async"):
-            for name in CALLED.findall(line.rest):
-                inner, inside = visit(name)
-                always, once = always.plus(inner), once.plus(inside)
-    return always, once
+class _Reader:
+    """Counts of a program's computations, each apart from those of its conditionals."""
+
+    def __init__(self, program: Program, axes: Mapping[str, int], per_node: int) -> None:
+        self.program, self.axes, self.per_node = program, axes, per_node
+        self.known: dict[str, tuple[OperationCounts, OperationCounts]] = {}
+
+    def visit(self, name: str) -> tuple[OperationCounts, OperationCounts]:
+        if name not in self.known:
+            computation = self.program.computations[name]
+            always, once = NOTHING, NOTHING
+            for line in computation.values():
+                more, inside = self._count(line, computation)
+                always, once = always.plus(more), once.plus(inside)
+            self.known[name] = always, once
+        return self.known[name]
+
+    def _count(
+        self, line: Instruction, computation: Computation
+    ) -> tuple[OperationCounts, OperationCounts]:
+        launched = int(not NOT_LAUNCHED.fullmatch(line.operation))
+        own = OperationCounts(0.0, Counter(), Counter(), launched, launched)
+        match line.operation:
+            case "dot" | "custom-call":
+                return own._replace(flops=product_flops(line, computation)), NOTHING
+            case "fusion":
+                inner = self.visit(line.attribute(CALLED))[0]
+                return own._replace(flops=inner.flops), NOTHING
+            case "conditional":
+                branches = [_both(self.visit(name)) for name in _branches(line)]
+                costliest = max(branches, key=lambda c: c.size)
+                return own, costliest._replace(fewest=min(b.fewest for b in branches))
+            case "while":
+                body, inside = self.visit(line.attribute(BODY))
+                trips = _trips(line)
+                if trips is None:  # the host asks after each iteration whether there is another
+                    body = body.plus(self.visit(line.attribute(r"condition=%([\w.\-]+)"))[0])
+                return own.plus(body, trips or 1).plus(inside), NOTHING
+            case "call" | "async-start":
+                return self.visit(line.attribute(CALLED))
+        if found := exchange_of(line, computation, self.axes, self.per_node):
+            sent = Counter({found.collective: found.sent})
+            return own._replace(
+                sent=sent, arrays=Counter({found.collective: found.arrays})
+            ), NOTHING
+        return own, NOTHING
+
+
+def product_flops(line: Instruction, computation: Computation) -> int | float:
+    """Return the operations of a `dot`, or of a library's matrix product; 0 for another call.
+
+    Args:
+        line: the instruction.
+        computation: that it is in, with its operands.
+    """
+    if line.operation == "dot":
+        contracted = line.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+    elif line.attribute(r'custom_call_target="([^"]*)"').startswith(LIBRARY_PRODUCTS):
+        contracted = line.attribute(CONTRACTED).replace('"', "")
+    else:
+        return 0.0
+    sizes = computation[line.operands[0]].dims
+    flops = 2.0
+    for size in (*line.dims, *(sizes[int(axis)] for axis in contracted.split(",") if axis)):
+        flops *= size
+    return flops
 
 
 def _both(parts: tuple[OperationCounts, OperationCounts]) -> OperationCounts:
     return parts[0].plus(parts[1])
 
 
-def _dot_flops(line: Instruction, computation: Computation) -> int | float:
-    operand = re.match(r"\s*(?:[a-z]+\d*\[[^ ]* )?%([\w.\-]+)", line.rest)
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
-    assert operand is not None
-    sizes = _dims(computation[operand[1]].type)
-    inner = [sizes[int(i)] for i in contracted[1].split(",") if i] if contracted else []
-    return 2.0 * math.prod(_dims(line.type)) * math.prod(inner)
+def _branches(line: Instruction) -> list[str]:
+    names = ",".join(line.attribute(pattern) for pattern in BRANCHES)
+    return [name.strip().lstrip("%") for name in names.split(",") if name.strip()]
 
 
-def _dims(text: str) -> list[int]:
-    shape = SHAPE.search(text)
-    return [int(n) for n in shape[2].split(",") if n] if shape else []
+def _trips(line: Instruction) -> int | None:
+    return int(found) if (found := line.attribute(TRIPS)) else None
 
 
-def _bytes(text: str) -> int:
-    return sum(
-        BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n)
-        for kind, dims in SHAPE.findall(text)
-    )
-
-
-def _sent(
-    kind: str, line: Instruction, axes: Mapping[str, int], per_node: int
-) -> Iterator[tuple[Collective, int | float]]:
-    size = _bytes(line.type)
-    if line.operation.endswith("-start") and kind in ("all-gather", "collective-permute"):
-        size -= _bytes(line.type) // 2  # the result's type names the operand, too
-    if kind == "collective-permute":
-        pairs = re.findall(r"\{(\d+),(\d+)\}", line.rest.split("source_target_pairs=")[-1])
-        moving = [(int(a), int(b)) for a, b in pairs if a != b]
-        groups, share = moving, len(moving) / math.prod(axes.values())
-    else:
-        groups = replica_groups(line.rest, math.prod(axes.values()))
-        n = len(groups[0])
-        share = PASSES[kind] * (n - 1) / n * (n if kind == "reduce-scatter" else 1)
-    if not share:
-        return
-    places = np.array([np.unravel_index(g, tuple(axes.values())) for g in groups[:64]])
-    varies = (places != places[:, :, :1]).any(axis=(0, 2))
-    over = tuple(axis for axis, moves in zip(axes, varies, strict=True) if moves)
-    leaves_node = any(len({device // per_node for device in group}) > 1 for group in groups)
-    yield Collective(kind, over, leaves_node), size * share
-
-
-def replica_groups(text: str, devices: int) -> list[list[int]]:
-    """Read the groups of devices of a collective, in any of the three forms that XLA prints.
-
-    Args:
-        text: the instruction's attributes.
-        devices: in all, which form one group where none is named.
-
-    >>> replica_groups("replica_groups={{0,2},{1,3}}, x", 4)
-    [[0, 2], [1, 3]]
-    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0), x", 4)
-    [[0, 2], [1, 3]]
-    >>> replica_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, x", 4)
-    [[0, 2], [1, 3]]
-    """
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?) ?\{([^}]*)\}", text):
-        return _named_groups(*named.groups())
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota(iota[2], iota[3]).reshape(_ints(iota[1])).tolist()
-    if listed := re.search(r"replica_groups=\{(\{[^=]*?\})\}", text):
-        return [_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    return [list(range(devices))]
-
-
-def _named_groups(mesh: str, order: str, over: str) -> list[list[int]]:
-    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", mesh), strict=True)
-    shape = [int(s) for s in sizes]
-    ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
-    flat = _iota(ids[1], ids[2]) if ids else np.arange(math.prod(shape))
-    split, grouped = [], []
-    parts = {n: (int(a or 1), int(b or 0)) for n, a, b in re.findall(PART, over)}
-    for name, size in zip(names, shape, strict=True):
-        before, own = parts.get(name, (size, 1))
-        own = own or size // before
-        if name in parts:
-            grouped.append(len(split) + 1)
-        split += [before, own, size // before // own] if name in parts else [size]
-    grid = flat.reshape(split)
-    rest = [i for i in range(grid.ndim) if i not in grouped]
-    width = int(np.prod([grid.shape[i] for i in grouped]))
-    return grid.transpose(rest + grouped).reshape(-1, width).tolist()
-
-
-PART = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
-
-
-def _iota(shape: str, order: str | None) -> np.ndarray:
-    grid = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
-    return (grid.transpose(_ints(order)) if order else grid).reshape(-1)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
+def _source(line: Instruction) -> str:
+    return line.attribute(r'op_name="([^"]*)"')

@@ -6,6 +6,7 @@ from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.planning.advice import Remedy
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS
 from jaxrl_llm.planning.memory import PhaseMemory, RunShapes, longest
+from jaxrl_llm.planning.program import NOTHING, OperationCounts
 from jaxrl_llm.planning.steps import CompiledStep
 from jaxrl_llm.sharding.layout import Layout
 
@@ -28,6 +29,19 @@ def describe_run(shapes: RunShapes) -> list[str]:
     running = shapes.config.rollout.max_running_sequences
     slots = f"{running} slots for {longest(shapes.config)} tokens at most"
     return [*lines, f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}"]
+
+
+def describe_compiler(gpu: str | None) -> list[str]:
+    """Say whose compiler made the programs that the figures are of."""
+    if gpu is None:
+        return [
+            "programs  of the CPU's compiler, which fuses and schedules otherwise than a GPU's;",
+            "          --compile-for H100, H200 or B200 has the GPU's programs",
+        ]
+    return [
+        f"programs  of XLA's compiler for {gpu}, nothing timed: matrix products are cuBLAS's,",
+        "          attention is XLA's; cuDNN's is not in the figures",
+    ]
 
 
 def describe_memory(phases: Sequence[PhaseMemory], limit: int | float, gpu: str) -> list[str]:
@@ -63,14 +77,35 @@ def describe_advice(path: Sequence[Remedy], limit: int | float) -> list[str]:
 
 def describe_operations(steps: Sequence[CompiledStep]) -> list[str]:
     """Tabulate operations."""
-    columns = f"{'runs':>8}{'compiled':>12}{'model':>12}{'ratio':>8}{'loops once':>12}"
+    columns = f"{'runs':>8}{'compiled':>12}{'model':>12}{'ratio':>8}"
+    counts_itself = any(s.unlooped is not None for s in steps)
     lines = [f"{'operations of a device, TFLOP':32}{columns}"]
+    lines[0] += f"{'loops once':>12}" if counts_itself else ""
     for s in steps:
         done, needed = s.counted.flops / 1e12, s.model_flops / 1e12
         ratio = f"{done / needed:8.2f}" if needed else " " * 8
-        lines.append(
-            f"{s.step!s:32}{s.runs:8.0f}{done:12.3f}{needed:12.3f}{ratio}{s.unlooped / 1e12:12.3f}"
-        )
+        own = f"{s.unlooped / 1e12:12.3f}" if s.unlooped is not None else ""
+        lines.append(f"{s.step!s:32}{s.runs:8.0f}{done:12.3f}{needed:12.3f}{ratio}{own}")
+    return lines
+
+
+def describe_kernels(steps: Sequence[CompiledStep]) -> list[str]:
+    """Tabulate kernels of one run and of one iteration of each loop, and arrays gathered in it."""
+    columns = f"{'runs':>8}{'kernels':>12}{'arrays gathered':>18}"
+    lines = [f"{'kernels of a device, loops below':64}{columns}"]
+
+    def row(name: str, trips: str, counts: OperationCounts, branches: OperationCounts) -> str:
+        least, most = (counts.fewest + branches.fewest), (counts.kernels + branches.kernels)
+        kernels = f"{most:.0f}" if least == most else f"{least:.0f} to {most:.0f}"
+        gathered = sum(n for over, n in counts.arrays.items() if over.kind == "all-gather")
+        return f"{name:64}{trips:>8}{kernels:>12}{gathered:18.0f}"
+
+    for s in steps:
+        lines.append(row(str(s.step), f"{s.runs:.0f}", s.counted, NOTHING))
+        for loop in s.loops:
+            name = "  " * (loop.depth + 1) + loop.source.partition("/")[2]
+            trips = "?" if loop.trips is None else str(loop.trips)
+            lines.append(row(name, trips, loop.once, loop.branches))
     return lines
 
 

@@ -11,8 +11,8 @@ from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.collectives import PASSES
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS, Gpu
-from jaxrl_llm.planning.program import PASSES
 from jaxrl_llm.rollout.router import BLOCK_TOKENS, Router
 
 STEP_S, REDUCE_S = 1e-3, 1e-5

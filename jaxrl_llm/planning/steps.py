@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.planning.estimate import PER_NODE, Gpu, StepSeconds, estimate_seconds
 from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
 from jaxrl_llm.planning.memory import RunShapes, Work, workload
-from jaxrl_llm.planning.program import OperationCounts, count_operations
+from jaxrl_llm.planning.program import Loop, OperationCounts, count_operations, list_loops
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,9 @@ class CompiledStep(NamedTuple):
         step: whose it is, and which of its steps.
         arguments: bytes of a device.
         scratch: bytes of a device beside arguments, and beside results that take their place.
-        counted: operations and bytes sent of a device in one run.
-        unlooped: the compiler's own count of operations, where loops run once.
+        counted: operations, bytes sent and kernels of a device in one run.
+        loops: of the program.
+        unlooped: the compiler's own count of operations, where loops run once; None if it has none.
         model_flops: operations of each device that the model's mathematics needs in one run.
         runs: in a training step.
         time: of one run.
@@ -30,18 +32,30 @@ class CompiledStep(NamedTuple):
     arguments: int
     scratch: int
     counted: OperationCounts
-    unlooped: int | float
+    loops: list[Loop]
+    unlooped: int | float | None
     model_flops: int | float
     runs: int | float
     time: StepSeconds
 
 
-def compile_planned_steps(shapes: RunShapes, gpu: Gpu) -> list[CompiledStep]:
-    """Lower and compile every step of a run, one after another."""
+def compile_planned_steps(
+    shapes: RunShapes, gpu: Gpu, options: Mapping[str, Any] | None = None
+) -> list[CompiledStep]:
+    """Lower and compile every step of a run, one after another.
+
+    Args:
+        shapes: the run, on CPU devices or on those of a GPU's topology.
+        gpu: whose times are estimated.
+        options: of the GPU's compiler; None where the CPU's compiles.
+    """
     steps = []
     for step, trace in shapes.trace.items():
         lowered, begun = trace().lower(), time.perf_counter()
-        compiled = with_float16(lowered).compile()
+        if options is None:
+            compiled = with_float16(lowered).compile()
+        else:
+            compiled = lowered.compile(compiler_options=dict(options))
         log.info("compiled %s in %.0f s", step, time.perf_counter() - begun)
         steps.append(analyze_step(step, compiled, workload(shapes, step), gpu))
     return steps
@@ -53,14 +67,15 @@ def analyze_step(step: StepId, compiled: Any, work: Work, gpu: Gpu) -> CompiledS
     scratch = memory.temp_size_in_bytes
     if step.kind is StepKind.INFER:
         scratch += memory.output_size_in_bytes
-    counted = count_operations(compiled.as_text(), work.mesh.shape, per_node=PER_NODE)
-    analysis = compiled.cost_analysis() or {}
+    text, axes = compiled.as_text(), work.mesh.shape
+    counted = count_operations(text, axes, per_node=PER_NODE)
     return CompiledStep(
         step,
         memory.argument_size_in_bytes,
         scratch,
         counted,
-        analysis.get("flops", 0.0),
+        list_loops(text, axes, per_node=PER_NODE),
+        (compiled.cost_analysis() or {}).get("flops"),
         work.flops / work.mesh.size,
         work.runs,
         estimate_seconds(counted, work.touched, gpu),

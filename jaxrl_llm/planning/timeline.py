@@ -13,8 +13,9 @@ import numpy as np
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.collectives import PASSES, Collective
 from jaxrl_llm.planning.estimate import PER_NODE, Gpu, estimate_seconds
-from jaxrl_llm.planning.program import PASSES, Collective, OperationCounts
+from jaxrl_llm.planning.program import NOTHING
 from jaxrl_llm.planning.sampling import Generation, mean_context
 
 
@@ -83,9 +84,7 @@ def train_seconds(
     runs = math.ceil(tokens / (mesh.data * mesh.fsdp * mesh.tokens))
     each = bytes_sent(spec, mesh, update=update)
     weights = (12 if update else 2) * parameter_count(spec) / (mesh.fsdp * mesh.tensor)
-    counted = OperationCounts(flops / mesh.devices, Counter()).plus(
-        OperationCounts(0.0, each), runs
-    )
+    counted = NOTHING._replace(flops=flops / mesh.devices).plus(NOTHING._replace(sent=each), runs)
     return estimate_seconds(counted, runs * weights, gpu).total
 
 

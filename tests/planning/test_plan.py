@@ -24,10 +24,11 @@ from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.planning.advice import advise, scale_scratch
+from jaxrl_llm.planning.collectives import Collective, replica_groups
 from jaxrl_llm.planning.estimate import GPUS
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device, with_float16
 from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes, workload
-from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
+from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.planning.steps import analyze_step
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine

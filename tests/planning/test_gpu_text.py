@@ -1,0 +1,146 @@
+"""The reader of GPU programs, on a small text in their form whose figures are counted by hand."""
+
+import pytest
+
+from jaxrl_llm.planning.collectives import Collective
+from jaxrl_llm.planning.hlo import parse_program
+from jaxrl_llm.planning.program import count_operations, list_loops
+
+AXES = {"data": 2, "fsdp": 4}
+LT = 'custom_call_target="__cublas$lt$matmul"'
+DIMS = (
+    'backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
+    '"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}'
+)
+BATCHED = DIMS.replace('s":["1"]', 's":["2"]').replace('"lhs_batch_dimensions":[]', '"l":["0"]')
+FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
+TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%fused_dot (p0: bf16[16,32], p1: bf16[32,8]) -> f32[16,8] {
+  %p0 = bf16[16,32]{1,0} parameter(0)
+  %p1 = bf16[32,8]{1,0} parameter(1)
+  ROOT %dot.1 = f32[16,8]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%fused_add (q0: f32[16,8]) -> f32[16,8] {
+  %q0 = f32[16,8]{1,0} parameter(0)
+  ROOT %add.1 = f32[16,8]{1,0} add(%q0, %q0)
+}
+
+%async_scatter (r0: f32[64,8]) -> f32[16,8] {
+  %r0 = f32[64,8]{1,0} parameter(0)
+  ROOT %rs = f32[16,8]{1,0} reduce-scatter(%r0), FSDP, dimensions={0}, to_apply=%add
+}
+
+%command_buffer (c0: f32[16,8]) -> f32[16,8] {
+  %c0 = f32[16,8]{1,0} parameter(0)
+  %loop_fusion.1 = f32[16,8]{1,0} fusion(%c0), kind=kLoop, calls=%fused_add
+  ROOT %loop_fusion.2 = f32[16,8]{1,0} fusion(%loop_fusion.1), kind=kLoop, calls=%fused_add
+}
+
+%body (b: (s32[], bf16[16,32], bf16[8,8])) -> (s32[], bf16[16,32], bf16[8,8]) {
+  %b = (s32[], bf16[16,32]{1,0}, /*index=2*/bf16[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %x = bf16[16,32]{1,0} get-tuple-element(%b), index=1
+  %w = bf16[8,8]{1,0} get-tuple-element(%b), index=2
+  %all-gather-start.1 = ((bf16[8,8]{1,0}, bf16[4]{0}), (bf16[32,8]{1,0}, bf16[16]{0})) \
+all-gather-start(%w, %n), FSDP, dimensions={0}, backend_config={"is_sync":false}
+  %all-gather-done.1 = (bf16[32,8]{1,0}, bf16[16]{0}) all-gather-done(%all-gather-start.1)
+  %whole = bf16[32,8]{1,0} get-tuple-element(%all-gather-done.1), index=0
+  %lt = (f32[16,8]{1,0}, s8[33554432]{0}) custom-call(%x, %whole), LT, DIMS
+  %y = f32[16,8]{1,0} get-tuple-element(%lt), index=0
+  %gemm = f32[16,8]{1,0} fusion(%x, %whole), kind=kCustom, calls=%fused_dot
+  %all-reduce-start.1 = f32[16,8]{1,0} all-reduce-start(%gemm), FSDP, to_apply=%add
+  %all-reduce-done.1 = f32[16,8]{1,0} all-reduce-done(%all-reduce-start.1)
+  %copy.1 = bf16[16,32]{1,0} copy(%x)
+  ROOT %out = (s32[], bf16[16,32]{1,0}, bf16[8,8]{1,0}) tuple(%i, %copy.1, %w)
+}
+
+%condition (b: (s32[], bf16[16,32], bf16[8,8])) -> pred[] {
+  %b.1 = (s32[], bf16[16,32]{1,0}, bf16[8,8]{1,0}) parameter(0)
+  ROOT %less = pred[] fusion(%b.1), kind=kLoop, calls=%fused_less
+}
+
+%short (s: f32[16,8]) -> f32[16,8] {
+  ROOT %s = f32[16,8]{1,0} parameter(0)
+}
+
+%long (t: f32[16,8]) -> f32[16,8] {
+  %t = f32[16,8]{1,0} parameter(0)
+  ROOT %copy.2 = f32[16,8]{1,0} copy(%t)
+}
+
+ENTRY %main (a: bf16[16,32], w: bf16[8,8], g: f32[64,8], h: bf16[5,4,6], k: bf16[5,6,7]) -> f32[] {
+  %a = bf16[16,32]{1,0} parameter(0)
+  %w.1 = bf16[8,8]{1,0} parameter(1)
+  %g = f32[64,8]{1,0} parameter(2)
+  %h = bf16[5,4,6]{2,1,0} parameter(3)
+  %k = bf16[5,6,7]{2,1,0} parameter(4)
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[16,32]{1,0}, bf16[8,8]{1,0}) tuple(%zero, %a, %w.1)
+  %while.1 = (s32[], bf16[16,32]{1,0}, bf16[8,8]{1,0}) while(%start), condition=%condition, \
+body=%body, metadata={op_name="jit(step)/while"}, backend_config={"known_trip_count":{"n":"3"}}
+  %while.2 = (s32[], bf16[16,32]{1,0}, bf16[8,8]{1,0}) while(%while.1), condition=%condition, \
+body=%body, metadata={op_name="jit(step)/while.2"}
+  %scores = (bf16[5,4,7]{2,1,0}, s8[33554432]{0}) custom-call(%h, %k), LT, BATCHED
+  %async-start.1 = ((f32[64,8]{1,0}), f32[16,8]{1,0}) async-start(%g), calls=%async_scatter
+  %async-done.1 = f32[16,8]{1,0} async-done(%async-start.1)
+  %call.1 = f32[16,8]{1,0} call(%async-done.1), to_apply=%command_buffer
+  ROOT %cond = f32[16,8]{1,0} conditional(%p, %call.1, %call.1), true_computation=%short, \
+false_computation=%long
+}
+"""
+for name in ("FSDP", "LT", "BATCHED", "DIMS"):
+    TEXT = TEXT.replace(f", {name}", f", {globals()[name]}")
+TEXT = TEXT.replace("calls=%fused_less", "calls=%fused_add")
+
+
+def test_products_of_libraries_and_fusions_are_counted_by_trip():
+    product = 2 * 16 * 8 * 32
+    scores = 2 * 5 * 4 * 7 * 6
+    assert count_operations(TEXT, AXES).flops == (3 + 1) * 2 * product + scores
+
+
+def test_asynchronous_and_combined_collectives_are_counted_once():
+    counted = count_operations(TEXT, AXES)
+    gather, reduce, scatter = (
+        Collective(kind, ("fsdp",), False)
+        for kind in ("all-gather", "all-reduce", "reduce-scatter")
+    )
+    assert counted.sent == {
+        gather: 4 * (32 * 8 + 16) * 2 * 3 / 4,
+        reduce: 4 * 16 * 8 * 4 * 2 * 3 / 4,
+        scatter: 16 * 8 * 4 * 3,
+    }
+    assert counted.arrays == {gather: 4 * 2, reduce: 4, scatter: 1}
+
+
+def test_kernels_are_what_is_launched():
+    counted = count_operations(TEXT, AXES)
+    body = 5  # a gather, two products, a sum over devices, a copy
+    entry = 1 + 1 + 2  # scores, a scatter, two in the command buffer
+    assert counted.fewest == 4 * body + 1 + entry  # one question after the loop of unknown length
+    assert counted.kernels == counted.fewest + 1  # the other branch copies
+
+
+def test_loops_are_listed_with_what_an_iteration_does():
+    known, unknown = list_loops(TEXT, AXES)
+    assert (known.source, known.depth, known.trips) == ("jit(step)/while", 0, 3)
+    assert unknown.trips is None
+    assert known.once.kernels == 5
+    assert sum(known.once.arrays.values()) == 3
+
+
+def test_a_collective_that_ends_elsewhere_is_an_error():
+    text = TEXT.replace("all-gather-done(%all-gather-start.1)", "all-gather-done(%elsewhere)")
+    with pytest.raises(ValueError, match="got all-gather-done alone, expected elsewhere"):
+        count_operations(text, AXES)
+
+
+def test_instructions_know_operands_and_sizes():
+    program = parse_program(TEXT)
+    lt = program.computations["body"]["lt"]
+    assert lt.operands == ["x", "whole"]
+    assert lt.size == 16 * 8 * 4 + 33554432
+    assert program.computations["fused_add"]["add.1"].is_root
