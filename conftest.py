@@ -123,7 +123,7 @@ def _git(config, *words):
 
 
 def _is_slow(item):
-    return any(item.get_closest_marker(name) for name in ("slow", "vllm"))
+    return any(item.get_closest_marker(name) for name in ("slow", "vllm", "gpu_compiler"))
 
 
 def _guarded(item):

@@ -40,7 +40,6 @@ def open_devices(devices: int, target: str | None) -> Sequence[Any] | None:
     else:
         from jaxrl_llm.planning.gpu_compiler import gpu_devices
 
-        os.environ["JAX_PLATFORMS"] = "cpu"  # where traced steps' constants are
         gpus = gpu_devices(target, devices)
     from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
 

@@ -50,8 +50,10 @@ def gpu_devices(gpu: str, devices: int) -> Sequence[Any]:
     target = resources.files("jaxrl_llm.planning").joinpath("targets", f"{gpu}.txtpb")
     topology = f"1x{nodes}x{PER_NODE}" if nodes else f"1x1x{devices}"
     with _without_driver_notes():
+        import jax
         from jax.experimental import topologies
 
+        jax.config.update("jax_platforms", "cpu")  # there is no GPU for constants
         return topologies.get_topology_desc(
             platform="cuda",
             topology_name="",

@@ -23,6 +23,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.planning import gpu_compiler
 from jaxrl_llm.planning.advice import advise, scale_scratch
 from jaxrl_llm.planning.collectives import Collective, replica_groups
 from jaxrl_llm.planning.estimate import GPUS
@@ -273,10 +274,25 @@ def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8"]
     assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3"]) == 0
     text = capsys.readouterr().out
-    for word in ("reference weights", "scratch", "cache", "all-reduce", "a training step"):
+    for word in ("reference weights", "scratch", "cache", "all-reduce", "the CPU's compiler"):
         assert word in text, word
     assert planner.main([*command, "mesh.train.fsdp=3"]) == 2
     assert "mesh.train" in capsys.readouterr().err
+
+
+def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(
+    configure, capsys, tmp_path, monkeypatch
+):
+    configure()
+    monkeypatch.setattr(gpu_compiler, "PLUGINS", ("jax_plugins.no_such_plugin",))
+    command = ["--config", str(tmp_path / "run.yaml"), "--compile-for", "H200", "--devices"]
+    assert planner.main([*command, "8"]) == 2
+    assert "pip install 'jaxrl_llm[gpu-compiler]'" in capsys.readouterr().err
+    assert planner.main([*command, "12"]) == 2
+    assert "got 12, expected 1 to 8, or a multiple of 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        planner.main([*command, "8", "--gpu", "H100"])
+    assert "--gpu: got H100, expected H200 as in --compile-for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,211 @@
+"""What XLA's compiler for GPUs makes of a run's steps: no GPU is needed, but jax's CUDA plugin."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm import plan as planner
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.collectives import Collective
+from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
+from jaxrl_llm.planning.hlo import parse_program
+from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device
+from jaxrl_llm.planning.memory import plan_shapes
+from jaxrl_llm.planning.program import count_operations, list_loops
+from tests.guarded import MODEL, NATIVE, UPDATE
+
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.guards(*MODEL, *UPDATE, *NATIVE, "jaxrl_llm/planning/"),
+]
+
+OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
+UPDATE_STEP, DECODE_STEP = StepId("actor", StepKind.ACCUMULATE), StepId(ENGINE, StepKind.DECODE)
+APPLY_STEP = StepId("actor", StepKind.APPLY)
+SPEC = ModelSpec(
+    vocab_size=8192,
+    hidden_size=256,
+    layers=3,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    ff_width=512,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=512,
+)
+YAML = """
+run_dir: runs/a
+steps: 1
+model: {path: PATH, random_init: true, dtype: bfloat16, remat: full, attention: xla}
+data: {train: t.parquet, max_prompt_tokens: 128}
+rollout: {samples_per_prompt: 2, max_new_tokens: 128, max_running_sequences: 64}
+batch: {prompts_per_step: 16, max_tokens_per_device: 1024}
+mesh: {train: {fsdp: -1}, rollout: {data: -1}}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    try:
+        gpu_devices("H200", 1)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Returns the shapes of a run on so many GPUs, and one of its steps compiled."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "run.yaml").write_text(YAML.replace("PATH", str(folder)))
+
+    @functools.cache
+    def shapes(devices, spec):
+        (folder / "config.json").write_text(json.dumps(make_config(spec)))
+        config = load(TrainConfig, folder / "run.yaml", [])
+        return plan_shapes(config, gpu_devices("H200", devices))
+
+    @functools.cache
+    def compile_step(devices, step, spec=SPEC):
+        run = shapes(devices, spec)
+        return run, run.trace[step]().lower().compile(compiler_options=OPTIONS)
+
+    return compile_step
+
+
+def axes_of(devices):
+    return {"fsdp": devices}
+
+
+# ---------------------------------------------------------------------- the reader and the compiler
+
+
+def compile_on(devices, function, *arguments):
+    mesh = Mesh(gpu_devices("H200", devices), ("fsdp",))
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in arguments
+    ]
+    return jax.jit(function), shapes, mesh
+
+
+@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["library", "triton"])
+def test_a_product_has_its_operations(options):
+    run, shapes, _ = compile_on(
+        1, lambda a, b: a @ b, ((512, 256), jnp.bfloat16, P()), ((256, 1024), jnp.bfloat16, P())
+    )
+    text = run.lower(*shapes).compile(compiler_options=options).as_text()
+    assert count_operations(text, axes_of(1)).flops == 2 * 512 * 256 * 1024
+
+
+def test_a_batched_product_in_a_scan_has_its_operations_by_trip():
+    def scanned(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.einsum("bij,bjk->bik", x, w), None), x, weights)[0]
+
+    run, shapes, _ = compile_on(
+        1, scanned, ((4, 256, 256), jnp.bfloat16, P()), ((7, 4, 256, 256), jnp.bfloat16, P())
+    )
+    text = run.lower(*shapes).compile(compiler_options=OPTIONS).as_text()
+    assert count_operations(text, axes_of(1)).flops == 7 * 2 * 4 * 256**3
+    (loop,) = list_loops(text, axes_of(1))
+    assert loop.trips == 7
+    assert loop.once.kernels >= 1
+
+
+def test_a_sum_over_devices_sends_its_bytes():
+    mesh = Mesh(gpu_devices("H200", 8), ("fsdp",))
+    total = jax.shard_map(
+        lambda x: (jax.lax.psum(x, "fsdp"), jax.lax.all_gather(x, "fsdp")),
+        mesh=mesh,
+        in_specs=P("fsdp"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    x = jax.ShapeDtypeStruct((8, 4096), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+    text = jax.jit(total).lower(x).compile(compiler_options=OPTIONS).as_text()
+    sent = count_operations(text, axes_of(8)).sent
+    assert sent == {
+        Collective("all-reduce", ("fsdp",), False): 4096 * 4 * 2 * 7 / 8,
+        Collective("all-gather", ("fsdp",), False): 8 * 4096 * 4 * 7 / 8,
+    }
+
+
+# ------------------------------------------------------------------------------------------- update
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_gradients_and_parameters_are_updated_in_place(compiled, devices):
+    run, accumulate = compiled(devices, UPDATE_STEP)
+    params = bytes_per_device(run.roles["actor"].params)
+    assert accumulate.memory_analysis().alias_size_in_bytes >= params
+    apply = compiled(devices, APPLY_STEP)[1]
+    moments = bytes_per_device(run.roles["actor"].optimizer)
+    assert apply.memory_analysis().alias_size_in_bytes >= params + moments
+
+
+# ------------------------------------------------------------------------------------------- decode
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_cache_is_written_in_place(compiled, devices):
+    run, decode = compiled(devices, DECODE_STEP)
+    assert decode.memory_analysis().alias_size_in_bytes >= run.cache / 2  # the rows
+    layer = run.cache / 2 / SPEC.layers / 2
+    program = parse_program(decode.as_text())
+    copied = [
+        line.type
+        for name in (program.entry, *launching(program))
+        for line in program.computations[name].values()
+        if line.size >= layer and copies(program, line)
+    ]
+    assert copied == []
+
+
+def launching(program):
+    return [
+        body
+        for _, line in program.instructions()
+        for body in [line.attribute(r"body=%([\w.\-]+)")]
+        if body
+    ]
+
+
+def copies(program, line):
+    """Whether an instruction makes a new array of what it reads, and not a part in its place."""
+    if line.operation == "fusion":
+        inside = program.computations[line.attribute(r"calls=%([\w.\-]+)")]
+        (root,) = (inner for inner in inside.values() if inner.is_root)
+        return root.operation in ("copy", "transpose", "concatenate", "select", "convert")
+    return line.operation in ("copy", "transpose", "concatenate")
+
+
+def test_a_plan_is_of_the_gpus_programs(capfd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(make_config(SPEC)))
+    (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
+    command = ["--config", str(tmp_path / "run.yaml"), "--devices", "1", "--compile-for", "H200"]
+    assert planner.main(command) == 0
+    said, noise = capfd.readouterr()
+    for words in ("of XLA's compiler for H200", "kernels of a device", "on H200", "while"):
+        assert words in said, words
+    assert "cuda drivers" not in noise
+
+
+@pytest.mark.parametrize("gpu", ["H100", "B200"])
+def test_every_target_compiles(gpu):
+    mesh = Mesh(gpu_devices(gpu, 2), ("fsdp",))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+    compiled = jax.jit(lambda x: x @ x.T).lower(x).compile(compiler_options=OPTIONS)
+    assert math.prod(mesh.devices.shape) == 2
+    assert gpu in mesh.devices[0].device_kind
+    assert count_operations(compiled.as_text(), axes_of(2)).flops == 2 * 32 * 64 * 64
