@@ -239,6 +239,7 @@ def abstract_microbatch(
     """Return a micro-batch with the fields that a loss asks for, as shapes."""
     known = abstract_fields(shape.sequences, shape.length, len(config.reward.components))
     per_token = jax.ShapeDtypeStruct((shape.sequences, shape.length), jnp.float32)
+    known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
     fields = {name: known[name] for name in names | {"mask"}}
     fields |= {"weights": per_token, "token_weights": per_token}
     row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)

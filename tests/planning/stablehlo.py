@@ -1,0 +1,237 @@
+"""What a program lowered for CUDA says of itself, read from its StableHLO."""
+
+import dataclasses
+import json
+import math
+import re
+import warnings
+from typing import NamedTuple
+
+import jax
+
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.mla import LatentSpec
+from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.lowering import StepKind
+
+CALL = re.compile(r"custom_call @([\w$.]+)")
+TENSOR = r"tensor<((?:\d+x)*)(\w+)>"
+PRODUCT = re.compile(
+    rf"(?:dot_general|ragged_dot|ragged_dot_general)\b.* : \({TENSOR}, {TENSOR}\S* .*-> {TENSOR}"
+)
+CONVERSION = re.compile(rf"stablehlo\.convert .*: \({TENSOR}\) -> {TENSOR}")
+SOFT = re.compile(rf"stablehlo\.(log|log_plus_one|exponential) .*: {TENSOR}")
+SUM = re.compile(rf"stablehlo\.reduce\(.* stablehlo\.add across dimensions = (\S*\]) : \({TENSOR},")
+DONATED = re.compile(r"tf\.aliasing_output|jax\.buffer_donor")
+PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
+
+DENSE = ModelSpec(
+    vocab_size=88,
+    hidden_size=40,
+    layers=2,
+    heads=8,
+    kv_heads=4,
+    head_dim=8,
+    ff_width=56,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=64,
+)
+"""No two of its widths are alike, nor is one of them a number of tokens below."""
+EXPERTS = 6
+MOE = MoeSpec(experts=EXPERTS, experts_per_token=2, ff_width=24)
+GEMMA = {
+    "unit_offset_norms": True,
+    "post_norms": True,
+    "scaled_embeddings": True,
+    "activation": "gelu_tanh",
+    "window": 8,
+    "windowed_layers": (True, False),
+}
+DEEPSEEK = {
+    "qk_norm": False,
+    "kv_heads": DENSE.heads,
+    "head_dim": 12,
+    "latent": LatentSpec(query_rank=12, kv_rank=20, nope_width=8, rope_width=4, value_width=8),
+    "moe": dataclasses.replace(
+        MOE,
+        dense_layers=1,
+        shared_ff_width=24,
+        router=SigmoidRouter(groups=2, top_groups=1, normalize=True, scale=1.0),
+    ),
+}
+SPECS = {
+    "Qwen3": {},
+    "Qwen2": {"qk_norm": False, "qkv_bias": True},
+    "Llama": {"qk_norm": False, "tied_embeddings": False},
+    "Mistral": {"qk_norm": False, "window": 8},
+    "Gemma2": GEMMA | {"qk_norm": False, "score_softcap": 5.0, "query_scalar": 9.0},
+    "Gemma3": GEMMA | {"local_rope_theta": 100.0},
+    "Qwen3Moe": {"moe": MOE},
+    "Mixtral": {
+        "qk_norm": False,
+        "ff_width": 24,
+        "moe": dataclasses.replace(
+            MOE, hf_module="block_sparse_moe", hf_projections=("w1", "w3", "w2")
+        ),
+    },
+    "DeepseekV3": DEEPSEEK,
+}
+
+RUN = {
+    "run_dir": "runs/a",
+    "steps": 1,
+    "model": {"random_init": True, "dtype": "bfloat16"},
+    "data": {"train": "t.parquet", "max_prompt_tokens": 16},
+    "rollout": {"samples_per_prompt": 2, "max_new_tokens": 16, "max_running_sequences": 16},
+    "algorithm": {"kl_loss": "k3"},
+    "batch": {"prompts_per_step": 16, "max_tokens_per_device": 64},
+}
+DONATES = {  # which arguments, as far as there are any
+    StepKind.ACCUMULATE: [True, False, False, False, False],
+    StepKind.APPLY: [True, False, False],
+    StepKind.INFER: [False, False, False],
+    StepKind.PREFILL: [False, True, False],
+    StepKind.DECODE: [False, True, True, False, False, False],
+}
+
+
+class Lowered(NamedTuple):
+    """A program for CUDA. Arrays are pairs of dtype and sizes.
+
+    Attributes:
+        calls: names of its custom calls.
+        products: the two arrays of each matrix product, and its result.
+        widened: arrays that are converted from bfloat16 to float32.
+        logarithms: what logarithms are taken of.
+        exponentials: what exponentials are taken of.
+        sums: what is added up.
+        donates: which of its arguments are donated whole.
+        donated: arrays of these.
+        aliased: arrays whose memory a result takes.
+        partitions: devices.
+    """
+
+    calls: set[str]
+    products: list[tuple[tuple[str, tuple[int, ...]], ...]]
+    widened: set[tuple[int, ...]]
+    logarithms: set[tuple[str, tuple[int, ...]]]
+    exponentials: set[tuple[str, tuple[int, ...]]]
+    sums: set[tuple[str, int]]
+    donates: list[bool]
+    donated: int
+    aliased: int
+    partitions: int
+
+
+def lower(traced, platform="cuda"):
+    """Lower a traced program for CUDA, where there is none, and read it."""
+    with warnings.catch_warnings():  # donating what no result can take the place of is an error
+        warnings.simplefilter("error")
+        lowered = traced.lower(lowering_platforms=(platform,))
+    text = lowered.as_text()
+    flags = [[x.donated for x in jax.tree.leaves(each)] for each in lowered.args_info[0]]
+    return Lowered(
+        set(CALL.findall(text)),
+        [tuple(map(array, m[1::2], m[2::2])) for m in map(whole, PRODUCT.finditer(text))],
+        {sizes(m[1]) for m in CONVERSION.finditer(text) if (m[2], m[4]) == ("bf16", "f32")},
+        {array(m[2], m[3]) for m in SOFT.finditer(text) if m[1] != "exponential"},
+        {array(m[2], m[3]) for m in SOFT.finditer(text) if m[1] == "exponential"},
+        {(m[3], added(m[1], m[2])) for m in SUM.finditer(text)},
+        [all(each) and bool(each) for each in flags],
+        sum(map(sum, flags)),
+        len(DONATED.findall(text)),
+        int(PARTITIONS.search(text)[1]),
+    )
+
+
+def whole(match):
+    """All groups of a match, numbered as in it."""
+    return (match[0], *match.groups())
+
+
+def sizes(text):
+    """Sizes of an array: `2x3x` is (2, 3)."""
+    return tuple(map(int, text.split("x")[:-1]))
+
+
+def array(shape, dtype):
+    """Return a pair of dtype and sizes."""
+    return dtype, sizes(shape)
+
+
+def added(dimensions, shape):
+    """How many numbers of an array become one."""
+    return math.prod(sizes(shape)[i] for i in json.loads(dimensions))
+
+
+def configure(folder, spec, base=None, **keys):
+    """Write a model's `config.json` into a folder and return the config of a run with it.
+
+    Args:
+        folder: of the model.
+        spec: the model.
+        base: a file to read instead of `RUN`.
+        keys: to change, with __ for a dot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(make_config(spec)))
+    if base is None:
+        base = folder / "run.json"
+        base.write_text(json.dumps(RUN))
+    keys = {"model__path": folder, "model__dtype": "bfloat16"} | keys
+    given = [f"{name.replace('__', '.')}={value}" for name, value in keys.items()]
+    return load(TrainConfig, base, given)
+
+
+def spec_of(family="Qwen3", **more):
+    return dataclasses.replace(DENSE, **SPECS[family] | more)
+
+
+def check(traced, spec, kind, devices=8, calls=frozenset()):
+    """Lower a step and assert what holds of all of its kind."""
+    program = lower(traced)
+    assert program.calls == calls, "what CUDA has no kernel for, or a call of Python"
+    assert program.partitions == devices
+    assert program.donates == DONATES[kind][: len(program.donates)]
+    assert program.aliased == program.donated, "something donated is copied"
+    check_precision(program, spec, kind)
+    return program
+
+
+def check_precision(program, spec, kind):
+    """Assert that products take bfloat16, and that what adds up many numbers takes float32."""
+    assert bool(program.products) == (kind is not StepKind.APPLY)
+    for product in program.products:
+        dtypes = {dtype for dtype, _ in product[:2]}
+        exact = {EXPERTS} if spec.moe else set()  # routers and heads of values take float32
+        exact |= {1} if spec.value_head or spec.reward_head else set()
+        is_exact = any(exact & {*size} for _, size in product)
+        assert dtypes == {"bf16"} or is_exact, f"a product of {product}"
+    assert {dtype for dtype, _ in program.logarithms} <= {"f32"}
+    narrow = {size[-1] for dtype, size in program.exponentials if dtype == "bf16"}
+    assert narrow <= activation_widths(spec), "a softmax in bfloat16"
+    # gradients of what several experts, or all heads of latent attention, read
+    few = max(spec.moe.experts_per_token if spec.moe else 1, spec.heads if spec.latent else 1)
+    assert all(dtype != "bf16" or count <= few for dtype, count in program.sums), program.sums
+    if kind is not StepKind.ACCUMULATE:  # which has their gradients
+        assert not program.widened & matrices(spec), "a weight is made float32"
+
+
+def activation_widths(spec):
+    widths = {spec.ff_width} | (
+        {spec.moe.ff_width, spec.moe.shared_ff_width} if spec.moe else set()
+    )
+    return {width // n for width in widths for n in (1, 2, 4, 8) if width}
+
+
+def matrices(spec):
+    """Sizes of the weights' matrices, each layer's apart and stacked."""
+    shapes = [d.shape for d in jax.tree.leaves(declare(spec)) if math.prod(d.shape) > 1000]
+    return {shape[i:] for shape in shapes for i in (0, 1) if len(shape[i:]) > 1}

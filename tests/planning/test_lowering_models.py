@@ -1,0 +1,111 @@
+"""Every family of models, and the engine, lowers for CUDA from a CPU.
+
+What only the lowered text shows is asserted of it. What is computed is tested elsewhere, and what
+XLA's GPU compiler makes of it needs its plugin.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
+from jaxrl_llm.planning.memory import plan_shapes
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import ROLLOUT_RULES
+from tests.planning.stablehlo import (
+    DENSE,
+    DONATES,
+    SPECS,
+    check,
+    check_precision,
+    configure,
+    lower,
+    spec_of,
+)
+
+
+def test_the_reader_sees_what_may_not_be_in_a_program():
+    narrow = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def wrong(x):
+        wide = x.astype(jnp.float32)
+        narrow_sum = jax.lax.reduce(x, jnp.bfloat16(0), jax.lax.add, [1])
+        return jnp.exp(jnp.log(x)), (wide @ wide.T).sum() + narrow_sum
+
+    program = lower(wrong.trace(narrow))
+    assert program.products == [(("f32", (8, 16)), ("f32", (16, 8)), ("f32", (8, 8)))]
+    assert program.widened >= {(8, 16)}
+    assert program.logarithms == program.exponentials == {("bf16", (8, 16))}
+    assert ("bf16", 16) in program.sums
+    assert program.donates == [True]
+    assert program.donated == program.aliased == program.partitions == 1
+
+
+def test_it_is_cuda_that_programs_are_lowered_for():
+    like = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    factor = jax.jit(jnp.linalg.cholesky).trace(like)
+    assert lower(factor).calls == {"cusolver_potrf_ffi"}
+    assert lower(factor, "cpu").calls == {"lapack_spotrf_ffi"}
+    unlike = jax.jit(lambda x: jax.lax.platform_dependent(x, cpu=jnp.exp, cuda=jnp.log))
+    assert lower(unlike.trace(like)).logarithms
+    tell = jax.jit(lambda x: jax.pure_callback(abs, like, x))
+    with pytest.raises(ValueError, match="platform"):  # Python is called by each platform apart
+        lower(tell.trace(like))
+
+
+def test_every_family_of_models_is_here():
+    made = {name: make_config(spec_of(name))["architectures"] for name in SPECS}
+    assert made == {family.name: [f"{family.name}ForCausalLM"] for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_families(family, tmp_path):
+    spec = spec_of(family)
+    sizes = {"mesh__train__fsdp": 4, "mesh__train__tensor": 2}
+    rollout = {"mesh__rollout__data": 4, "mesh__rollout__tensor": 2}
+    shapes = plan_shapes(configure(tmp_path, spec, **sizes, **rollout))
+    for step, trace in shapes.trace.items():
+        if step.role != "reference" and step.kind is not StepKind.APPLY:
+            check(trace(), spec, step.kind)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "DeepseekV3"])
+def test_the_engine_with_every_bucket(family):
+    spec = spec_of(family)
+    mesh = make_mesh({"data": 4, "tensor": 2})
+    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
+    engine = NativeEngine(model_of(spec), settings, layout=Layout(mesh, rules=ROLLOUT_RULES))
+    engine.close()
+    keys = list(engine.programs._keys())
+    assert {key[0] for key in keys} == {"pool", "gather", "prefill", "decode"}
+    assert len({key[1:3] for key in keys if key[0] == "decode"}) > 2
+    with_extras = ("decode", *engine.programs.sizes.largest, True)
+    programs = {key: lower(engine.programs.trace(*key)) for key in [*keys, with_extras]}
+    for (name, *_), program in programs.items():
+        assert not program.calls
+        assert program.partitions == 8
+        assert program.aliased == program.donated
+        if name in ("prefill", "decode"):
+            assert program.donates == DONATES[StepKind(name)]
+            check_precision(program, spec, StepKind(name))
+        else:
+            assert program.donated == 0
+            assert not program.products
+
+
+def test_an_engine_on_one_device(tmp_path):
+    sizes = {"mesh__train__devices": 1, "mesh__rollout__devices": 1}
+    shapes = plan_shapes(configure(tmp_path, DENSE, model__dtype="float32", **sizes))
+    for kind in (StepKind.PREFILL, StepKind.DECODE):
+        program = lower(shapes.trace[StepId(ENGINE, kind)]())
+        assert program.partitions == 1
+        assert {dtype for product in program.products for dtype, _ in product} == {"f32"}
