@@ -58,12 +58,13 @@ def entropy_from_logits(logits: Float[Array, "*S V"]) -> Float32[Array, "*S"]:
 
 def token_stats(
     hidden: Float[Array, "X D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "d V"],
     targets: Int[Array, " X"],
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk: int = 1024,
+    head_axes: tuple[str, ...] = (),
 ) -> TokenStats:
     r"""Score targets under $\pi = \mathrm{softmax}(h W / \tau)$ without holding all logits.
 
@@ -88,7 +89,10 @@ def token_stats(
         targets: token ids from 0 to V − 1, one per hidden state.
         temperature: τ, what logits are divided by, after the soft-cap.
         softcap: c, the bound of the logits' magnitude; None for none.
-        chunk: the most tokens in a chunk, over all devices.
+        chunk: the most tokens in a chunk.
+        head_axes: inside `jax.shard_map`, mesh axes over which the rows of `head` are split. Each
+            device then gives its part, which is gathered in the dtype of `hidden`, once, and gets
+            that part's gradient, summed over these devices in float32.
 
     Returns:
         Log-probs, entropies and Σπ² per token, differentiable in `hidden` and `head`.
@@ -105,7 +109,7 @@ def token_stats(
             f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
             "expected positive ones"
         )
-    return _token_stats(_Projection(temperature, softcap, chunk), hidden, head, targets)
+    return _token_stats(_Projection(temperature, softcap, chunk, head_axes), hidden, head, targets)
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,20 @@ class _Projection:
     temperature: float
     softcap: float | None
     chunk: int
+    head_axes: tuple[str, ...]
+
+    def gather(self, head: Float[Array, "d V"], dtype: jnp.dtype) -> Float[Array, "D V"]:
+        """Return the whole output projection in a dtype."""
+        narrow = head.astype(dtype)
+        if not self.head_axes:
+            return narrow
+        return jax.lax.all_gather(narrow, self.head_axes, axis=0, tiled=True)
+
+    def scatter(self, gradient: Float32[Array, "D V"]) -> Float32[Array, "d V"]:
+        """Return this device's part of the gradient of the output projection."""
+        if not self.head_axes:
+            return gradient
+        return jax.lax.psum_scatter(gradient, self.head_axes, scatter_dimension=0, tiled=True)
 
     def logits(
         self, hidden: Float[Array, "x D"], head: Float[Array, "D V"]
@@ -135,7 +153,7 @@ class _Projection:
 def _token_stats(
     projection: _Projection,
     hidden: Float[Array, "X D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "d V"],
     targets: Int[Array, " X"],
 ) -> TokenStats:
     return _forward(projection, hidden, head, targets)[0]
@@ -144,28 +162,27 @@ def _token_stats(
 def _forward(
     projection: _Projection,
     hidden: Float[Array, "X D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "d V"],
     targets: Int[Array, " X"],
 ) -> tuple[TokenStats, tuple[Any, ...]]:
-    narrow = head.astype(hidden.dtype)
+    narrow = projection.gather(head, hidden.dtype)
     chunks = _count(hidden.shape[0], projection.chunk)
     if chunks <= 1:
         logits = projection.logits(hidden, narrow)
         stats, residual = _stats_and_residual(logits, targets)
-        return stats, (hidden, head, targets, residual, logits)
+        return stats, (hidden, head, narrow, targets, residual, logits)
     by_chunk = jax.lax.map(
         lambda block: _stats_and_residual(projection.logits(block[0], narrow), block[1]),
         (_strided(hidden, chunks), _strided(targets, chunks)),
     )
     stats, residual = jax.tree.map(lambda x: _unstrided(x, hidden.shape[0]), by_chunk)
-    return stats, (hidden, head, targets, residual, None)
+    return stats, (hidden, head, narrow, targets, residual, None)
 
 
 def _backward(
     projection: _Projection, saved: tuple[Any, ...], cotangents: TokenStats
-) -> tuple[Float[Array, "X D"], Float[Array, "D V"], None]:
-    hidden, head, targets, residual, logits = saved
-    narrow = head.astype(hidden.dtype)
+) -> tuple[Float[Array, "X D"], Float[Array, "d V"], None]:
+    hidden, head, narrow, targets, residual, logits = saved
 
     def gradients(
         block: tuple[Array, Array, _Residual, TokenStats], logits: Float32[Array, "x V"]
@@ -180,7 +197,7 @@ def _backward(
 
     if logits is not None:
         to_hidden, to_head = gradients((hidden, targets, residual, cotangents), logits)
-        return to_hidden, to_head.astype(head.dtype), None
+        return to_hidden, projection.scatter(to_head).astype(head.dtype), None
 
     def add(
         total: Float32[Array, "D V"], block: tuple[Array, Array, _Residual, TokenStats]
@@ -191,8 +208,8 @@ def _backward(
     tokens = hidden.shape[0]
     chunks = _count(tokens, projection.chunk)
     blocks = jax.tree.map(lambda x: _strided(x, chunks), (hidden, targets, residual, cotangents))
-    to_head, to_hidden = jax.lax.scan(add, jnp.zeros(head.shape, jnp.float32), blocks)
-    return _unstrided(to_hidden, tokens), to_head.astype(head.dtype), None
+    to_head, to_hidden = jax.lax.scan(add, jnp.zeros(narrow.shape, jnp.float32), blocks)
+    return _unstrided(to_hidden, tokens), projection.scatter(to_head).astype(head.dtype), None
 
 
 _token_stats.defvjp(_forward, _backward)

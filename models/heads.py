@@ -1,27 +1,28 @@
 """Heads: logits over the vocabulary, a critic's value per token, a reward model's score."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.gather import gathered
+from jaxrl_llm.models.gather import SplitMatrix, split_matrix
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
 
 def head_matrix(
     params: Params, spec: ModelSpec, layout: Layout | None = None
-) -> Float[Array, "D V"]:
+) -> Float[Array, "D V"] | SplitMatrix:
     """Return the output projection: the transposed embedding when tied, else its own array.
 
     Args:
         params: Parameters nested as `declare(spec)`.
         spec: The model.
-        layout: How activations are split over a mesh; the matrix is then gathered from the devices
-            that split tokens, and stays split by vocabulary.
+        layout: How activations are split over a mesh. The devices that split tokens may then hold
+            parts of the matrix.
 
     Raises:
         ValueError: The model ends in a value head or in a reward head.
@@ -33,8 +34,11 @@ def head_matrix(
     if spec.value_head or spec.reward_head:
         head = "value" if spec.value_head else "reward"
         raise ValueError(f"a model with a {head} head has no logits; expected a language model")
-    matrix = gathered(params, spec, "embed" if spec.tied_embeddings else "head", layout)
-    return matrix.T if spec.tied_embeddings else matrix
+    name = "embed" if spec.tied_embeddings else "head"
+    if layout is None:
+        return params[name].T if spec.tied_embeddings else params[name]
+    matrix = split_matrix(params, spec, name, layout)
+    return matrix.transposed() if spec.tied_embeddings else matrix
 
 
 def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
@@ -55,8 +59,8 @@ def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Flo
     >>> logits({"embed": jnp.ones((8, 4))}, spec, jnp.ones((2, 4), jnp.bfloat16)).dtype
     dtype('float32')
     """
-    head = head_matrix(params, spec).astype(hidden.dtype)
-    z = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    head: Any = head_matrix(params, spec)
+    z = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     cap = spec.logit_softcap
     return z if cap is None else cap * jnp.tanh(z / cap)
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,17 +67,21 @@ class Sharded:
     Attributes:
         held: The matrix.
         home: Its layout in the product.
+        keep: Whether the gathered matrix is kept for the backward pass, rather than gathered again.
+            In a layer that is computed again, "again" begins with the backward pass of that layer,
+            so a layer's matrices are kept, and never those of two layers.
     """
 
     held: Array
     home: NamedSharding
+    keep: bool = False
 
 
 def project(x: Float[Array, "R L ..."], matrix: Array | Sharded, *, inputs: int = 1) -> Array:
     """Contract the last `inputs` dimensions of x with the first ones of a matrix.
 
     The matrix is cast to the dtype of x, and then gathered where it has to be; the backward pass
-    gathers it again, so it is never kept whole. Its gradient is summed over the tokens in float32,
+    gathers it again, unless it is to be kept. Its gradient is summed over the tokens in float32,
     also over those of other devices.
 
     It is one product of two flat matrices, which XLA's CPU backend computes and differentiates
@@ -86,16 +90,17 @@ def project(x: Float[Array, "R L ..."], matrix: Array | Sharded, *, inputs: int 
     >>> project(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 7)), inputs=2).shape
     (2, 3, 7)
     """
-    held, home = (matrix.held, matrix.home) if isinstance(matrix, Sharded) else (matrix, None)
-    product: Any = _product(x, held, _Product(home, inputs))
-    return product
+    if isinstance(matrix, Sharded):
+        return _product(x, matrix.held, _Product(matrix.home, inputs, matrix.keep))
+    return _product(x, matrix, _Product(None, inputs))
 
 
 class _Product(NamedTuple):
-    """Where a matrix is multiplied, and how many of its dimensions are inputs."""
+    """Where a matrix is multiplied, its input dimensions, and whether it is kept."""
 
     home: NamedSharding | None
     inputs: int
+    keep: bool = False
 
     def flat(self, x: Array, matrix: Array) -> tuple[Float[Array, "X D"], Float[Array, "D F"]]:
         """Return both factors flat, the matrix in the dtype of x and whole."""
@@ -113,17 +118,21 @@ def _product(x: Float[Array, "R L ..."], matrix: Array, product: _Product) -> Ar
 
 def _product_forward(
     x: Array, matrix: Array, product: _Product
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
     # what is stored is x as it came: the products that share it then share one copy
     left, right = product.flat(x, matrix)
-    return (left @ right).reshape(*x.shape[:2], *matrix.shape[product.inputs :]), (x, matrix)
+    out = (left @ right).reshape(*x.shape[:2], *matrix.shape[product.inputs :])
+    return out, (x, matrix, right if product.keep else None)
 
 
 def _product_backward(
-    product: _Product, saved: tuple[Array, Array], cotangent: Float[Array, "R L ..."]
+    product: _Product, saved: tuple[Array, Array, Array | None], cotangent: Float[Array, "R L ..."]
 ) -> tuple[Array, Array]:
-    x, matrix = saved
-    left, right = product.flat(x, matrix)
+    x, matrix, kept = saved
+    if kept is None:
+        left, right = product.flat(x, matrix)
+    else:
+        left, right = x.reshape(-1, len(kept)), kept
     flat = cotangent.reshape(len(left), -1)
     to_matrix = jnp.matmul(left.T, flat, preferred_element_type=jnp.float32)
     to_x = (flat @ right.T).reshape(x.shape)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxrl_llm.models import heads, parameters, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
 from jaxrl_llm.models.cache import Cache, extend, init_cache
+from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -102,14 +103,17 @@ class Model(Protocol):
         """
         ...
 
-    def head_matrix(self, params: Params, layout: Layout | None = None) -> Float[Array, "D V"]:
+    def head_matrix(
+        self, params: Params, layout: Layout | None = None
+    ) -> Float[Array, "D V"] | SplitMatrix:
         """Return the matrix that projects hidden states onto the vocabulary.
 
         Log-probs are computed from it in chunks of tokens, so that logits [R L V] never exist.
 
         Args:
             params: The parameters.
-            layout: Where the matrix is gathered from the devices that split tokens.
+            layout: How tokens are split; the devices that split them may then hold parts of the
+                matrix, and log-probs gather it.
 
         Raises:
             ValueError: The model ends in another head.
@@ -249,7 +253,9 @@ class Decoder:
             layout=layout,
         )
 
-    def head_matrix(self, params: Params, layout: Layout | None = None) -> Float[Array, "D V"]:
+    def head_matrix(
+        self, params: Params, layout: Layout | None = None
+    ) -> Float[Array, "D V"] | SplitMatrix:
         """See `models.heads.head_matrix`."""
         return heads.head_matrix(params, self.spec, layout)
 

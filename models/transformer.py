@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.context import attend_pieces
-from jaxrl_llm.models.gather import gathered, layer_gatherer
+from jaxrl_llm.models.gather import layer_gatherer, lookup, split_matrix
 from jaxrl_llm.models.layers import (
     Layer,
     Rotations,
@@ -30,15 +30,25 @@ from jaxrl_llm.sharding.layout import Layout
 
 
 def embed(
-    params: Params, spec: ModelSpec, tokens: Int[Array, "*B"], *, dtype: DTypeLike
+    params: Params,
+    spec: ModelSpec,
+    tokens: Int[Array, "*B"],
+    *,
+    dtype: DTypeLike,
+    layout: Layout | None = None,
 ) -> Float[Array, "*B D"]:
     """Look tokens up; √D, by which Gemma multiplies, is rounded to the compute dtype as there.
+
+    With a layout, tokens are rows [R, L] that are split over its mesh.
 
     >>> spec = tiny_spec(scaled_embeddings=True)
     >>> embed({"embed": jnp.ones((8, 4))}, spec, jnp.array([3]), dtype="float32").tolist()
     [[2.0, 2.0, 2.0, 2.0]]
     """
-    x = params["embed"][tokens].astype(dtype)
+    if layout is None:
+        x = params["embed"][tokens].astype(dtype)
+    else:
+        x = lookup(split_matrix(params, spec, "embed", layout), tokens, layout, dtype=dtype)
     return x * jnp.asarray(spec.hidden_size**0.5, dtype) if spec.scaled_embeddings else x
 
 
@@ -144,8 +154,7 @@ def forward_with_router(
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, positions), segment_ids)
-    table = gathered(params, spec, "embed", layout)
-    x = constrain(embed({"embed": table}, spec, tokens, dtype=dtype))
+    x = constrain(embed(params, spec, tokens, dtype=dtype, layout=layout))
     reports: Router = {}
     for name, stack in zip(spec.stacks, stacked_layers(params, spec), strict=True):
         if layout and layout.stages > 1 and name == "layers":
@@ -162,7 +171,11 @@ def _layer_step(
     """Return the body of the scan over layers: `(x, rows, layer) -> (x, router)`."""
     constrain = layout.constrain if layout else lambda x: x
     attention = functools.partial(attend_pieces, layout=layout) if layout else attend
-    gather = layer_gatherer(spec, dtype, layout) if layout else lambda weights: weights
+    gather = (
+        layer_gatherer(spec, dtype, layout, keep=remat != "none")
+        if layout
+        else lambda weights: weights
+    )
 
     def body(x: Array, rows: _Row, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
         weights, layer = gather(of_layer[0]), of_layer[1]

@@ -1,17 +1,17 @@
 """A model's forward pass in training, over packed rows."""
 
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32
 
 from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
 from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.balance import RouterStats
@@ -59,20 +59,26 @@ def token_stats_from_hidden(
     layout = Layout(mesh, config.context)
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
     axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-
-    def own(x: Array) -> Array:
-        parts = x.reshape(shards, -1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(parts, layout.sharding(axes))
-
+    head = config.model.head_matrix(params, layout)
+    if not isinstance(head, SplitMatrix):
+        head = SplitMatrix(head, (), ())
     score = functools.partial(
         token_stats,
         temperature=config.temperature,
         softcap=config.model.logit_softcap,
-        chunk=max(config.logprob_chunk // shards, 1),
+        chunk=config.logprob_chunk,
+        head_axes=head.rows,
     )
-    stats = jax.vmap(score, in_axes=(0, None, 0), spmd_axis_name=axes)(
-        own(hidden), config.model.head_matrix(params, layout), own(targets)
+
+    def own(hidden: Array, part: Array, targets: Array) -> TokenStats:
+        if head.columns:  # by rules of the user's own
+            part = jax.lax.all_gather(part, head.columns, axis=1, tiled=True)
+        return score(hidden, part, targets)
+
+    by_token = PartitionSpec(axes)
+    specs = by_token, head.spec, by_token
+    stats = layout.by_tokens(own, in_specs=specs, axes=axes)(
+        hidden.reshape(-1, hidden.shape[-1]), head.array, targets.reshape(-1)
     )
     return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
 
