@@ -44,7 +44,7 @@ class ModelConfig(Section):
         ),
     )
     logprob_chunk: int = Field(
-        default=1024, ge=1, description="tokens whose logits are in memory at once"
+        default=1024, ge=1, description="tokens of a device whose logits are in memory at once"
     )
     attention: Literal["auto", "xla", "cudnn"] = Field(
         default="auto",
