@@ -27,8 +27,32 @@ NOTE = b"Could not find cuda drivers on your machine"
 NOTE_HEAD = b"All log messages before absl::InitializeLog"
 
 
+def describe_topology(gpu: str, devices: int) -> tuple[str, str]:
+    """Return a GPU's description as text, and the topology of so many of them.
+
+    These are nodes of eight, or one node of fewer.
+
+    Args:
+        gpu: one of those in `targets/`.
+        devices: how many.
+
+    Raises:
+        ConfigError: the devices do not fill nodes.
+
+    >>> describe_topology("H200", 32)[1]
+    '1x4x8'
+    """
+    nodes, rest = divmod(devices, PER_NODE)
+    if devices < 1 or (nodes and rest):
+        raise ConfigError(
+            f"--devices: got {devices}, expected 1 to {PER_NODE}, or a multiple of {PER_NODE}"
+        )
+    target = resources.files("jaxrl_llm.planning").joinpath("targets", f"{gpu}.txtpb")
+    return target.read_text(), f"1x{nodes}x{PER_NODE}" if nodes else f"1x1x{devices}"
+
+
 def gpu_devices(gpu: str, devices: int) -> Sequence[Any]:
-    """Return the devices of a topology of nodes with eight GPUs each, or of one node with fewer.
+    """Return the devices of a topology, which are compiled for and hold nothing.
 
     Args:
         gpu: one of those in `targets/`.
@@ -37,28 +61,19 @@ def gpu_devices(gpu: str, devices: int) -> Sequence[Any]:
     Raises:
         ConfigError: the plugin is not installed, or the devices do not fill nodes.
     """
-    nodes, rest = divmod(devices, PER_NODE)
-    if devices < 1 or (nodes and rest):
-        raise ConfigError(
-            f"--devices: got {devices}, expected 1 to {PER_NODE}, or a multiple of {PER_NODE}"
-        )
+    target, topology = describe_topology(gpu, devices)
     if not any(_is_installed(plugin) for plugin in PLUGINS):
         raise ConfigError(
             "--compile-for needs XLA's compiler for GPUs, which is in jax's CUDA plugin: "
             "pip install 'jaxrl_llm[gpu-compiler]' (300 MB; no GPU and no driver needed)"
         )
-    target = resources.files("jaxrl_llm.planning").joinpath("targets", f"{gpu}.txtpb")
-    topology = f"1x{nodes}x{PER_NODE}" if nodes else f"1x1x{devices}"
     with _without_driver_notes():
         import jax
         from jax.experimental import topologies
 
         jax.config.update("jax_platforms", "cpu")  # there is no GPU for constants
         return topologies.get_topology_desc(
-            platform="cuda",
-            topology_name="",
-            target_config=target.read_text(),
-            topology=topology,
+            platform="cuda", topology_name="", target_config=target, topology=topology
         ).devices
 
 

@@ -1,7 +1,7 @@
 """The steps of a planned run, compiled for GPUs that are not there, as files of text.
 
-`benchmarks.gpu.compiled` starts it with the library's tree on the path that is to be measured, so
-it uses nothing of this tree: `python compile_steps.py ORDER.json`.
+`benchmarks.planning.gpu_programs` starts it with the library's tree on the path that is to be
+measured, so it uses nothing of this tree: `python compile_steps.py ORDER.json`.
 """
 
 import gzip
