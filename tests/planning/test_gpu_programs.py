@@ -1,5 +1,6 @@
 """What XLA's compiler for GPUs makes of a run's steps: no GPU is needed, but jax's CUDA plugin."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -15,6 +16,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.collectives import Collective
 from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
@@ -152,6 +154,49 @@ def test_gradients_and_parameters_are_updated_in_place(compiled, devices):
     apply = compiled(devices, APPLY_STEP)[1]
     moments = bytes_per_device(run.roles["actor"].optimizer)
     assert apply.memory_analysis().alias_size_in_bytes >= params + moments
+
+
+def test_loops_do_not_depend_on_the_mesh(compiled):
+    def trips(devices):
+        text = compiled(devices, UPDATE_STEP)[1].as_text()
+        return sorted(loop.trips for loop in list_loops(text, axes_of(devices)))
+
+    assert trips(1) == trips(8)
+
+
+def test_no_gradient_is_summed_whole_in_float32(compiled):
+    text = compiled(8, UPDATE_STEP)[1].as_text()
+    smallest = SPEC.hidden_size * SPEC.kv_heads * SPEC.head_dim * 4
+    summed = [
+        line.type
+        for _, line in parse_program(text).instructions()
+        if line.operation in ("all-reduce", "all-reduce-done") and line.size >= smallest
+    ]
+    assert summed == []
+
+
+def test_weights_of_a_layer_are_gathered_once_in_each_direction(compiled):
+    text = compiled(8, UPDATE_STEP)[1].as_text()
+    layers = [loop for loop in list_loops(text, axes_of(8)) if loop.trips == SPEC.layers]
+    gathered = [
+        sum(n for over, n in loop.once.arrays.items() if over.kind == "all-gather")
+        for loop in layers
+    ]
+    assert gathered == [7, 7]  # q, k, v, o, gate, up, down
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_update_gathers_weights_twice_and_scatters_gradients_once(compiled, tied):
+    spec = SPEC if tied else dataclasses.replace(SPEC, tied_embeddings=False)
+    text = compiled(8, UPDATE_STEP, spec)[1].as_text()
+    sent = count_operations(text, axes_of(8)).sent.total()
+    gather, scatter = 2, 4  # bytes of a weight, and of its gradient
+    head = (
+        spec.vocab_size * spec.hidden_size
+    )  # gathered once; of an embedding tokens' rows are sent
+    layers = parameter_count(spec) - head * (1 if tied else 2)
+    formula = (layers * (2 * gather + scatter) + head * (gather + scatter)) * 7 / 8
+    assert sent == pytest.approx(formula, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------- decode
