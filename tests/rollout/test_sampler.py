@@ -11,8 +11,8 @@ from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
     LogitsProcessors,
     choose_tokens,
+    least_kept,
     process,
-    truncate,
 )
 
 LOGITS = np.array([1.0, 3.0, -2.0, 0.5, 2.5, -np.inf, 1.0, 0.0], np.float32)
@@ -20,7 +20,12 @@ DRAWS = 20_000
 ALLOWED = [1e-9, 19.51, 23.03, 25.90, 28.47, 30.86, 33.11]  # chi-squared's, by degrees of freedom
 
 choose = jax.jit(choose_tokens)
-cut = jax.jit(truncate)
+least = jax.jit(least_kept, static_argnames="digit")
+
+
+def cut(logprobs, *limits, digit=None):
+    """Set what is cut off to -inf."""
+    return jnp.where(logprobs >= least(logprobs, *limits, digit=digit)[:, None], logprobs, -jnp.inf)
 
 
 def draw(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seeds=None, steps=0):
@@ -187,6 +192,78 @@ def test_truncate_keeps_what_a_loop_keeps(weights, top_p, top_k):
     inside = truncated(p, top_p, top_k) > 0
     np.testing.assert_array_equal(np.isfinite(kept), inside)
     np.testing.assert_allclose(kept[inside], np.log(p[inside]), rtol=1e-6)
+
+
+def hard_rows(vocabulary):
+    """Log-probs that spread over decades, are all equal, tie, are -inf, or have two levels."""
+    rng = np.random.default_rng(vocabulary)
+    rows = rng.normal(0, 3, (8, vocabulary)).astype(np.float32)
+    rows[1] = 0.0
+    rows[2] = np.round(rows[2])
+    rows[3, rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
+    rows[4] = np.where(np.arange(vocabulary) == vocabulary // 3, 1.0, -np.inf)
+    rows[5] = np.where(np.arange(vocabulary) < vocabulary // 2, 5.0, -5.0)
+    rows[6] *= 50
+    rows[7] *= 0.01
+    return jax.nn.log_softmax(jnp.asarray(rows))
+
+
+@pytest.mark.parametrize("digit", [None, 2, 4])
+@pytest.mark.parametrize("vocabulary", [1, 7, 1000, 151_936])
+def test_what_stays_is_what_sorting_keeps(vocabulary, digit):
+    """Every row with every k and p; a GPU finds four bits at a time, a CPU one."""
+    rows = hard_rows(vocabulary)
+    sorted_rows = np.sort(np.asarray(rows, np.float64), axis=1)[:, ::-1]
+    counts = {0, 1, min(5, vocabulary), vocabulary // 2, vocabulary, vocabulary + 3}
+    few = vocabulary > 1000
+    for top_k in {0, 50} if few else counts:
+        count = min(top_k or vocabulary, vocabulary)
+        kth = sorted_rows[:, count - 1]
+        inside = np.where(sorted_rows >= kth[:, None], np.exp(sorted_rows), 0.0)
+        share = np.cumsum(inside, axis=1) / inside.sum(axis=1, keepdims=True)
+        for top_p in (1.0, 0.9) if few else (1.0, 0.9, 0.3, 1e-6, 0.0):
+            limits = np.full(8, top_p, np.float32), np.full(8, top_k, np.int32), np.zeros(8)
+            found = np.asarray(least(rows, *map(jnp.asarray, limits), digit=digit), np.float64)
+            if top_p == 1:
+                np.testing.assert_array_equal(found, kth if top_k else np.full(8, -np.inf))
+                continue
+            assert np.all(found >= kth)
+            for row, value in enumerate(found):
+                first = np.searchsorted(-sorted_rows[row], -value, side="left")
+                last = np.searchsorted(-sorted_rows[row], -value, side="right") - 1
+                assert last >= first  # it is the log-prob of a token
+                assert share[row, last] >= top_p - 1e-4
+                assert first == 0 or share[row, first - 1] < top_p + 1e-4
+
+
+def test_rows_are_cut_by_their_own_limits():
+    """All at once as one by one."""
+    rows = hard_rows(1000)
+    limits = (
+        jnp.array([1.0, 0.5, 0.9, 1.0, 0.9, 0.2, 0.7, 1e-6]),
+        jnp.array([0, 10, 0, 3, 5, 600, 1000, 0]),
+        jnp.array([0.0, 0.0, 0.1, 0.0, 0.9, 0.0, 0.0, 0.5]),
+    )
+    alone = [least(rows[i : i + 1], *(x[i : i + 1] for x in limits))[0] for i in range(8)]
+    np.testing.assert_array_equal(least(rows, *limits), alone)
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    """Whatever is cut off, and beside rows that are sampled."""
+    rows = np.repeat(np.asarray(hard_rows(1000)), 2, axis=0)
+    n = len(rows)
+    tokens, _ = choose(
+        jnp.asarray(rows),
+        jnp.arange(n),
+        BatchSamplingParams(
+            seeds=jnp.arange(n, dtype=jnp.uint32),
+            temperature=jnp.tile(jnp.array([0.0, 1.0]), n // 2),
+            top_p=jnp.linspace(0.1, 1.0, n),
+            top_k=jnp.arange(n),
+            min_p=jnp.zeros(n),
+        ),
+    )
+    np.testing.assert_array_equal(tokens[::2], rows[::2].argmax(axis=1))
 
 
 def test_tokens_as_likely_as_the_last_that_stays_do_so_too():

@@ -1,6 +1,8 @@
 """Choosing tokens from logits, one independent random stream per sequence."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -61,13 +63,26 @@ def choose_tokens(
     logprobs = processed = jax.nn.log_softmax(logits / temperature)
     if processors is not None:
         processed = jax.nn.log_softmax(process(logits, processors) / temperature)
+    # arrays, not to be computed anew where they are compared with what was found in them
+    logprobs, processed = jax.lax.optimization_barrier((logprobs, processed))
     is_cut = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
-    kept = jax.lax.cond(jnp.any(is_cut), truncate, lambda x, *_: x, processed, *sampling[2:])
-    drawn = draw(jnp.exp(kept), sampling.seeds, steps)
-    best = jax.lax.cond(
-        jnp.any(greedy), lambda x: jnp.argmax(x, axis=-1), lambda x: jnp.zeros_like(steps), kept
+    least = jax.lax.cond(
+        jnp.any(greedy | is_cut), _least_drawn, _no_limit, processed, greedy, *sampling[2:]
     )
-    return jnp.where(greedy, best, drawn).astype(jnp.int32), logprobs
+    mass = jnp.where(processed >= least[:, None], jnp.exp(processed), 0.0)
+    # of equally likely tokens that with the lowest number is the greedy one
+    uniform = jnp.where(greedy[:, None], 0.0, uniforms(sampling.seeds, steps))
+    return draw(mass, uniform), logprobs
+
+
+def _least_drawn(
+    logprobs: Float32[Array, "B V"], greedy: Bool[Array, " B"], *limits: Array
+) -> Float32[Array, " B"]:
+    return jnp.where(greedy, logprobs.max(axis=1), least_kept(logprobs, *limits))
+
+
+def _no_limit(logprobs: Float32[Array, "B V"], *_: Array) -> Float32[Array, " B"]:
+    return jnp.full(len(logprobs), -jnp.inf)
 
 
 def process(logits: Float32[Array, "B V"], processors: LogitsProcessors) -> Float32[Array, "B V"]:
@@ -88,15 +103,21 @@ def process(logits: Float32[Array, "B V"], processors: LogitsProcessors) -> Floa
     return logits.at[rows, processors.bias_ids].add(processors.bias, mode="drop")
 
 
-def draw(
-    mass: Float32[Array, "B V"], seeds: UInt32[Array, " B"], steps: Int[Array, " B"]
-) -> Int[Array, " B"]:
+def uniforms(seeds: UInt32[Array, " B"], steps: Int[Array, " B"]) -> Float32[Array, "B 2"]:
+    """Return two random numbers in [0, 1) for each pair of a seed and a step."""
+    pairs = jnp.stack([seeds, steps.astype(jnp.uint32)], axis=1)
+    keys = jax.random.wrap_key_data(pairs, impl="threefry2x32")
+    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+
+
+def draw(mass: Float32[Array, "B V"], uniform: Float32[Array, "B 2"]) -> Int[Array, " B"]:
     """Draw from distributions that need not sum to 1; what has no mass is never drawn.
 
     A block of about sqrt(V) neighbours is drawn first and then one of its tokens, so two random
-    numbers do where noise for each token takes V, and no cumulative sum is long.
+    numbers do where noise for each token takes V, and no cumulative sum is long. For two zeros it
+    is the first token that has mass.
 
-    >>> print(draw(jnp.array([[0.0, 0.2, 0.0, 0.0]]), jnp.array([7], jnp.uint32), jnp.array([0])))
+    >>> print(draw(jnp.array([[0.0, 0.2, 0.0, 0.1]]), jnp.array([[0.3, 0.9]])))
     [1]
     """
     vocabulary = mass.shape[1]
@@ -104,12 +125,9 @@ def draw(
     if blocks**2 * 16 < vocabulary:  # too few: pad for more
         blocks = 1 << round(math.log2(vocabulary) / 2)
     mass = jnp.pad(mass, ((0, 0), (0, -vocabulary % blocks))).reshape(len(mass), blocks, -1)
-    pairs = jnp.stack([seeds, steps.astype(jnp.uint32)], axis=1)
-    keys = jax.random.wrap_key_data(pairs, impl="threefry2x32")
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     block = _invert(mass.sum(axis=2), uniform[:, 0])
     inside = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
-    return block * mass.shape[2] + _invert(inside, uniform[:, 1])
+    return (block * mass.shape[2] + _invert(inside, uniform[:, 1])).astype(jnp.int32)
 
 
 def _invert(mass: Float32[Array, "B n"], uniform: Float32[Array, " B"]) -> Int[Array, " B"]:
@@ -120,54 +138,93 @@ def _invert(mass: Float32[Array, "B n"], uniform: Float32[Array, " B"]) -> Int[A
     return jnp.where(passed.any(axis=1), passed.argmax(axis=1), mass.argmax(axis=1))
 
 
-def truncate(
+def least_kept(
     logprobs: Float32[Array, "B V"],
     top_p: Float[Array, " B"],
     top_k: Int[Array, " B"],
     min_p: Float[Array, " B"],
-) -> Float32[Array, "B V"]:
-    """Set the log-probs outside top-k, then outside top-p, then outside min-p to -inf.
+    *,
+    digit: int | None = None,
+) -> Float32[Array, " B"]:
+    """Find the least log-prob that stays: of those in top-k, then in top-p, then in min-p.
 
     The nucleus (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751) is taken of the
     distribution that top-k left, renormalised; min-p (https://arxiv.org/abs/2407.01082) asks for a
     share of the largest probability. The likeliest token always stays, and tokens as likely as the
     least likely one that stays do so too.
 
-    Nothing is sorted: the least log-prob that stays is found bit by bit, by counting what is above.
+    Args:
+        logprobs: of all tokens.
+        top_p: probability that is kept; 1 keeps all.
+        top_k: how many tokens are kept; 0 keeps all.
+        min_p: the share of the largest probability below which none is kept.
+        digit: bits that one pass over the vocabulary finds, 1, 2 or 4; None: the platform's choice.
 
-    >>> kept = truncate(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), jnp.array([0.6]), jnp.array([0]),
-    ...                 jnp.array([0.0]))
-    >>> print(jnp.isfinite(kept))
-    [[ True  True False]]
+    Returns:
+        The least log-prob that stays; what is below is cut off.
+
+    >>> least = least_kept(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), jnp.array([0.6]), jnp.array([0]),
+    ...                    jnp.array([0.0]))
+    >>> print(jnp.exp(least).round(3))
+    [0.3]
     """
     size = logprobs.shape[1]
-    count = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
-    ones = jnp.ones_like(logprobs)
-    kept = jnp.where(_until(logprobs, ones, count.astype(jnp.float32)), logprobs, -jnp.inf)
-    mass = jax.nn.softmax(kept, axis=-1)
-    inside = _until(kept, mass, jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny))
-    kept = jnp.where(inside | (top_p >= 1)[:, None], kept, -jnp.inf)
-    least = kept.max(axis=1) + jnp.log(min_p)
-    return jnp.where(kept >= least[:, None], kept, -jnp.inf)
+    until = functools.partial(_until, digit=digit)
+
+    def in_top_k(logprobs: Array) -> Array:
+        count = jnp.where(top_k > 0, jnp.minimum(top_k, size), size).astype(jnp.float32)
+        least = until(logprobs, jnp.ones_like(logprobs), count)
+        return jnp.where(top_k > 0, least, -jnp.inf)
+
+    def in_top_p(logprobs: Array, least: Array) -> Array:
+        mass = jax.nn.softmax(jnp.where(logprobs >= least[:, None], logprobs, -jnp.inf), axis=-1)
+        total = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
+        return jnp.where(top_p < 1, jnp.maximum(until(logprobs, mass, total), least), least)
+
+    least = jax.lax.cond(jnp.any(top_k > 0), in_top_k, _no_limit, logprobs)
+    least = jax.lax.cond(jnp.any(top_p < 1), in_top_p, lambda _, least: least, logprobs, least)
+    return jnp.maximum(least, logprobs.max(axis=1) + jnp.log(min_p))
 
 
 def _until(
-    logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], total: Float32[Array, " B"]
-) -> Bool[Array, "B V"]:
-    """Mark the likeliest tokens, as few as have this total weight together, and those like them.
+    logprobs: Float32[Array, "B V"],
+    weights: Float32[Array, "B V"],
+    total: Float32[Array, " B"],
+    *,
+    digit: int | None,
+) -> Float32[Array, " B"]:
+    """Find the largest log-prob such that those from it on have this total weight; else -inf.
 
-    Bits of non-negative floats are ordered as the floats are, so a threshold for -log p is found
-    from its highest bit down: a bit is set where less would not be enough.
+    Nothing is sorted. Bits of non-negative floats are ordered as the floats are, so -log p is found
+    by its digits to the base 2^`digit`, from the highest on: a digit is as small as is enough.
+    To try them, a pass over the vocabulary takes 2^`digit` - 1 sums. A GPU is bound by reading the
+    vocabulary and takes 15 sums at a time, a CPU by the sums and takes one.
     """
+    if digit is None:
+        on = {
+            "cpu": functools.partial(_until, digit=1),
+            "default": functools.partial(_until, digit=4),
+        }
+        return jax.lax.platform_dependent(logprobs, weights, total, **on)
     bits = jax.lax.bitcast_convert_type(jnp.abs(logprobs), jnp.uint32)
+    passes = math.ceil(31 / digit)
 
-    def weight_until(threshold: Array) -> Array:
-        return jnp.where(bits <= threshold[:, None], weights, 0.0).sum(axis=1)
+    def set_digit(i: Array, found: Array) -> Array:
+        shift = (digit * (passes - 1 - i)).astype(jnp.uint32)
+        below = (jnp.uint32(1) << shift) - jnp.uint32(1)
+        tried = [found | (jnp.uint32(d) << shift) | below for d in range(2**digit - 1)]
+        sums = _sums([jnp.where(bits <= t[:, None], weights, 0.0) for t in tried])
+        return found | (sum((s < total).astype(jnp.uint32) for s in sums) << shift)
 
-    def set_bit(i: Array, threshold: Array) -> Array:
-        bit = jnp.uint32(1) << (30 - i).astype(jnp.uint32)
-        enough = weight_until(threshold | (bit - jnp.uint32(1))) >= total
-        return jnp.where(enough, threshold, threshold | bit)
+    found = jnp.zeros(len(bits), jnp.uint32)
+    found = jax.lax.fori_loop(0, passes, set_digit, found, unroll=digit > 1)
+    infinite = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.uint32)
+    return -jax.lax.bitcast_convert_type(jnp.minimum(found, infinite), jnp.float32)
 
-    threshold = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros(len(bits), jnp.uint32))
-    return bits <= threshold[:, None]
+
+def _sums(arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return the sum of each array along its rows; a GPU takes all in one pass."""
+    if len(arrays) == 1:
+        return [arrays[0].sum(axis=1)]
+    zeros = (jnp.zeros(()),) * len(arrays)
+    return jax.lax.reduce(tuple(arrays), zeros, lambda a, b: jax.tree.map(jnp.add, a, b), (1,))
