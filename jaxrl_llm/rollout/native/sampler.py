@@ -60,16 +60,16 @@ def choose_tokens(
     greedy = sampling.temperature == 0
     temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     logits = logits.astype(jnp.float32)
-    logprobs = processed = jax.nn.log_softmax(logits / temperature)
+    # arrays, not to be computed anew where they are compared with what was found in them
+    logprobs = processed = jax.lax.optimization_barrier(jax.nn.log_softmax(logits / temperature))
     if processors is not None:
         processed = jax.nn.log_softmax(process(logits, processors) / temperature)
-    # arrays, not to be computed anew where they are compared with what was found in them
-    logprobs, processed = jax.lax.optimization_barrier((logprobs, processed))
+        processed = jax.lax.optimization_barrier(processed)
     is_cut = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
     least = jax.lax.cond(
         jnp.any(greedy | is_cut), _least_drawn, _no_limit, processed, greedy, *sampling[2:]
     )
-    mass = jnp.where(processed >= least[:, None], jnp.exp(processed), 0.0)
+    mass = jnp.exp(jnp.where(processed >= least[:, None], processed, -jnp.inf))
     # of equally likely tokens that with the lowest number is the greedy one
     uniform = jnp.where(greedy[:, None], 0.0, uniforms(sampling.seeds, steps))
     return draw(mass, uniform), logprobs
