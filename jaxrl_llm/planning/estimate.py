@@ -49,7 +49,7 @@ def estimate_seconds(counted: OperationCounts, touched: int | float, gpu: Gpu) -
 
     Args:
         counted: operations and bytes sent of each device.
-        touched: bytes that each reads and writes at least.
+        touched: bytes that each reads and writes.
         gpu: the device.
 
     >>> from jaxrl_llm.planning.program import NOTHING

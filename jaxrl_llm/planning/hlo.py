@@ -35,11 +35,15 @@ class Instruction(NamedTuple):
         return []
 
     @property
+    def sizes(self) -> list[int]:
+        """Return the bytes of each array of its result."""
+        found = SHAPE.findall(self.type)
+        return [BYTES.get(kind, 4) * math.prod(_ints(dims)) for kind, dims in found]
+
+    @property
     def size(self) -> int:
         """Return the bytes of its result."""
-        return sum(
-            BYTES.get(kind, 4) * math.prod(_ints(dims)) for kind, dims in SHAPE.findall(self.type)
-        )
+        return sum(self.sizes)
 
     @property
     def dims(self) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.planning.collectives import Collective, exchange_of
 from jaxrl_llm.planning.hlo import Computation, Instruction, Program, parse_program
+from jaxrl_llm.planning.traffic import kernel_bytes
 
 CALLED, BODY = r"(?:calls|to_apply)=%([\w.\-]+)", r"body=%([\w.\-]+)"
 BRANCHES = (
@@ -47,6 +48,7 @@ class OperationCounts(NamedTuple):
         arrays: that its collectives exchange, by collective.
         kernels: that it launches, with the costliest branches of conditionals.
         fewest: kernels that it launches with their shortest branches.
+        moved: bytes that its kernels read from and write to memory.
     """
 
     flops: int | float
@@ -54,6 +56,7 @@ class OperationCounts(NamedTuple):
     arrays: Counter[Collective]
     kernels: int | float = 0
     fewest: int | float = 0
+    moved: int | float = 0
 
     def plus(self, other: "OperationCounts", times: int | float = 1) -> "OperationCounts":
         """Add another count so many times."""
@@ -63,6 +66,7 @@ class OperationCounts(NamedTuple):
             _added(self.arrays, other.arrays, times),
             self.kernels + times * other.kernels,
             self.fewest + times * other.fewest,
+            self.moved + times * other.moved,
         )
 
     @property
@@ -169,6 +173,8 @@ class _Reader:
     ) -> tuple[OperationCounts, OperationCounts]:
         launched = int(not NOT_LAUNCHED.fullmatch(line.operation))
         own = OperationCounts(0.0, Counter(), Counter(), launched, launched)
+        if launched or re.fullmatch("(?!async).*-done", line.operation):
+            own = own._replace(moved=kernel_bytes(line, computation, self.program))
         match line.operation:
             case "dot" | "custom-call":
                 return own._replace(flops=product_flops(line, computation)), NOTHING

@@ -1,5 +1,6 @@
 """A plan as text."""
 
+import itertools
 from collections.abc import Sequence
 
 from jaxrl_llm.models.parameters import parameter_count
@@ -90,20 +91,26 @@ def describe_operations(steps: Sequence[CompiledStep]) -> list[str]:
 
 
 def describe_kernels(steps: Sequence[CompiledStep]) -> list[str]:
-    """Tabulate kernels of one run and of one iteration of each loop, and arrays gathered in it."""
-    columns = f"{'runs':>8}{'kernels':>12}{'arrays gathered':>18}"
-    lines = [f"{'kernels of a device, loops below':64}{columns}"]
+    """Tabulate a run of each program and an iteration of its loops.
+
+    The columns are kernels, bytes that they read and write in the GPU's memory, and arrays that are
+    gathered.
+    """
+    columns = f"{'runs':>8}{'kernels':>12}{'memory, GB':>12}{'gathered':>10}"
+    lines = [f"{'kernels of a device, loops below':56}{columns}"]
 
     def row(name: str, trips: str, counts: OperationCounts, branches: OperationCounts) -> str:
-        least, most = (counts.fewest + branches.fewest), (counts.kernels + branches.kernels)
-        kernels = f"{most:.0f}" if least == most else f"{least:.0f} to {most:.0f}"
-        gathered = sum(n for over, n in counts.arrays.items() if over.kind == "all-gather")
-        return f"{name:64}{trips:>8}{kernels:>12}{gathered:18.0f}"
+        both = counts.plus(branches)
+        kernels = " to ".join(dict.fromkeys(f"{n:.0f}" for n in (both.fewest, both.kernels)))
+        gathered = sum(n for over, n in both.arrays.items() if over.kind == "all-gather")
+        return f"{name:56}{trips:>8}{kernels:>12}{both.moved / 1e9:12.2f}{gathered:10.0f}"
 
     for s in steps:
         lines.append(row(str(s.step), f"{s.runs:.0f}", s.counted, NOTHING))
-        for loop in s.loops:
+        for loop, same in itertools.groupby(s.loops):
+            times = len(list(same))
             name = "  " * (loop.depth + 1) + loop.source.partition("/")[2]
+            name += f" ({times} such)" if times > 1 else ""
             trips = "?" if loop.trips is None else str(loop.trips)
             lines.append(row(name, trips, loop.once, loop.branches))
     return lines

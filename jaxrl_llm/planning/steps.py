@@ -62,13 +62,17 @@ def compile_planned_steps(
 
 
 def analyze_step(step: StepId, compiled: Any, work: Work, gpu: Gpu) -> CompiledStep:
-    """Read a compiled program's memory, operations and time on a device."""
+    """Read a compiled program's memory, operations and time on a device.
+
+    A GPU's program says what it reads and writes; for the CPU's the least that it must is taken.
+    """
     memory = compiled.memory_analysis()
     scratch = memory.temp_size_in_bytes
     if step.kind is StepKind.INFER:
         scratch += memory.output_size_in_bytes
     text, axes = compiled.as_text(), work.mesh.shape
     counted = count_operations(text, axes, per_node=PER_NODE)
+    is_for_cpu = work.mesh.devices.flat[0].platform == "cpu"
     return CompiledStep(
         step,
         memory.argument_size_in_bytes,
@@ -78,5 +82,5 @@ def analyze_step(step: StepId, compiled: Any, work: Work, gpu: Gpu) -> CompiledS
         (compiled.cost_analysis() or {}).get("flops"),
         work.flops / work.mesh.size,
         work.runs,
-        estimate_seconds(counted, work.touched, gpu),
+        estimate_seconds(counted, work.touched if is_for_cpu else counted.moved, gpu),
     )

@@ -108,7 +108,9 @@ def test_a_product_has_its_operations(options):
         1, lambda a, b: a @ b, ((512, 256), jnp.bfloat16, P()), ((256, 1024), jnp.bfloat16, P())
     )
     text = run.lower(*shapes).compile(compiler_options=options).as_text()
-    assert count_operations(text, axes_of(1)).flops == 2 * 512 * 256 * 1024
+    counted = count_operations(text, axes_of(1))
+    assert counted.flops == 2 * 512 * 256 * 1024
+    assert counted.moved == (512 * 256 + 256 * 1024 + 512 * 1024) * 2
 
 
 def test_a_batched_product_in_a_scan_has_its_operations_by_trip():

@@ -124,6 +124,47 @@ def test_kernels_are_what_is_launched():
     assert counted.kernels == counted.fewest + 1  # the other branch copies
 
 
+def test_kernels_read_operands_and_write_results_once():
+    words, whole, product = 16 * 32 * 2, 32 * 8 * 2, 16 * 8 * 4
+    gather = 8 * 8 * 2 + whole + 16 * 2
+    multiply = words + whole + product  # without cuBLAS's workspace
+    body = gather + 2 * multiply + 2 * product + 2 * words
+    scatter = 64 * 8 * 4 + product
+    scores = (5 * 4 * 6 + 5 * 6 * 7 + 5 * 4 * 7) * 2
+    fused = 2 * product
+    asked, branch = fused, 2 * product
+    entry = scatter + scores + 2 * fused + asked + branch
+    assert count_operations(TEXT, AXES).moved == 4 * body + entry
+
+
+def test_of_slices_and_updates_in_place_only_these_move():
+    text = """
+%fused_slice (p: f32[28,8], i: s32[]) -> f32[1,8] {
+  %p = f32[28,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %view = f32[28,8]{1,0} bitcast(%p)
+  ROOT %slice.1 = f32[1,8]{1,0} dynamic-slice(%view, %i, %i), dynamic_slice_sizes={1,8}
+}
+
+%fused_update (q: f32[28,8], u: f32[1,8], j: s32[]) -> f32[28,8] {
+  %q = f32[28,8]{1,0} parameter(0)
+  %u = f32[1,8]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %twice = f32[1,8]{1,0} add(%u, %u)
+  ROOT %update.1 = f32[28,8]{1,0} dynamic-update-slice(%q, %twice, %j, %j)
+}
+
+ENTRY %main (a: f32[28,8], n: s32[]) -> f32[28,8] {
+  %a = f32[28,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %s = f32[1,8]{1,0} fusion(%a, %n), kind=kLoop, calls=%fused_slice
+  ROOT %r = f32[28,8]{1,0} fusion(%a, %s, %n), kind=kLoop, calls=%fused_update
+}
+"""
+    index, row = 4, 8 * 4
+    assert count_operations(text, {"data": 1}).moved == 2 * (index + 2 * row)
+
+
 def test_loops_are_listed_with_what_an_iteration_does():
     known, unknown = list_loops(TEXT, AXES)
     assert (known.source, known.depth, known.trips) == ("jit(step)/while", 0, 3)
