@@ -65,6 +65,7 @@ def token_stats(
     softcap: float | None = None,
     chunk: int = 1024,
     head_axes: tuple[str, ...] = (),
+    vocab_axes: tuple[str, ...] = (),
 ) -> TokenStats:
     r"""Score targets under $\pi = \mathrm{softmax}(h W / \tau)$ without holding all logits.
 
@@ -90,9 +91,11 @@ def token_stats(
         temperature: τ, what logits are divided by, after the soft-cap.
         softcap: c, the bound of the logits' magnitude; None for none.
         chunk: the most tokens in a chunk.
-        head_axes: inside `jax.shard_map`, mesh axes over which the rows of `head` are split. Each
-            device then gives its part, which is gathered in the dtype of `hidden`, once, and gets
-            that part's gradient, summed over these devices in float32.
+        head_axes: inside `jax.shard_map` without a check of replication, the mesh axes over which
+            the rows of `head` are split, as tokens are. A device gives its part, which is gathered
+            in the dtype of `hidden`, once, and gets the gradient of it, summed in float32.
+        vocab_axes: inside it, the mesh axes over which the vocabulary is split. These devices have
+            the same tokens, and sum up what each says of its part of the vocabulary.
 
     Returns:
         Log-probs, entropies and Σπ² per token, differentiable in `hidden` and `head`.
@@ -109,7 +112,9 @@ def token_stats(
             f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
             "expected positive ones"
         )
-    return _token_stats(_Projection(temperature, softcap, chunk, head_axes), hidden, head, targets)
+    return _token_stats(
+        _Projection(temperature, softcap, chunk, head_axes, vocab_axes), hidden, head, targets
+    )
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class _Projection:
     softcap: float | None
     chunk: int
     head_axes: tuple[str, ...]
+    vocab_axes: tuple[str, ...]
 
     def gather(self, head: Float[Array, "d V"], dtype: jnp.dtype) -> Float[Array, "D V"]:
         """Return the whole output projection in a dtype."""
@@ -169,12 +175,14 @@ def _forward(
     chunks = _count(hidden.shape[0], projection.chunk)
     if chunks <= 1:
         logits = projection.logits(hidden, narrow)
-        stats, residual = _stats_and_residual(logits, targets)
+        stats, residual = _stats_and_residual(logits, targets, projection.vocab_axes)
         return stats, (hidden, head, narrow, targets, residual, logits)
-    by_chunk = jax.lax.map(
-        lambda block: _stats_and_residual(projection.logits(block[0], narrow), block[1]),
-        (_strided(hidden, chunks), _strided(targets, chunks)),
-    )
+
+    def score(block: tuple[Array, Array]) -> tuple[TokenStats, _Residual]:
+        logits = projection.logits(block[0], narrow)
+        return _stats_and_residual(logits, block[1], projection.vocab_axes)
+
+    by_chunk = jax.lax.map(score, (_strided(hidden, chunks), _strided(targets, chunks)))
     stats, residual = jax.tree.map(lambda x: _unstrided(x, hidden.shape[0]), by_chunk)
     return stats, (hidden, head, narrow, targets, residual, None)
 
@@ -183,12 +191,15 @@ def _backward(
     projection: _Projection, saved: tuple[Any, ...], cotangents: TokenStats
 ) -> tuple[Float[Array, "X D"], Float[Array, "d V"], None]:
     hidden, head, narrow, targets, residual, logits = saved
+    over = projection.vocab_axes
+    cotangents = _add_up(cotangents, over)  # `shard_map` shares them out among equal results
 
     def gradients(
         block: tuple[Array, Array, _Residual, TokenStats], logits: Float32[Array, "x V"]
     ) -> tuple[Float[Array, "x D"], Float32[Array, "D V"]]:
         hidden, targets, residual, cotangents = block
-        raw = projection.to_raw(_gradient(logits, targets, residual, cotangents), logits)
+        slope = _gradient(logits, targets, residual, cotangents, over)
+        raw = projection.to_raw(slope, logits)
         # float32 times bfloat16 would leave the tensor cores unused
         raw = raw.astype(hidden.dtype)
         to_hidden = jnp.matmul(raw, narrow.T, preferred_element_type=jnp.float32)
@@ -244,20 +255,23 @@ def _stats(logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]) -> TokenSt
 
 
 def _stats_and_residual(
-    logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]
+    logits: Float32[Array, "*S V"], targets: Int[Array, "*S"], over: tuple[str, ...] = ()
 ) -> tuple[TokenStats, _Residual]:
+    """Return results and residuals; `over` are the mesh axes that the vocabulary is split over."""
     maximum = jax.lax.stop_gradient(logits.max(axis=-1))
+    if over:
+        maximum = jax.lax.pmax(maximum, over)
     below = logits - maximum[..., None]
     weight = jnp.exp(below)
-    total = weight.sum(axis=-1)
-    log_total = jnp.log(total)
-    mean = (weight * jnp.where(weight > 0, below, 0.0)).sum(axis=-1) / total
     # A comparison splits over a sharded vocabulary; an indexed read would gather the logits.
-    chosen = jnp.where(_is_target(logits, targets), below, 0.0).sum(axis=-1)
+    chosen = jnp.where(_is_target(logits, targets, over), below, 0.0)
+    parts = weight, weight * jnp.where(weight > 0, below, 0.0), chosen, jnp.square(weight)
+    total, mean, chosen, square = _add_up(tuple(part.sum(axis=-1) for part in parts), over)
+    log_total = jnp.log(total)
     stats = TokenStats(
         logprobs=chosen - log_total,
-        entropy=log_total - mean,
-        sum_pi_squared=jnp.square(weight).sum(axis=-1) / jnp.square(total),
+        entropy=log_total - mean / total,
+        sum_pi_squared=square / jnp.square(total),
     )
     return stats, _Residual(maximum, log_total, stats.entropy, stats.sum_pi_squared)
 
@@ -267,6 +281,7 @@ def _gradient(
     targets: Int[Array, "*S"],
     residual: _Residual,
     cotangents: TokenStats,
+    over: tuple[str, ...],
 ) -> Float32[Array, "*S V"]:
     maximum, log_total, entropy, square = (x[..., None] for x in residual)
     by_logprob, by_entropy, by_square = (x[..., None] for x in cotangents)
@@ -274,9 +289,17 @@ def _gradient(
     pi = jnp.exp(logpi)
     logpi = jnp.where(pi > 0, logpi, 0.0)
     slope = -by_logprob - by_entropy * (logpi + entropy) + 2.0 * by_square * (pi - square)
-    return jnp.where(_is_target(logits, targets), by_logprob, 0.0) + pi * slope
+    return jnp.where(_is_target(logits, targets, over), by_logprob, 0.0) + pi * slope
 
 
-def _is_target(logits: Float32[Array, "*S V"], targets: Int[Array, "*S"]) -> Bool[Array, "*S V"]:
+def _add_up(parts: Any, over: tuple[str, ...]) -> Any:
+    return jax.lax.psum(parts, over) if over else parts
+
+
+def _is_target(
+    logits: Float32[Array, "*S V"], targets: Int[Array, "*S"], over: tuple[str, ...]
+) -> Bool[Array, "*S V"]:
+    if over:
+        targets = targets - jax.lax.axis_index(over) * logits.shape[-1]
     words = jnp.expand_dims(jnp.arange(logits.shape[-1]), range(targets.ndim))
     return words == targets[..., None]

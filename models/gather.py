@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,62 +51,73 @@ def layer_gatherer(
 
 
 class SplitMatrix(NamedTuple):
-    """A matrix of which the devices that split tokens hold parts, outside of `jax.shard_map`.
+    """The embedding [V, D] or the output projection [D, V], of which devices hold parts.
 
     Attributes:
         array: The matrix.
-        rows: The mesh axes that its rows are split over.
-        columns: Those of its columns. Axes that don't split tokens count in neither.
+        embed_axes: The mesh axes that D is split over; they split tokens, too.
+        vocab_axes: The mesh axes that V is split over; they don't.
     """
 
     array: Array
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Return how `jax.shard_map` over the axes of tokens takes the matrix."""
-        return PartitionSpec(self.rows, self.columns)
-
-    def transposed(self) -> "SplitMatrix":
-        """Return the transpose."""
-        return SplitMatrix(self.array.T, self.columns, self.rows)
+    embed_axes: tuple[str, ...]
+    vocab_axes: tuple[str, ...]
 
 
 def split_matrix(params: Params, spec: ModelSpec, name: str, layout: Layout) -> SplitMatrix:
-    """Return a matrix that is no layer's, and how it is held."""
-    held = layout.of({name: declare(spec)[name]})[name].spec
-    parts = [(part,) if isinstance(part, str) else part or () for part in held]
-    rows, columns = (tuple(axis for axis in part if axis in TOKENS) for part in parts)
-    return SplitMatrix(params[name], rows, columns)
+    """Return the embedding or the output projection, and how it is held.
+
+    A dimension that rules of the user's own split over other axes is gathered from these.
+    """
+    declared = declare(spec)[name]
+    held = layout.of({name: declared})[name].spec
+    split: dict[str, tuple[str, ...]] = {}
+    for axis, part in zip(declared.axes, held, strict=True):
+        over = (part,) if isinstance(part, str) else part or ()
+        split[axis] = tuple(a for a in over if (a in TOKENS) == (axis == "embed"))
+    home = layout.sharding(*(split[axis] for axis in declared.axes))
+    array = jax.lax.with_sharding_constraint(params[name], home)
+    return SplitMatrix(array, split["embed"], split["vocab"])
 
 
 def lookup(
     table: SplitMatrix, tokens: Int[Array, "R L"], layout: Layout, *, dtype: DTypeLike
 ) -> Float[Array, "R L D"]:
-    """Look tokens up in an embedding [V, D] of which each device holds some columns.
+    """Look tokens up in an embedding of which devices hold parts.
 
-    Rather than gathering the table, each device looks up the tokens of all that share the table,
-    and sends them their columns. The gradient is summed over the tokens in the table's dtype.
+    Rather than gathering the table, a device looks up the tokens of all that hold other columns,
+    and sends them its own. The gradient is summed over the tokens in the table's dtype.
+
+    Args:
+        table: The embedding.
+        tokens: Token ids.
+        layout: How they are split.
+        dtype: Of the result.
     """
-    columns = table.columns
+    embed_axes, vocab_axes = table.embed_axes, table.vocab_axes
 
     def run(part: Array, tokens: Array) -> Array:
-        if table.rows:  # by rules of the user's own
-            part = jax.lax.all_gather(part, table.rows, axis=0, tiled=True)
-        if not columns:
-            return _rows(part, tokens, jnp.dtype(dtype))
-        everyones = jax.lax.all_gather(tokens, columns, axis=0, tiled=True)
-        rows = _rows(part, everyones, jnp.dtype(dtype))
-        return jax.lax.all_to_all(rows, columns, split_axis=0, concat_axis=2, tiled=True)
+        if embed_axes:
+            tokens = jax.lax.all_gather(tokens, embed_axes, axis=0, tiled=True)
+        if vocab_axes:
+            tokens = tokens - jax.lax.axis_index(vocab_axes) * len(part)
+        x: Any = _rows(part, tokens, jnp.dtype(dtype))
+        if vocab_axes:
+            x = jax.lax.psum(x, vocab_axes)
+        if embed_axes:
+            x = jax.lax.all_to_all(x, embed_axes, split_axis=0, concat_axis=2, tiled=True)
+        return x
 
-    specs = table.spec, PartitionSpec(TOKENS)
-    return layout.by_tokens(run, in_specs=specs)(table.array, tokens)
+    specs = PartitionSpec(vocab_axes, embed_axes), PartitionSpec(TOKENS)
+    x: Array = layout.by_tokens(run, in_specs=specs)(table.array, tokens)
+    return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    return table.astype(dtype)[tokens]
+    """Return rows of a table, and zeros for tokens that it does not have."""
+    tokens = jnp.where(tokens < 0, len(table), tokens)
+    return table.astype(dtype).at[tokens].get(mode="fill", fill_value=0)
 
 
 def _rows_forward(
@@ -120,7 +131,9 @@ def _rows_backward(
 ) -> tuple[Array, None]:
     del dtype
     table, tokens = saved
-    return jnp.zeros_like(table).at[tokens].add(cotangent.astype(table.dtype)), None
+    tokens = jnp.where(tokens < 0, len(table), tokens)
+    wide = cotangent.astype(table.dtype)
+    return jnp.zeros_like(table).at[tokens].add(wide, mode="drop"), None
 
 
 _rows.defvjp(_rows_forward, _rows_backward)

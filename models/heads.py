@@ -38,7 +38,7 @@ def head_matrix(
     if layout is None:
         return params[name].T if spec.tied_embeddings else params[name]
     matrix = split_matrix(params, spec, name, layout)
-    return matrix.transposed() if spec.tied_embeddings else matrix
+    return matrix._replace(array=matrix.array.T) if spec.tied_embeddings else matrix
 
 
 def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:

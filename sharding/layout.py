@@ -91,32 +91,18 @@ class Layout:
     def by_tokens(
         self, function: Callable[..., Any], *, in_specs: Sequence[PartitionSpec], axes: Any = TOKENS
     ) -> Callable[..., Any]:
-        """Map a function over the parts that tokens are split into, as `jax.shard_map` does.
-
-        The compiler still divides what each part computes over `tensor`.
+        """Map a function over the parts that tokens are split into, by `jax.shard_map`.
 
         Args:
             function: arrays -> arrays whose first axis is split as tokens are.
-            in_specs: how its arguments are split over the axes of tokens.
+            in_specs: how its arguments are split over the mesh.
             axes: the mesh axes over which tokens are split.
         """
-        shape = self.mesh.shape
-        manual = {axis for axis in self.mesh.axis_names if axis != "tensor" or shape[axis] == 1}
-        if shape["tensor"] > 1:  # an axis of one device beside one that is left to the compiler
-            manual = {axis for axis in manual if shape[axis] > 1}
-        if not manual:
-            return function
-
-        def own(spec: PartitionSpec) -> PartitionSpec:
-            parts = ((part,) if isinstance(part, str) else part or () for part in spec)
-            return PartitionSpec(*(tuple(a for a in part if a in manual) for part in parts))
-
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=tuple(map(own, in_specs)),
-            out_specs=own(PartitionSpec(axes)),
-            axis_names=manual,
+            in_specs=tuple(in_specs),
+            out_specs=PartitionSpec(axes),
             check_vma=False,
         )
 

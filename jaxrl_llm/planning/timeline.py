@@ -34,11 +34,13 @@ class TrainMesh(NamedTuple):
 
 
 def bytes_sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Collective]:
-    """Count the bytes that a device sends in a micro-batch, as the compiled programs do.
+    """Count the bytes that a device sends in a micro-batch, as the programs for GPUs do.
 
-    A pass gathers weights in bfloat16; an update gathers them twice in float32, but the embedding
-    and the head once, and adds up gradients in float32. Over `tensor` each layer has two sums and
-    the embedding one, in an update four times as many; it recomputes its forward pass.
+    A pass gathers each layer's weights in bfloat16, an update twice, as it recomputes its forward
+    pass; both gather the head once, and exchange the tokens' embeddings. An update scatters sums of
+    gradients in float32 over `fsdp`, and adds these up over `data`. Over `tensor` a pass sums twice
+    in each layer and once for the embedding; an update three times more in each layer, as it needs
+    the feed-forward's sum once, and twice more at the ends.
 
     Raises:
         ValueError: a mixture of experts.
@@ -53,15 +55,15 @@ def bytes_sent(spec: ModelSpec, mesh: TrainMesh, *, update: bool) -> Counter[Col
 
     ends = spec.vocab_size * spec.hidden_size * (2 - spec.tied_embeddings)
     layers, shards = parameter_count(spec) - ends, mesh.fsdp * mesh.tensor
-    sums = (2 * spec.layers + 1) * mesh.tokens * spec.hidden_size * 2 * (4 if update else 1)
-    add("all-reduce", "tensor", 1, mesh.tensor, sums)
-    gathered = 4 * (ends + 2 * layers) if update else 2 * (ends + layers)
+    head, stream = spec.vocab_size * spec.hidden_size, 2 * mesh.tokens * spec.hidden_size
+    sums = 5 * spec.layers + 3 if update else 2 * spec.layers + 1
+    add("all-reduce", "tensor", 1, mesh.tensor, sums * stream)
+    add("all-to-all", "fsdp", mesh.tensor, mesh.fsdp, stream * (2 if update else 1))
+    gathered = 2 * ((2 if update else 1) * layers + head)
     add("all-gather", "fsdp", mesh.tensor, mesh.fsdp, gathered / mesh.tensor)
     if update:
-        add("all-reduce", "fsdp", mesh.tensor, mesh.fsdp, 4 * layers / mesh.tensor)
-        add("all-reduce", "data", shards, mesh.data, 4 * layers / shards)
-        both = mesh.data * mesh.fsdp
-        add("all-reduce", "data fsdp", mesh.tensor, both, 4 * ends / mesh.tensor)
+        add("reduce-scatter", "fsdp", mesh.tensor, mesh.fsdp, 4 * (layers + head) / mesh.tensor)
+        add("all-reduce", "data", shards, mesh.data, 4 * (layers + ends) / shards)
     return sizes
 
 

@@ -67,17 +67,12 @@ def token_stats_from_hidden(
         temperature=config.temperature,
         softcap=config.model.logit_softcap,
         chunk=config.logprob_chunk,
-        head_axes=head.rows,
+        head_axes=head.embed_axes,
+        vocab_axes=head.vocab_axes,
     )
-
-    def own(hidden: Array, part: Array, targets: Array) -> TokenStats:
-        if head.columns:  # by rules of the user's own
-            part = jax.lax.all_gather(part, head.columns, axis=1, tiled=True)
-        return score(hidden, part, targets)
-
     by_token = PartitionSpec(axes)
-    specs = by_token, head.spec, by_token
-    stats = layout.by_tokens(own, in_specs=specs, axes=axes)(
+    specs = by_token, PartitionSpec(head.embed_axes, head.vocab_axes), by_token
+    stats = layout.by_tokens(score, in_specs=specs, axes=axes)(
         hidden.reshape(-1, hidden.shape[-1]), head.array, targets.reshape(-1)
     )
     return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
