@@ -17,6 +17,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.estimate import COMPUTE, GPUS
+from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
 from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.planning.program import count_operations
@@ -39,6 +40,7 @@ from jaxrl_llm.planning.timeline import (
     sync_seconds,
     train_seconds,
 )
+from tests.guarded import MODEL, UPDATE
 
 SECOND = EngineSpeed(step=1.0)
 SPEC = ModelSpec(
@@ -194,20 +196,32 @@ def test_an_engines_pace_is_that_of_its_weights_cache_and_operations():
 
 
 @pytest.mark.parametrize(
-    ("step", "update"),
+    ("step", "compiler"),
     [
-        (StepId("actor", StepKind.ACCUMULATE), True),
-        (StepId("reference", StepKind.INFER), False),
+        (StepId("reference", StepKind.INFER), "CPU"),
+        pytest.param(
+            StepId("actor", StepKind.ACCUMULATE),
+            "GPU",
+            marks=[
+                pytest.mark.gpu_compiler,
+                pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/planning/"),
+            ],
+        ),
     ],
     ids=str,
 )
-def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, update):
+def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, compiler):
     (tmp_path / "config.json").write_text(json.dumps(make_config(SPEC)))
     (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
-    shapes = plan_shapes(load(TrainConfig, tmp_path / "run.yaml"))
-    text = with_float16(shapes.trace[step]().lower()).compile().as_text()
-    compiled = count_operations(text, shapes.layouts.train.mesh.shape).sent
-    ours = bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=update)
+    config = load(TrainConfig, tmp_path / "run.yaml", ["model.attention=xla"])
+    if compiler == "CPU":  # it makes no reduce-scatters
+        shapes = plan_shapes(config)
+        executable = with_float16(shapes.trace[step]().lower()).compile()
+    else:
+        shapes = plan_shapes(config, gpu_devices("H200", 8))
+        executable = shapes.trace[step]().lower().compile(compiler_options=UNTUNED)
+    compiled = count_operations(executable.as_text(), shapes.layouts.train.mesh.shape).sent
+    ours = bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=step.kind is StepKind.ACCUMULATE)
     for over, size in ours.items():
         assert compiled[over] == pytest.approx(size, rel=0.03), over
     assert sum(compiled.values()) == pytest.approx(sum(ours.values()), rel=0.03)
@@ -216,7 +230,7 @@ def test_the_bytes_of_training_are_those_of_the_compiled_steps(tmp_path, step, u
 def test_a_group_leaves_the_node_when_it_is_wider_than_one():
     sent = bytes_sent(SPEC, TrainMesh(4, 8, 2, 64), update=True)
     away = {over.axes: over.leaves_node for over in sent}
-    assert away == {("tensor",): False, ("fsdp",): True, ("data",): True, ("data", "fsdp"): True}
+    assert away == {("tensor",): False, ("fsdp",): True, ("data",): True}
     assert not any(
         over.leaves_node for over in bytes_sent(SPEC, TrainMesh(2, 2, 2, 64), update=True)
     )
