@@ -113,11 +113,12 @@ def read_step(case: Case, step: str, programs: Path) -> dict[str, Any] | None:
             loop.trips,
             round(loop.once.plus(loop.branches).fewest),
             round(loop.once.plus(loop.branches).kernels),
+            round(loop.once.moved),
             sum(n for over, n in loop.once.arrays.items() if over.kind == "all-gather"),
         )
         for loop in list_loops(text, facts["axes"])
     )
-    names = ("source", "depth", "trips", "fewest", "kernels", "gathered")
+    names = ("source", "depth", "trips", "fewest", "kernels", "moved", "gathered")
     return {
         "model": case.model,
         "devices": case.devices,
@@ -130,6 +131,7 @@ def read_step(case: Case, step: str, programs: Path) -> dict[str, Any] | None:
         "tflop": counted.flops / 1e12,
         "sent": dict(sent),
         "kernels": [counted.fewest, counted.kernels],
+        "moved": counted.moved,
         "loops": [
             dict(zip(names, loop, strict=True)) | {"times": times} for loop, times in loops.items()
         ],
@@ -157,10 +159,12 @@ def update_cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['scratch'] / GIB:.2f}",
         *(f"{sent.get(kind, 0) / 1e9:.2f}" for kind in KINDS),
+        f"{sum(sent.values()) / 1e9:.2f}",
         "-" if formula is None else f"{formula:.2f}",
         " + ".join(map(str, gathers)) or "-",
         ", ".join(map(str, others)) or "-",
         f"{row['kernels'][1]:.0f}",
+        f"{row['moved'] / 1e9:.0f}",
         f"{row['seconds']:.0f}",
     ]
 
@@ -175,6 +179,7 @@ def decode_cells(row: dict[str, Any]) -> list[str]:
         f"{sum(row['sent'].values()) / 1e6:.1f}",
         " to ".join(f"{n:.0f}" for n in dict.fromkeys(kernels)),
         str(inner),
+        f"{(token or row)['moved'] / 1e9:.1f}",
         f"{row['seconds']:.0f}",
     ]
 
@@ -193,13 +198,14 @@ TABLES = (
     (
         (ACCUMULATE,),
         update_cells,
-        "scratch, GiB|all-gather, GB|reduce-scatter|all-reduce|all-to-all|formula"
-        "|gathered per layer|trips of others|kernels|compiled in, s",
+        "scratch, GiB|all-gather, GB|reduce-scatter|all-reduce|all-to-all|together|formula"
+        "|gathered per layer|trips of others|kernels|memory, GB|compiled in, s",
     ),
     (
         (DECODE,),
         decode_cells,
-        "scratch, GiB|collectives, MB|kernels per token|trips of inner loops|compiled in, s",
+        "scratch, GiB|collectives, MB|kernels per token|trips of inner loops|memory, GB"
+        "|compiled in, s",
     ),
     (REST, other_cells, "scratch, GiB|collectives, GB|kernels|compiled in, s"),
 )
