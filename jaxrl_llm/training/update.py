@@ -122,13 +122,16 @@ class Learner:
     @functools.cached_property
     def begin(self) -> Callable[..., Any]:
         """(params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches."""
-        return _zeros_for(self._differentiate, self._total_shardings)
+        return _zeros_for(self._loss, self._total_shardings)
 
     @functools.cached_property
     def accumulate(self) -> Any:
         """(sum, params, frozen, micro, coefficients) -> (sum of gradients and metrics, the policy's
-        statistics of the tokens [b T] by name), jitted. Donates the sum."""
-        differentiate = self._differentiate
+        statistics of the tokens [b T] by name), jitted. Donates the sum.
+
+        The backward pass adds each layer's gradient to the sum where that stands, so no second
+        gradient of the whole model exists."""
+        evaluate = self._loss
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(self._total_shardings, None))
         def accumulate(
@@ -138,8 +141,16 @@ class Learner:
             micro: MicroBatch,
             coefs: Fields,
         ) -> tuple[tuple[Params, Fields], Fields]:
-            part, policy_stats = differentiate(params, rest, micro, coefs)
-            return jax.tree.map(jnp.add, total, part), policy_stats
+            def loss(params: Params) -> tuple[Array, Fields]:
+                return evaluate(params, rest, micro, coefs)
+
+            linearized: Any = jax.vjp(loss, params, has_aux=True)
+            value, backward, metrics = linearized
+            sums = jax.tree.map(jax.new_ref, total[0])
+            backward.with_refs(sums)(jnp.ones_like(value))
+            policy_stats = metrics.pop("policy", {})
+            metrics = jax.tree.map(jnp.add, total[1], metrics)
+            return (jax.tree.map(jax.freeze, sums), metrics), policy_stats
 
         return accumulate
 
@@ -203,9 +214,12 @@ class Learner:
         params = jax.tree.map(lambda like: like.sharding, self.params_like)
         return params, replicated(self.mesh)
 
-    @functools.cached_property
-    def _differentiate(self) -> Callable[..., Any]:
-        return _differentiator(self.objective, self.model, self.mesh)
+    def _loss(
+        self, params: Params, rest: Params, micro: MicroBatch, coefs: Fields
+    ) -> tuple[Array, Fields]:
+        """Return a micro-batch's loss and metrics; `policy` are statistics of its tokens."""
+        everything = combine_params(params, rest)
+        return self.objective(everything, micro, coefs, self.model, self.mesh)
 
     @functools.cached_property
     def _warm_up(self) -> BucketWarmup:
@@ -222,36 +236,20 @@ class Learner:
         return weigh
 
 
-def _zeros_for(differentiate: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+def _zeros_for(loss: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
     """Return a function from an update's inputs to zeros, which are the same in every bucket."""
     made: list[Callable[[], Any]] = []
 
     def zeros(*inputs: Any) -> Any:
         if not made:
-            like, _ = jax.eval_shape(differentiate, *inputs)
+            metrics: Any = jax.eval_shape(loss, *inputs)[1]
+            metrics.pop("policy", None)
+            like = inputs[0], metrics
             zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
             made.append(jax.jit(zero, out_shardings=shardings))
         return made[0]()
 
     return zeros
-
-
-def _differentiator(
-    objective: Objective, model: ForwardConfig, mesh: Mesh
-) -> Callable[[Params, Params, MicroBatch, Fields], tuple[tuple[Params, Fields], Fields]]:
-    """Return a micro-batch's gradient and metrics, and the policy's statistics of its tokens."""
-
-    def differentiate(
-        params: Params, rest: Params, micro: MicroBatch, coefs: Fields
-    ) -> tuple[tuple[Params, Fields], Fields]:
-        def loss(params: Params) -> tuple[Array, Fields]:
-            return objective(combine_params(params, rest), micro, coefs, model, mesh)
-
-        grads, metrics = jax.grad(loss, has_aux=True)(params)
-        policy_stats = metrics.pop("policy", {})
-        return (grads, metrics), policy_stats
-
-    return differentiate
 
 
 def apply_gradients(
