@@ -250,15 +250,19 @@ def abstract_microbatch(
 
 def plan_engine(
     config: TrainConfig, spec: ModelSpec, layout: Layout
-) -> tuple[Any, Any, dict[StepId, Callable[[], Any]]]:
-    """Return the engine's weights and cache as shapes, and what traces its largest programs."""
+) -> tuple[Any, Any, dict[StepId, Callable[[], Any]], int]:
+    """Return the engine's weights and cache as shapes, and what traces its largest programs.
+
+    Last are the tokens of prompts that the largest one reads at once.
+    """
     engine = native_engine(config, spec, layout)
     engine.close()
     trace = {
         StepId(ENGINE, kind): functools.partial(engine.trace, kind.value)
         for kind in (StepKind.PREFILL, StepKind.DECODE)
     }
-    return *engine.shapes(), trace
+    prompts = max(rows * length for rows, length in engine.programs.sizes.prefill_shapes)
+    return *engine.shapes(), trace, prompts
 
 
 def with_shardings(tree: Any, layout: Any) -> Any:

@@ -67,6 +67,7 @@ class RunShapes(NamedTuple):
         throughout: arrays that are held in all phases.
         cache: of the engine, pages and rows, bytes of a device.
         trace: traces each step; those that read micro-batches for one of the buckets.
+        prefill_tokens: tokens of prompts that the engine reads at once, at most.
     """
 
     config: TrainConfig
@@ -76,6 +77,7 @@ class RunShapes(NamedTuple):
     throughout: list[Allocation]
     cache: int
     trace: dict[StepId, Callable[..., Any]]
+    prefill_tokens: int
 
 
 def plan_shapes(config: TrainConfig, devices: Sequence[Any] | None = None) -> RunShapes:
@@ -119,10 +121,11 @@ def plan_shapes(config: TrainConfig, devices: Sequence[Any] | None = None) -> Ru
         )
         size = bytes_per_device(classifier)
         throughout.append(Allocation("classifier", "weights", size, layouts.reward_model))
-    weights, cache, steps = plan_engine(config, spec, layouts.rollout)
+    weights, cache, steps, prompts = plan_engine(config, spec, layouts.rollout)
     throughout.append(Allocation(ENGINE, "weights", bytes_per_device(weights), layouts.rollout))
     trace |= steps
-    return RunShapes(config, layouts, spec, roles, throughout, bytes_per_device(cache), trace)
+    size = bytes_per_device(cache)
+    return RunShapes(config, layouts, spec, roles, throughout, size, trace, prompts)
 
 
 def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
@@ -244,5 +247,6 @@ def _engine_work(shapes: RunShapes, kind: StepKind) -> Work:
         cached = shapes.cache / 2 * attended / longest(config)  # half of it are pages
         flops = forward_flops(spec, slots, slots * attended)
         return Work(mesh, rounds * answer, weights + cached, flops)
-    tokens = prompts * prompt
-    return Work(mesh, 1.0, weights, forward_flops(spec, tokens, tokens * prompt / 2))
+    tokens = shapes.prefill_tokens
+    runs = math.ceil(prompts * prompt / tokens)
+    return Work(mesh, runs, weights, forward_flops(spec, tokens, tokens * prompt / 2))
