@@ -1,6 +1,7 @@
 """The versions, devices and commit that a run is made with."""
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.sharding import distributed
 
 PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
@@ -16,7 +18,11 @@ PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain
 
 
 def collect_versions(seed: int) -> dict[str, Any]:
-    """Return versions of packages, devices, git commit and seed, by which a run can be repeated."""
+    """Return what a run can be repeated by.
+
+    Versions of packages, devices, git commit, seed, and the flags of XLA: those of the environment,
+    and for each task those that the run adds (`compiler_options`).
+    """
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str | None:
@@ -34,6 +40,8 @@ def collect_versions(seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": [d.device_kind for d in jax.devices()],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compiler_options": {task: compiler_options(task, jax.devices()) or {} for task in Task},
         "processes": distributed.process_count(),
         "seed": seed,
     }

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
@@ -80,7 +81,8 @@ class Inference:
         frozen: Params,
     ) -> None:
         """Compile nothing yet."""
-        self.run: Any = jax.jit(compute)
+        options = compiler_options(Task.TRAIN, mesh.devices.flat)
+        self.run: Any = jax.jit(compute, compiler_options=options)
         self._shape, self._mesh, self._frozen = shape, mesh, frozen
         self._rehearse = BucketWarmup(shape, mesh)
 
@@ -102,8 +104,9 @@ def balance_pass(
     or with a coefficient of 0 there are none, and nothing is run.
     """
     everywhere, rehearse = replicated(mesh), BucketWarmup(shape, mesh)
+    options = compiler_options(Task.TRAIN, mesh.devices.flat)
 
-    @functools.partial(jax.jit, out_shardings=everywhere)
+    @functools.partial(jax.jit, out_shardings=everywhere, compiler_options=options)
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
         return router_totals(combine_params(params, rest), rows, model, mesh)
 

@@ -1,5 +1,6 @@
 """The forward pass of a reward model that is given: it scores prompt and answer, untrained."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
@@ -38,7 +40,9 @@ def score_pass(
         layout: where it runs.
     """
 
-    @jax.jit
+    options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
+
+    @functools.partial(jax.jit, compiler_options=options)
     def compute(params: Params, rows: Rows) -> Array:
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         hidden = layout.merge_context(hidden)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import name_of
 from jaxrl_llm.data.packing import RowShape
@@ -133,7 +134,12 @@ class Learner:
         gradient of the whole model exists."""
         evaluate = self._loss
 
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(self._total_shardings, None))
+        @functools.partial(
+            jax.jit,
+            donate_argnums=0,
+            out_shardings=(self._total_shardings, None),
+            compiler_options=compiler_options(Task.TRAIN, self.mesh.devices.flat),
+        )
         def accumulate(
             total: tuple[Params, Fields],
             params: Params,
@@ -159,7 +165,12 @@ class Learner:
         """(state, gradients, hooks' statistics) -> (state, metrics), jitted. Donates the state."""
         shardings = self.state_shardings, replicated(self.mesh)
 
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+        @functools.partial(
+            jax.jit,
+            donate_argnums=0,
+            out_shardings=shardings,
+            compiler_options=compiler_options(Task.TRAIN, self.mesh.devices.flat),
+        )
         def apply(state: TrainState, grads: Params, statistics: Any) -> tuple[TrainState, Fields]:
             hooks = self.hooks
             if hooks is None or statistics is None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.arrays import ArrayDecl, by_layer
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model
@@ -275,7 +276,7 @@ class Programs:
         def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
             return prefill(params, self.model, pool, chunk, layout=self.layout)
 
-        run = jax.jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
+        run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
         return run.trace(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
 
@@ -300,7 +301,7 @@ class Programs:
             return scatter_pages(pool, cache, state.positions // PAGE, targets), cache, output
 
         homes = (self._pool_layout, self._rows_layout, self.by_row)
-        run = jax.jit(decode_chunk, donate_argnums=(1, 2), out_shardings=homes)
+        run = self._jit(decode_chunk, donate_argnums=(1, 2), out_shardings=homes)
         params, pool = self.shapes()
         number, share = self._input((rows,)), self._input((rows,), jnp.float32)
         sampling = BatchSamplingParams(
@@ -314,6 +315,11 @@ class Programs:
         targets = self._input((rows, touched(self.sizes.steps)))
         cache = self.row_shapes(rows, width)
         return run.trace(params, pool, cache, state, extras if has_extras else None, targets)
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Jit a function with the flags of decoding."""
+        flags = compiler_options(Task.DECODE, self.layout.mesh.devices.flat)
+        return jax.jit(function, compiler_options=flags, **options)
 
     def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)
