@@ -47,17 +47,18 @@ FLAGS: dict[Task, tuple[Flag, ...]] = {
             "xla_gpu_enable_latency_hiding_scheduler",
             True,
             "starts collectives before the products that do not wait for them; XLA does so by "
-            "itself on Hopper only",
+            "itself on Hopper and later only",
         ),
-    ),
-    Task.DECODE: (
         Flag(
-            "xla_gpu_graph_min_graph_size",
+            "xla_gpu_experimental_parallel_collective_overlap_limit",
             "2",
-            "launches two kernels in a row as one CUDA graph; by default five have to be",
+            "lets a layer's reduce-scatter wait for its turn behind a gather, so that products "
+            "run meanwhile; both stay on one stream, one after another",
         ),
     ),
+    Task.DECODE: (),
 }
+"""None for decoding: XLA's own choice launches all layers of a token as one CUDA graph."""
 
 
 def compiler_options(task: Task, devices: Iterable[Any]) -> dict[str, bool | str] | None:
