@@ -2,9 +2,9 @@
 
 XLA's own cost analysis counts the body of a loop once, and has none for a GPU that is not there.
 Here every computation is counted as often as it is called: a loop as often as its known trip count
-says, a loop without one once. Of a conditional the costlier branch counts, and inside a loop it
-counts in one iteration: the rounds of `models.moe.expert_parallel` after the first are skipped when
-experts are balanced.
+says, a loop without one once. Of a conditional the costlier branch counts, and inside a loop
+it does in one iteration, the cheaper one in the others: the rounds of `models.moe.expert_parallel`
+after the first are skipped when experts are balanced.
 
 A GPU's program computes products by calls of cuBLAS, or by fusions that hold a `dot`; a CPU's has
 them as `dot`. A kernel is an instruction that a GPU is asked to run: a fusion, a call of a library,
@@ -22,6 +22,7 @@ from jaxrl_llm.planning.hlo import Computation, Instruction, Program, parse_prog
 from jaxrl_llm.planning.traffic import kernel_bytes
 
 CALLED, BODY = r"(?:calls|to_apply)=%([\w.\-]+)", r"body=%([\w.\-]+)"
+CONDITION = r"condition=%([\w.\-]+)"
 BRANCHES = (
     r"branch_computations=\{([^}]*)\}",
     r"true_computation=%([\w.\-]+)",
@@ -124,7 +125,7 @@ def count_operations(text: str, axes: Mapping[str, int], *, per_node: int = 8) -
     48.0
     """
     reader = _Reader(parse_program(text), axes, per_node)
-    return _both(reader.visit(reader.program.entry))
+    return reader.visit(reader.program.entry).total
 
 
 def list_loops(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> list[Loop]:
@@ -139,7 +140,9 @@ def list_loops(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> list
         for line in reader.program.computations[name].values():
             if line.operation == "while":
                 body = line.attribute(BODY)
-                loops.append(Loop(_source(line), depth, _trips(line), *reader.visit(body)))
+                always, costliest, _ = reader.visit(body)
+                source = line.attribute(r'op_name="([^"]*)"')
+                loops.append(Loop(source, depth, _trips(line), always, costliest))
                 walk(body, depth + 1)
             elif line.operation == "conditional":
                 for branch in _branches(line):
@@ -151,54 +154,67 @@ def list_loops(text: str, axes: Mapping[str, int], *, per_node: int = 8) -> list
     return loops
 
 
+class _Parts(NamedTuple):
+    """Counts of a computation, and apart those of its conditionals, by one branch or the other."""
+
+    always: OperationCounts
+    costliest: OperationCounts = NOTHING
+    cheapest: OperationCounts = NOTHING
+
+    @property
+    def total(self) -> OperationCounts:
+        return self.always.plus(self.costliest)
+
+    def plus(self, other: "_Parts") -> "_Parts":
+        return _Parts(*(one.plus(more) for one, more in zip(self, other, strict=True)))
+
+
 class _Reader:
-    """Counts of a program's computations, each apart from those of its conditionals."""
+    """Counts of a program's computations."""
 
     def __init__(self, program: Program, axes: Mapping[str, int], per_node: int) -> None:
         self.program, self.axes, self.per_node = program, axes, per_node
-        self.known: dict[str, tuple[OperationCounts, OperationCounts]] = {}
+        self.known: dict[str, _Parts] = {}
 
-    def visit(self, name: str) -> tuple[OperationCounts, OperationCounts]:
+    def visit(self, name: str) -> _Parts:
         if name not in self.known:
-            computation = self.program.computations[name]
-            always, once = NOTHING, NOTHING
+            computation, parts = self.program.computations[name], _Parts(NOTHING)
             for line in computation.values():
-                more, inside = self._count(line, computation)
-                always, once = always.plus(more), once.plus(inside)
-            self.known[name] = always, once
+                parts = parts.plus(self._count(line, computation))
+            self.known[name] = parts
         return self.known[name]
 
-    def _count(
-        self, line: Instruction, computation: Computation
-    ) -> tuple[OperationCounts, OperationCounts]:
+    def _count(self, line: Instruction, computation: Computation) -> _Parts:
         launched = int(not NOT_LAUNCHED.fullmatch(line.operation))
         own = OperationCounts(0.0, Counter(), Counter(), launched, launched)
         if launched or re.fullmatch("(?!async).*-done", line.operation):
             own = own._replace(moved=kernel_bytes(line, computation, self.program))
         match line.operation:
             case "dot" | "custom-call":
-                return own._replace(flops=product_flops(line, computation)), NOTHING
+                own = own._replace(flops=product_flops(line, computation))
             case "fusion":
-                inner = self.visit(line.attribute(CALLED))[0]
-                return own._replace(flops=inner.flops), NOTHING
+                inner = self.visit(line.attribute(CALLED)).always
+                own = own._replace(flops=inner.flops)
             case "conditional":
-                branches = [_both(self.visit(name)) for name in _branches(line)]
+                branches = [self.visit(name).total for name in _branches(line)]
                 costliest = max(branches, key=lambda c: c.size)
-                return own, costliest._replace(fewest=min(b.fewest for b in branches))
+                costliest = costliest._replace(fewest=min(b.fewest for b in branches))
+                return _Parts(own, costliest, min(branches, key=lambda c: c.size))
             case "while":
-                body, inside = self.visit(line.attribute(BODY))
-                trips = _trips(line)
-                if trips is None:  # the host asks after each iteration whether there is another
-                    body = body.plus(self.visit(line.attribute(r"condition=%([\w.\-]+)"))[0])
-                return own.plus(body, trips or 1).plus(inside), NOTHING
+                return _Parts(own.plus(self._loop(line)))
             case "call" | "async-start":
                 return self.visit(line.attribute(CALLED))
         if found := exchange_of(line, computation, self.axes, self.per_node):
-            sent = Counter({found.collective: found.sent})
-            return own._replace(
-                sent=sent, arrays=Counter({found.collective: found.arrays})
-            ), NOTHING
-        return own, NOTHING
+            over = found.collective
+            sent, arrays = Counter({over: found.sent}), Counter({over: found.arrays})
+            own = own._replace(sent=sent, arrays=arrays)
+        return _Parts(own)
+
+    def _loop(self, line: Instruction) -> OperationCounts:
+        body, trips = self.visit(line.attribute(BODY)), _trips(line)
+        if not trips:  # the host asks after each iteration whether there is another
+            return body.total.plus(self.visit(line.attribute(CONDITION)).always)
+        return body.always.plus(body.costliest).plus(body.always.plus(body.cheapest), trips - 1)
 
 
 def product_flops(line: Instruction, computation: Computation) -> int | float:
@@ -221,10 +237,6 @@ def product_flops(line: Instruction, computation: Computation) -> int | float:
     return flops
 
 
-def _both(parts: tuple[OperationCounts, OperationCounts]) -> OperationCounts:
-    return parts[0].plus(parts[1])
-
-
 def _branches(line: Instruction) -> list[str]:
     names = ",".join(line.attribute(pattern) for pattern in BRANCHES)
     return [name.strip().lstrip("%") for name in names.split(",") if name.strip()]
@@ -232,7 +244,3 @@ def _branches(line: Instruction) -> list[str]:
 
 def _trips(line: Instruction) -> int | None:
     return int(found) if (found := line.attribute(TRIPS)) else None
-
-
-def _source(line: Instruction) -> str:
-    return line.attribute(r'op_name="([^"]*)"')

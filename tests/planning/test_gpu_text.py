@@ -173,6 +173,23 @@ def test_loops_are_listed_with_what_an_iteration_does():
     assert sum(known.once.arrays.values()) == 3
 
 
+def test_a_branch_in_a_loop_is_costly_once_and_cheap_in_other_iterations():
+    loop = """%turn (v: f32[16,8]) -> f32[16,8] {
+  %v = f32[16,8]{1,0} parameter(0)
+  %first = pred[] compare(%v, %v)
+  ROOT %c = f32[16,8]{1,0} conditional(%first, %v, %v), true_computation=%short, \
+false_computation=%long
+}
+
+"""
+    while_ = "  %turns = f32[16,8]{1,0} while(%call.1), condition=%condition, body=%turn, "
+    known = 'backend_config={"known_trip_count":{"n":"4"}}\n  ROOT %cond'
+    text = TEXT.replace("ENTRY", loop + "ENTRY").replace("  ROOT %cond", while_ + known)
+    counted, before = count_operations(text, AXES), count_operations(TEXT, AXES)
+    assert counted.kernels - before.kernels == 4 + 1  # comparisons, and one copy
+    assert counted.fewest - before.fewest == 4
+
+
 def test_a_collective_that_ends_elsewhere_is_an_error():
     text = TEXT.replace("all-gather-done(%all-gather-start.1)", "all-gather-done(%elsewhere)")
     with pytest.raises(ValueError, match="got all-gather-done alone, expected elsewhere"):
