@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +218,30 @@ def test_the_cache_is_written_in_place(compiled, devices):
         if line.size >= layer and copies(program, line)
     ]
     assert copied == []
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_token_takes_no_loop_no_collective_and_no_copy_of_the_vocabulary(compiled, devices):
+    """So XLA records it whole in one command buffer; cut off or not, nothing is copied for it."""
+    program = parse_program(compiled(devices, DECODE_STEP)[1].as_text())
+    entry = program.computations[program.entry].values()
+    (body,) = {line.attribute(r"body=%([\w.\-]+)") for line in entry} - {""}
+    token = [line for name in called(program, body) for line in program.computations[name].values()]
+    assert any(line.operation == "conditional" for line in token)
+    many = ("while", "all-reduce", "all-gather", "all-to-all", "sort")
+    assert [line.type for line in token if line.operation.startswith(many)] == []
+    copied = [line.type for line in token if copies(program, line)]
+    assert [kind for kind in copied if str(SPEC.vocab_size) in kind] == []
+
+
+def called(program, name):
+    """Yields a computation and those that its conditionals run."""
+    yield name
+    for line in program.computations[name].values():
+        if line.operation == "conditional":
+            for branch in re.findall(r"%([\w.\-]+)", line.rest.split("), ", 1)[1]):
+                if branch in program.computations:
+                    yield from called(program, branch)
 
 
 def launching(program):

@@ -16,7 +16,12 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rollout.native.sampler import BatchSamplingParams, LogitsProcessors, choose_tokens
+from jaxrl_llm.rollout.native.sampler import (
+    BatchSamplingParams,
+    LogitsProcessors,
+    choose_tokens,
+    limits_in_use,
+)
 from jaxrl_llm.sharding.layout import Layout
 
 POSITIONS = (3, 2)
@@ -222,6 +227,7 @@ def decode(
         *_no_top(model, size, steps, extras),
     )
     seen = None if extras is None else _mark_seen(model, extras.tokens)
+    limits = limits_in_use(state.sampling)
 
     def some_left(carry: tuple[Any, ...]) -> Bool[Array, ""]:
         step, _, state, _, _ = carry
@@ -239,8 +245,9 @@ def decode(
             layout=layout,
         )
         processors = None if extras is None else LogitsProcessors(seen, *extras[1:])
+        logits = model.logits(params, hidden[:, 0])
         tokens, logprobs = choose_tokens(
-            model.logits(params, hidden[:, 0]), state.generated, state.sampling, processors
+            logits, state.generated, state.sampling, processors, limits
         )
         if extras is not None:
             seen = seen.at[jnp.arange(size), tokens].set(True)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,14 @@ class BatchSamplingParams(NamedTuple):
     top_p: Float32[Array, " B"]
     top_k: Int[Array, " B"]
     min_p: Float32[Array, " B"]
+
+
+class LimitsInUse(NamedTuple):
+    """Whether any of B sequences takes the likeliest token or cuts off others; and by what."""
+
+    any: Bool[Array, ""]
+    top_k: Bool[Array, ""]
+    top_p: Bool[Array, ""]
 
 
 class LogitsProcessors(NamedTuple):
@@ -36,11 +44,25 @@ class LogitsProcessors(NamedTuple):
     bias: Float32[Array, "B biases"]
 
 
+def limits_in_use(sampling: BatchSamplingParams) -> LimitsInUse:
+    """Return what sequences ask for: the same at every step, and on a mesh a question to all.
+
+    >>> ones = jnp.ones(2)
+    >>> limits = limits_in_use(BatchSamplingParams(ones, ones, ones, jnp.array([0, 3]), 0 * ones))
+    >>> [bool(limit) for limit in limits]
+    [True, True, False]
+    """
+    top_k, top_p = jnp.any(sampling.top_k > 0), jnp.any(sampling.top_p < 1)
+    others = jnp.any((sampling.temperature == 0) | (sampling.min_p > 0))
+    return LimitsInUse(top_k | top_p | others, top_k, top_p)
+
+
 def choose_tokens(
     logits: Float[Array, "B V"],
     steps: Int[Array, " B"],
     sampling: BatchSamplingParams,
     processors: LogitsProcessors | None = None,
+    limits: LimitsInUse | None = None,
 ) -> tuple[Int[Array, " B"], Float32[Array, "B V"]]:
     """Draw one token per sequence by inverting its cumulative distribution.
 
@@ -52,6 +74,7 @@ def choose_tokens(
         steps: tokens that each sequence has generated so far.
         sampling: temperature, and what is cut off the distribution.
         processors: what changes the logits first.
+        limits: `limits_in_use(sampling)`, where it is known from before.
 
     Returns:
         The tokens, and log-probs under softmax(logits / temperature) of the whole vocabulary,
@@ -60,28 +83,36 @@ def choose_tokens(
     greedy = sampling.temperature == 0
     temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     logits = logits.astype(jnp.float32)
-    # arrays, not to be computed anew where they are compared with what was found in them
-    logprobs = processed = jax.lax.optimization_barrier(jax.nn.log_softmax(logits / temperature))
+    logprobs = processed = jax.nn.log_softmax(logits / temperature)
     if processors is not None:
-        processed = jax.nn.log_softmax(process(logits, processors) / temperature)
-        processed = jax.lax.optimization_barrier(processed)
-    is_cut = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
+        logits = process(logits, processors)
+        processed = jax.nn.log_softmax(logits / temperature)
+    limits = limits_in_use(sampling) if limits is None else limits
+    # in logits: log-probs may be rounded otherwise where they are computed for another use
+    logits = jax.lax.optimization_barrier(logits)
     least = jax.lax.cond(
-        jnp.any(greedy | is_cut), _least_drawn, _no_limit, processed, greedy, *sampling[2:]
+        limits.any, _least_drawn, _no_limit, logits, processed, greedy, limits, *sampling[2:]
     )
-    mass = jnp.exp(jnp.where(processed >= least[:, None], processed, -jnp.inf))
+    mass = jnp.exp(jnp.where(logits >= least[:, None], processed, -jnp.inf))
     # of equally likely tokens that with the lowest number is the greedy one
     uniform = jnp.where(greedy[:, None], 0.0, uniforms(sampling.seeds, steps))
     return draw(mass, uniform), logprobs
 
 
 def _least_drawn(
-    logprobs: Float32[Array, "B V"], greedy: Bool[Array, " B"], *limits: Array
+    logits: Float32[Array, "B V"],
+    logprobs: Float32[Array, "B V"],
+    greedy: Bool[Array, " B"],
+    limits: LimitsInUse,
+    *numbers: Array,
 ) -> Float32[Array, " B"]:
-    return jnp.where(greedy, logprobs.max(axis=1), least_kept(logprobs, *limits))
+    """Return the least logit of what may be drawn: of the likeliest, or of what is not cut off."""
+    kept = least_kept(logprobs, *numbers, limits=limits)
+    least = jnp.where(greedy, logprobs.max(axis=1), kept)
+    return jnp.where(logprobs >= least[:, None], logits, jnp.inf).min(axis=1)
 
 
-def _no_limit(logprobs: Float32[Array, "B V"], *_: Array) -> Float32[Array, " B"]:
+def _no_limit(logprobs: Float32[Array, "B V"], *_: Any) -> Float32[Array, " B"]:
     return jnp.full(len(logprobs), -jnp.inf)
 
 
@@ -144,6 +175,7 @@ def least_kept(
     top_k: Int[Array, " B"],
     min_p: Float[Array, " B"],
     *,
+    limits: LimitsInUse | None = None,
     digit: int | None = None,
 ) -> Float32[Array, " B"]:
     """Find the least log-prob that stays: of those in top-k, then in top-p, then in min-p.
@@ -158,6 +190,7 @@ def least_kept(
         top_p: probability that is kept; 1 keeps all.
         top_k: how many tokens are kept; 0 keeps all.
         min_p: the share of the largest probability below which none is kept.
+        limits: whether any sequence has a top-k or a top-p, where that is known.
         digit: bits that one pass over the vocabulary finds, 1, 2 or 4; None: the platform's choice.
 
     Returns:
@@ -181,8 +214,10 @@ def least_kept(
         total = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         return jnp.where(top_p < 1, jnp.maximum(until(logprobs, mass, total), least), least)
 
-    least = jax.lax.cond(jnp.any(top_k > 0), in_top_k, _no_limit, logprobs)
-    least = jax.lax.cond(jnp.any(top_p < 1), in_top_p, lambda _, least: least, logprobs, least)
+    has_k = jnp.any(top_k > 0) if limits is None else limits.top_k
+    has_p = jnp.any(top_p < 1) if limits is None else limits.top_p
+    least = jax.lax.cond(has_k, in_top_k, _no_limit, logprobs)
+    least = jax.lax.cond(has_p, in_top_p, lambda _, least: least, logprobs, least)
     return jnp.maximum(least, logprobs.max(axis=1) + jnp.log(min_p))
 
 
