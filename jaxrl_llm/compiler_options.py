@@ -49,12 +49,6 @@ FLAGS: dict[Task, tuple[Flag, ...]] = {
             "starts collectives before the products that do not wait for them; XLA does so by "
             "itself on Hopper and later only",
         ),
-        Flag(
-            "xla_gpu_experimental_parallel_collective_overlap_limit",
-            "2",
-            "lets a layer's reduce-scatter wait for its turn behind a gather, so that products "
-            "run meanwhile; both stay on one stream, one after another",
-        ),
     ),
     Task.DECODE: (),
 }

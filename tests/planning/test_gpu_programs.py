@@ -24,7 +24,7 @@ from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
 from jaxrl_llm.planning.hlo import parse_program
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device
 from jaxrl_llm.planning.memory import plan_shapes
-from jaxrl_llm.planning.program import count_operations, list_loops
+from jaxrl_llm.planning.program import count_operations, list_loops, product_flops
 from tests.guarded import MODEL, NATIVE, UPDATE
 
 pytestmark = [
@@ -33,6 +33,10 @@ pytestmark = [
 ]
 
 OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
+SCHEDULERS = (
+    "xla_gpu_enable_latency_hiding_scheduler",
+    "xla_gpu_enable_analytical_sol_latency_estimator",  # which brings one with it
+)
 UPDATE_STEP, DECODE_STEP = StepId("actor", StepKind.ACCUMULATE), StepId(ENGINE, StepKind.DECODE)
 APPLY_STEP = StepId("actor", StepKind.APPLY)
 SPEC = ModelSpec(
@@ -202,6 +206,25 @@ def test_an_update_gathers_weights_twice_and_scatters_gradients_once(compiled, t
     assert sent == pytest.approx(formula, rel=0.1)
 
 
+def test_products_run_during_a_layers_reduce_scatter(compiled):
+    run, accumulate = compiled(8, UPDATE_STEP)
+    assert products_during(accumulate.as_text(), "reduce-scatter") > 0
+    alone = dict.fromkeys(SCHEDULERS, False)
+    unscheduled = run.trace[UPDATE_STEP]().lower().compile(compiler_options=OPTIONS | alone)
+    assert products_during(unscheduled.as_text(), "reduce-scatter") == 0
+
+
+def products_during(text, kind):
+    """Count the matrix products that stand between start and end of loops' collectives."""
+    program, count = parse_program(text), 0
+    for name in launching(program):
+        computation, runs = program.computations[name], False
+        for line in computation.values():
+            runs = (runs or line.operation == f"{kind}-start") and line.operation != f"{kind}-done"
+            count += runs and product_flops(line, computation) > 0
+    return count
+
+
 # ------------------------------------------------------------------------------------------- decode
 
 
@@ -242,6 +265,24 @@ def called(program, name):
             for branch in re.findall(r"%([\w.\-]+)", line.rest.split("), ", 1)[1]):
                 if branch in program.computations:
                     yield from called(program, branch)
+
+
+def test_all_layers_of_a_token_are_one_cuda_graph(compiled, tmp_path):
+    run, _ = compiled(1, DECODE_STEP)
+    dump = {"xla_dump_to": str(tmp_path)}
+    run.trace[DECODE_STEP]().lower().compile(compiler_options=OPTIONS | dump)
+    (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    lines = [(len(x) - len(x.lstrip()), x.split(maxsplit=2)) for x in path.read_text().splitlines()]
+    graphs, apart, inside = 0, [], None
+    for indent, (_, kind, *rest) in ((n, words) for n, words in lines if len(words) > 1):
+        if inside is not None and indent > inside:
+            continue  # in a graph
+        inside = indent if kind == "kCommandBuffer" else None
+        graphs += kind == "kCommandBuffer"
+        apart += [rest] if kind in ("kCustomKernel", "kKernel", "kGemm", "kCublasLtMatmul") else []
+    assert graphs > 0
+    assert not [words for words in apart if "gemm" in str(words).lower()]
+    assert len(apart) < 40, "as many whatever the layers"
 
 
 def launching(program):
