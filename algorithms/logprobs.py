@@ -64,7 +64,7 @@ def token_stats(
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk: int = 1024,
-    head_axes: tuple[str, ...] = (),
+    embed_axes: tuple[str, ...] = (),
     vocab_axes: tuple[str, ...] = (),
 ) -> TokenStats:
     r"""Score targets under $\pi = \mathrm{softmax}(h W / \tau)$ without holding all logits.
@@ -77,7 +77,7 @@ def token_stats(
 
     The tokens are taken in chunks, and logits are computed again for the gradient: beyond the
     inputs, their gradients and seven numbers per token, only a few arrays of chunk · V numbers are
-    alive at once. A single chunk keeps its logits. The vocabulary is never split. Products are
+    alive at once. A single chunk keeps its logits. A chunk has the whole vocabulary. Products are
     taken in the dtype of `hidden` and summed in float32, and the gradient of `head` is added up
     over the chunks in float32. There is no second derivative.
 
@@ -91,11 +91,11 @@ def token_stats(
         temperature: τ, what logits are divided by, after the soft-cap.
         softcap: c, the bound of the logits' magnitude; None for none.
         chunk: the most tokens in a chunk.
-        head_axes: inside `jax.shard_map` without a check of replication, the mesh axes over which
+        embed_axes: inside `jax.shard_map` without a check of replication, the mesh axes over which
             the rows of `head` are split, as tokens are. A device gives its part, which is gathered
             in the dtype of `hidden`, once, and gets the gradient of it, summed in float32.
         vocab_axes: inside it, the mesh axes over which the vocabulary is split. These devices have
-            the same tokens, and sum up what each says of its part of the vocabulary.
+            the same tokens, and each computes its part of their logits.
 
     Returns:
         Log-probs, entropies and Σπ² per token, differentiable in `hidden` and `head`.
@@ -113,7 +113,7 @@ def token_stats(
             "expected positive ones"
         )
     return _token_stats(
-        _Projection(temperature, softcap, chunk, head_axes, vocab_axes), hidden, head, targets
+        _Projection(temperature, softcap, chunk, embed_axes, vocab_axes), hidden, head, targets
     )
 
 
@@ -122,21 +122,21 @@ class _Projection:
     temperature: float
     softcap: float | None
     chunk: int
-    head_axes: tuple[str, ...]
+    embed_axes: tuple[str, ...]
     vocab_axes: tuple[str, ...]
 
     def gather(self, head: Float[Array, "d V"], dtype: jnp.dtype) -> Float[Array, "D V"]:
         """Return the whole output projection in a dtype."""
         narrow = head.astype(dtype)
-        if not self.head_axes:
+        if not self.embed_axes:
             return narrow
-        return jax.lax.all_gather(narrow, self.head_axes, axis=0, tiled=True)
+        return jax.lax.all_gather(narrow, self.embed_axes, axis=0, tiled=True)
 
     def scatter(self, gradient: Float32[Array, "D V"]) -> Float32[Array, "d V"]:
         """Return this device's part of the gradient of the output projection."""
-        if not self.head_axes:
+        if not self.embed_axes:
             return gradient
-        return jax.lax.psum_scatter(gradient, self.head_axes, scatter_dimension=0, tiled=True)
+        return jax.lax.psum_scatter(gradient, self.embed_axes, scatter_dimension=0, tiled=True)
 
     def logits(
         self, hidden: Float[Array, "x D"], head: Float[Array, "D V"]

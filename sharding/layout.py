@@ -89,7 +89,11 @@ class Layout:
         return shardings(declarations, self.mesh, rules)
 
     def by_tokens(
-        self, function: Callable[..., Any], *, in_specs: Sequence[PartitionSpec], axes: Any = TOKENS
+        self,
+        function: Callable[..., Any],
+        *,
+        in_specs: Sequence[PartitionSpec],
+        axes: tuple[str, ...] = TOKENS,
     ) -> Callable[..., Any]:
         """Map a function over the parts that tokens are split into, by `jax.shard_map`.
 

@@ -222,8 +222,8 @@ def join_tables(results: Sequence[Sequence[dict[str, Any]]]) -> str:
                     key = row["model"], row["devices"], row["step"]
                     rows.setdefault(key, []).append(cells(row))
         lines = [
-            [*key, *(" → ".join(dict.fromkeys(cell)) for cell in zip(*found, strict=True))]
-            for key, found in rows.items()
+            [*key, *(" → ".join(dict.fromkeys(cell)) for cell in zip(*trees, strict=True))]
+            for key, trees in rows.items()
         ]
         if lines:
             tables.append(markdown_table(["model", "GPUs", "program", *columns.split("|")], lines))

@@ -29,6 +29,7 @@ from jaxrl_llm.runs.preemption import Preemption
 log = logging.getLogger(__name__)
 
 JOINS = 3
+"""How often Ray is asked for a connection, where it could not serve this client."""
 
 
 def launch(config: TrainConfig) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.planning.hlo import SHAPE, Computation, Instruction
+from jaxrl_llm.planning.hlo import SHAPE, Computation, Instruction, parse_ints
 
 PASSES: Mapping[str, int | float] = {  # how often a ring of many devices sends the result's bytes
     "all-gather": 1,
@@ -103,9 +103,9 @@ def replica_groups(text: str, devices: int) -> list[list[int]]:
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?) ?\{([^}]*)\}", text):
         return _named_groups(*named.groups())
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota(iota[2], iota[3]).reshape(_ints(iota[1])).tolist()
+        return _iota(iota[2], iota[3]).reshape(parse_ints(iota[1])).tolist()
     if listed := re.search(r"replica_groups=\{(\{[^=]*?\})\}", text):
-        return [_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return [parse_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
     return [list(range(devices))]
 
 
@@ -129,9 +129,5 @@ def _named_groups(mesh: str, order: str, over: str) -> list[list[int]]:
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    grid = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
-    return (grid.transpose(_ints(order)) if order else grid).reshape(-1)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
+    grid = np.arange(math.prod(parse_ints(shape))).reshape(parse_ints(shape))
+    return (grid.transpose(parse_ints(order)) if order else grid).reshape(-1)

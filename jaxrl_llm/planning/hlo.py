@@ -37,8 +37,8 @@ class Instruction(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Return the bytes of each array of its result."""
-        found = SHAPE.findall(self.type)
-        return [BYTES.get(kind, 4) * math.prod(_ints(dims)) for kind, dims in found]
+        shapes = SHAPE.findall(self.type)
+        return [BYTES.get(kind, 4) * math.prod(parse_ints(dims)) for kind, dims in shapes]
 
     @property
     def size(self) -> int:
@@ -49,12 +49,12 @@ class Instruction(NamedTuple):
     def dims(self) -> list[int]:
         """Return the shape of its result, of the first one if there are several."""
         shape = SHAPE.search(self.type)
-        return _ints(shape[2]) if shape else []
+        return parse_ints(shape[2]) if shape else []
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of a pattern in its attributes; nothing where there is none."""
-        found = re.search(pattern, self.rest)
-        return found[1] if found else ""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
 
 
 Computation = dict[str, Instruction]
@@ -95,5 +95,10 @@ def parse_program(text: str) -> Program:
     return Program(computations, entry)
 
 
-def _ints(text: str) -> list[int]:
+def parse_ints(text: str) -> list[int]:
+    """Return the numbers of a list with commas, which may be empty.
+
+    >>> parse_ints("2,3"), parse_ints("")
+    ([2, 3], [])
+    """
     return [int(n) for n in text.split(",") if n]

@@ -204,9 +204,9 @@ class _Reader:
                 return _Parts(own.plus(self._loop(line)))
             case "call" | "async-start":
                 return self.visit(line.attribute(CALLED))
-        if found := exchange_of(line, computation, self.axes, self.per_node):
-            over = found.collective
-            sent, arrays = Counter({over: found.sent}), Counter({over: found.arrays})
+        if exchange := exchange_of(line, computation, self.axes, self.per_node):
+            over = exchange.collective
+            sent, arrays = Counter({over: exchange.sent}), Counter({over: exchange.arrays})
             own = own._replace(sent=sent, arrays=arrays)
         return _Parts(own)
 
@@ -243,4 +243,4 @@ def _branches(line: Instruction) -> list[str]:
 
 
 def _trips(line: Instruction) -> int | None:
-    return int(found) if (found := line.attribute(TRIPS)) else None
+    return int(trips) if (trips := line.attribute(TRIPS)) else None

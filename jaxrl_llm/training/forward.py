@@ -67,7 +67,7 @@ def token_stats_from_hidden(
         temperature=config.temperature,
         softcap=config.model.logit_softcap,
         chunk=config.logprob_chunk,
-        head_axes=head.embed_axes,
+        embed_axes=head.embed_axes,
         vocab_axes=head.vocab_axes,
     )
     by_token = PartitionSpec(axes)

@@ -308,9 +308,9 @@ def test_a_plan_is_of_the_gpus_programs(capfd, tmp_path):
     (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "1", "--compile-for", "H200"]
     assert planner.main(command) == 0
-    said, noise = capfd.readouterr()
+    plan, noise = capfd.readouterr()
     for words in ("of XLA's compiler for H200", "kernels of a device", "on H200", "while"):
-        assert words in said, words
+        assert words in plan, words
     assert "cuda drivers" not in noise
 
 

@@ -223,12 +223,12 @@ def test_what_stays_is_what_sorting_keeps(vocabulary, digit):
         share = np.cumsum(inside, axis=1) / inside.sum(axis=1, keepdims=True)
         for top_p in (1.0, 0.9) if few else (1.0, 0.9, 0.3, 1e-6, 0.0):
             limits = np.full(8, top_p, np.float32), np.full(8, top_k, np.int32), np.zeros(8)
-            found = np.asarray(least(rows, *map(jnp.asarray, limits), digit=digit), np.float64)
+            thresholds = np.asarray(least(rows, *map(jnp.asarray, limits), digit=digit), np.float64)
             if top_p == 1:
-                np.testing.assert_array_equal(found, kth if top_k else np.full(8, -np.inf))
+                np.testing.assert_array_equal(thresholds, kth if top_k else np.full(8, -np.inf))
                 continue
-            assert np.all(found >= kth)
-            for row, value in enumerate(found):
+            assert np.all(thresholds >= kth)
+            for row, value in enumerate(thresholds):
                 first = np.searchsorted(-sorted_rows[row], -value, side="left")
                 last = np.searchsorted(-sorted_rows[row], -value, side="right") - 1
                 assert last >= first  # it is the log-prob of a token

@@ -230,8 +230,9 @@ def _until(
 ) -> Float32[Array, " B"]:
     """Find the largest log-prob such that those from it on have this total weight; else -inf.
 
-    Nothing is sorted. Bits of non-negative floats are ordered as the floats are, so -log p is found
-    by its digits to the base 2^`digit`, from the highest on: a digit is as small as is enough.
+    Nothing is sorted. Bits of non-negative floats are ordered as the floats are, so the
+    threshold of -log p is made of digits to the base 2^`digit`, the highest first and each as small
+    as is enough.
     To try them, a pass over the vocabulary takes 2^`digit` - 1 sums. A GPU is bound by reading the
     vocabulary and takes 15 sums at a time, a CPU by the sums and takes one.
     """
@@ -244,17 +245,17 @@ def _until(
     bits = jax.lax.bitcast_convert_type(jnp.abs(logprobs), jnp.uint32)
     passes = math.ceil(31 / digit)
 
-    def set_digit(i: Array, found: Array) -> Array:
+    def set_digit(i: Array, threshold: Array) -> Array:
         shift = (digit * (passes - 1 - i)).astype(jnp.uint32)
         below = (jnp.uint32(1) << shift) - jnp.uint32(1)
-        tried = [found | (jnp.uint32(d) << shift) | below for d in range(2**digit - 1)]
+        tried = [threshold | (jnp.uint32(d) << shift) | below for d in range(2**digit - 1)]
         sums = _sums([jnp.where(bits <= t[:, None], weights, 0.0) for t in tried])
-        return found | (sum((s < total).astype(jnp.uint32) for s in sums) << shift)
+        return threshold | (sum((s < total).astype(jnp.uint32) for s in sums) << shift)
 
-    found = jnp.zeros(len(bits), jnp.uint32)
-    found = jax.lax.fori_loop(0, passes, set_digit, found, unroll=digit > 1)
+    threshold = jnp.zeros(len(bits), jnp.uint32)
+    threshold = jax.lax.fori_loop(0, passes, set_digit, threshold, unroll=digit > 1)
     infinite = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.uint32)
-    return -jax.lax.bitcast_convert_type(jnp.minimum(found, infinite), jnp.float32)
+    return -jax.lax.bitcast_convert_type(jnp.minimum(threshold, infinite), jnp.float32)
 
 
 def _sums(arrays: Sequence[Array]) -> Sequence[Array]:
