@@ -4,26 +4,32 @@
 there.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
+from jaxrl_llm.models.moe.grouped import multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.routing import Routing
 
 
+@jax.custom_vjp
 def grouped_matmul(
     x: Float[Array, "M D"], matrices: Float[Array, "E D F"], sizes: Int[Array, " E"]
 ) -> Float[Array, "M F"]:
     """Multiply consecutive groups of rows by one matrix each: y[m] = x[m] @ matrices[group of m].
 
-    Every group is padded to whole blocks of rows, and the blocks are one batched product with the
-    gathered matrices (as MegaBlocks, https://arxiv.org/abs/2211.15841, does in a kernel). The work
-    is at most about 1.5 times that of the rows, and about three times the matrices are gathered.
-    `jax.lax.ragged_dot` has no kernel on CPU and multiplies all rows by all matrices.
+    In 16 bits on NVIDIA GPUs this is done by the kernels of `models.moe.grouped`. Elsewhere every
+    group is padded to whole blocks of rows, and the blocks are one batched product with the
+    gathered matrices. The work is then at most about 1.5 times that of the rows, and about three
+    times the matrices are gathered. `jax.lax.ragged_dot` has no kernel on CPU and multiplies all
+    rows by all matrices.
 
-    The gathered matrices are gathered again in the backward pass, not kept for it.
+    The backward pass keeps the arguments only. The gradient of the matrices is summed in float32,
+    whatever the dtype of `x`.
 
     Args:
         x: Rows, ordered by group.
@@ -37,24 +43,90 @@ def grouped_matmul(
     >>> grouped_matmul(x, matrices, jnp.array([2, 1]))[:, 0].tolist()
     [1.0, 1.0, 5.0]
     """
-    return jax.checkpoint(_blocked_matmul)(x, matrices, sizes)
+    return _products(x, matrices.astype(x.dtype), sizes, transposed=False)
 
 
-def _blocked_matmul(x: Array, matrices: Array, sizes: Array) -> Array:
-    rows, groups = x.shape[0], matrices.shape[0]
-    block = max(rows // (2 * groups) // 8 * 8, 8)
-    blocks = (rows + min(groups, rows) * (block - 1)) // block  # the most that can be needed
-    needed = -(-sizes // block)
-    first_slot = (jnp.cumsum(needed) - needed) * block
-    first_row = jnp.cumsum(sizes) - sizes
-    group = jnp.repeat(jnp.arange(groups), sizes, total_repeat_length=rows)
-    slot = first_slot[group] + jnp.arange(rows) - first_row[group]
-    owner = jnp.repeat(jnp.arange(groups), needed, total_repeat_length=blocks)
-    padded = jnp.zeros((blocks * block, x.shape[1]), x.dtype)
-    padded = padded.at[slot].set(x, unique_indices=True, indices_are_sorted=True)
-    own = matrices.at[owner].get(indices_are_sorted=True, mode="promise_in_bounds")
-    products = jnp.einsum("bsd,bdf->bsf", padded.reshape(blocks, block, -1), own.astype(x.dtype))
-    return products.reshape(blocks * block, -1)[slot]
+def _matmul_forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Array, ...]]:
+    return grouped_matmul(x, matrices, sizes), (x, matrices, sizes)
+
+
+def _matmul_backward(
+    saved: tuple[Array, ...], gradient: Float[Array, "M F"]
+) -> tuple[Array, Array, None]:
+    x, matrices, sizes = saved
+    to_x = _products(gradient, matrices.astype(x.dtype), sizes, transposed=True)
+    to_matrices = _by_platform(x.dtype, sum_outer_products, _blocked_sums)(x, gradient, sizes)
+    return to_x, to_matrices.astype(matrices.dtype), None
+
+
+grouped_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _products(x: Array, matrices: Array, sizes: Array, *, transposed: bool) -> Array:
+    kernel = functools.partial(multiply_groups, transposed=transposed)
+    blocked = functools.partial(_blocked_products, transposed=transposed)
+    return _by_platform(x.dtype, kernel, blocked)(x, matrices, sizes)
+
+
+def _by_platform(
+    dtype: Any, kernel: Callable[..., Array], blocked: Callable[..., Array]
+) -> Callable[..., Array]:
+    """Choose what computes: the kernel where a program is compiled for CUDA, in 16 bits."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return blocked
+    return functools.partial(jax.lax.platform_dependent, cuda=kernel, default=blocked)
+
+
+class _Blocks(NamedTuple):
+    """Groups of rows that are padded to whole blocks.
+
+    Attributes:
+        slot: Of each row its place among the blocks' rows.
+        owner: Of each block its group.
+        size: Rows of a block.
+    """
+
+    slot: Int[Array, " M"]
+    owner: Int[Array, " blocks"]
+    size: int
+
+    @staticmethod
+    def of(sizes: Int[Array, " E"], rows: int) -> "_Blocks":
+        """Cut groups into blocks."""
+        groups = len(sizes)
+        block = max(rows // (2 * groups) // 8 * 8, 8)
+        blocks = (rows + min(groups, rows) * (block - 1)) // block  # the most that can be needed
+        needed = -(-sizes // block)
+        first_slot = (jnp.cumsum(needed) - needed) * block
+        first_row = jnp.cumsum(sizes) - sizes
+        group = jnp.repeat(jnp.arange(groups), sizes, total_repeat_length=rows)
+        slot = first_slot[group] + jnp.arange(rows) - first_row[group]
+        owner = jnp.repeat(jnp.arange(groups), needed, total_repeat_length=blocks)
+        return _Blocks(slot, owner, block)
+
+    def fill(self, x: Float[Array, "M D"]) -> Float[Array, "blocks size D"]:
+        """Put rows into their blocks, and zeros beside them."""
+        blocks = len(self.owner)
+        padded = jnp.zeros((blocks * self.size, x.shape[1]), x.dtype)
+        padded = padded.at[self.slot].set(x, unique_indices=True, indices_are_sorted=True)
+        return padded.reshape(blocks, self.size, -1)
+
+
+def _blocked_products(x: Array, matrices: Array, sizes: Array, *, transposed: bool) -> Array:
+    blocks = _Blocks.of(sizes, len(x))
+    own = matrices.at[blocks.owner].get(indices_are_sorted=True, mode="promise_in_bounds")
+    pattern = "bsf,bdf->bsd" if transposed else "bsd,bdf->bsf"
+    products = jnp.einsum(pattern, blocks.fill(x), own)
+    return products.reshape(len(blocks.owner) * blocks.size, -1)[blocks.slot]
+
+
+def _blocked_sums(x: Array, y: Array, sizes: Array) -> Float32[Array, "E D F"]:
+    blocks = _Blocks.of(sizes, len(x))
+    of_blocks = jnp.einsum(
+        "bsd,bsf->bdf", blocks.fill(x), blocks.fill(y), preferred_element_type=jnp.float32
+    )
+    none = jnp.zeros((len(sizes), x.shape[1], y.shape[1]), jnp.float32)
+    return none.at[blocks.owner].add(of_blocks, indices_are_sorted=True, mode="promise_in_bounds")
 
 
 def dispatch(

@@ -2,13 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.dispatch import dispatch, take_or_zero
@@ -40,10 +40,11 @@ def expert_parallel_mixture(
 
     Every device chooses for its own tokens and sends them to the devices that hold their experts,
     in an all-to-all of fixed size, and gets the results by another. What does not fit goes in a
-    next round, so no token is dropped however uneven the load is; rounds that no device needs are
-    skipped. The experts' width is split over `tensor`, and their results are added up. Where the
-    experts' own weights are gathered, the backward pass computes all of this again, rather than
-    keep them.
+    next round, so no token is dropped however uneven the load is; there are as many rounds as the
+    fullest device needs. The experts' width is split over `tensor`, and their results are added
+    up. The backward pass computes all of this again, rather than keep the gathered weights and the
+    exchanged rows. It sums the gradients of the experts in float32, over tokens, rounds and
+    devices.
 
     Args:
         x: Tokens, split over the batch and `context` axes.
@@ -72,98 +73,196 @@ def expert_parallel_mixture(
     if total % peers:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
         raise ValueError(f"expert={peers} can't share {total} experts; expected one of {divisors}")
-    is_split = width % tensor == 0
+    router = {name: value for name, value in weights.items() if name.startswith("router")}
+    own = {name: value for name, value in weights.items() if name not in router}
+    routing = jax.checkpoint(
+        layout.by_tokens(choose, in_specs=(PartitionSpec(), PartitionSpec(TOKENS)))
+    )(router, x)
+    mix = _Mix(experts, layout, total, width % tensor == 0)
+    return _mixed(x, routing.weights, own, routing.experts, mix), routing
 
-    def local(x: Array, weights: Params) -> tuple[Array, Routing]:
+
+class _Mix(NamedTuple):
+    """What is known of a mixture before any array is.
+
+    Attributes:
+        experts: Of one device: `(weights, rows [M D], sizes [E]) -> [M D]`.
+        layout: The mesh.
+        total: Number of experts.
+        is_split: Whether their width is split over `tensor`.
+    """
+
+    experts: Callable[[Params, Array, Array], Array]
+    layout: Layout
+    total: int
+    is_split: bool
+
+    @property
+    def peers(self) -> int:
+        """Return the number of devices that share the experts."""
+        return self.layout.mesh.shape["expert"]
+
+    def partition(self, name: str) -> PartitionSpec:
+        """Return how an array is split in the product: experts over `expert`, width too."""
+        width_axis = WIDTH_AXIS.get(name) if self.is_split else None
+        return PartitionSpec(
+            "expert", *("tensor" if axis == width_axis else None for axis in (1, 2))
+        )
+
+    def gathered(self, weights: Params, dtype: Any) -> Params:
+        """Return the weights whole but for what devices share, in the dtype of the computation."""
+        shardings = {name: self.layout.sharding(*self.partition(name)) for name in weights}
+        narrow = {name: value.astype(dtype) for name, value in weights.items()}
+        return jax.lax.with_sharding_constraint(narrow, shardings)
+
+    def sum_axes(self, name: str) -> tuple[str, ...]:
+        """Return the mesh axes whose devices hold terms of the gradient of an array."""
+        axes = tuple(axis for axis in TOKENS if axis != "expert")
+        return (*axes, "tensor") if self.is_split and name not in WIDTH_AXIS else axes
+
+    def on_mesh(
+        self, function: Callable[..., Any], names: Iterable[str], *, backward: bool = False
+    ) -> Callable[..., Any]:
+        """Run a function of tokens, shares, weights and choices, and of a cotangent, on each."""
+        tokens = PartitionSpec(TOKENS)
+        weights = {name: self.partition(name) for name in names}
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=(tokens, tokens, weights, tokens, *[tokens][: int(backward)]),
+            out_specs=(tokens, tokens, weights) if backward else tokens,
+            check_vma=False,
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mixed(
+    x: Float[Array, "T D"],
+    shares: Float[Array, "T k"],
+    weights: Params,
+    chosen: Int[Array, "T k"],
+    mix: _Mix,
+) -> Float[Array, "T D"]:
+    """Return the weighted sums of what the experts make of the tokens."""
+
+    def run(x: Array, shares: Array, weights: Params, chosen: Array) -> Array:
+        rounds = _Rounds.of(chosen, mix)
+        total: Array = rounds.add_up(
+            lambda number: rounds.part(number, x, shares, weights, x.dtype),
+            jnp.zeros(x.shape, jnp.float32),
+        ).astype(x.dtype)
+        return jax.lax.psum(total, "tensor") if mix.is_split else total
+
+    return mix.on_mesh(run, weights)(x, shares, mix.gathered(weights, x.dtype), chosen)
+
+
+def _mixed_forward(
+    x: Array, shares: Array, weights: Params, chosen: Array, mix: _Mix
+) -> tuple[Array, tuple[Array, Array, Params, Array]]:
+    return _mixed(x, shares, weights, chosen, mix), (x, shares, weights, chosen)
+
+
+def _mixed_backward(
+    mix: _Mix, saved: tuple[Array, Array, Params, Array], cotangent: Float[Array, "T D"]
+) -> tuple[Array, Array, Params, None]:
+    x, shares, weights, chosen = saved
+
+    def run(
+        x: Array, shares: Array, weights: Params, chosen: Array, cotangent: Array
+    ) -> tuple[Array, Array, Params]:
+        rounds = _Rounds.of(chosen, mix)
+        wide = cotangent.astype(jnp.float32)
+
+        def pull(number: Array) -> tuple[Array, Array, Params]:
+            # gradients come in the dtype of what they belong to: in float32 by arguments that are
+            # cast back where they are used, which costs nothing
+            given = jax.tree.map(lambda array: array.astype(jnp.float32), (x, shares, weights))
+            _, back = jax.vjp(lambda *given: rounds.part(number, *given, x.dtype), *given)
+            return back(wide)
+
+        none = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (x, shares, weights))
+        to_x, to_shares, to_weights = rounds.add_up(pull, none)
+        if mix.is_split:
+            to_x, to_shares = jax.lax.psum((to_x.astype(x.dtype), to_shares), "tensor")
+        summed = {k: jax.lax.psum(v, mix.sum_axes(k)) for k, v in to_weights.items()}
+        return to_x.astype(x.dtype), to_shares, summed
+
+    to_x, to_shares, to_weights = mix.on_mesh(run, weights, backward=True)(
+        x, shares, mix.gathered(weights, x.dtype), chosen, cotangent
+    )
+    own = {name: value.astype(weights[name].dtype) for name, value in to_weights.items()}
+    return to_x, to_shares, own, None
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
+
+
+class _Rounds(NamedTuple):
+    """The rounds in which a device exchanges its tokens.
+
+    Attributes:
+        chosen: The experts of its tokens.
+        place: Of each choice, its number among those of experts of the same device.
+        room: How many choices go to a device in a round.
+        needed: Number of rounds; None where each device has all experts, so that nothing travels.
+        mix: The mixture.
+    """
+
+    chosen: Int[Array, "t k"]
+    place: Int[Array, " choices"]
+    room: int
+    needed: Array | None
+    mix: _Mix
+
+    @staticmethod
+    def of(chosen: Int[Array, "t k"], mix: _Mix) -> "_Rounds":
+        """Plan the exchange of one device's tokens."""
+        peers, choices = mix.peers, chosen.reshape(-1)
+        if peers == 1:
+            return _Rounds(chosen, choices, choices.size, None, mix)
+        room = min(math.ceil(SPARE * choices.size / peers / 8) * 8, choices.size)
+        place = _place_in_group(choices // (mix.total // peers), peers)
+        needed = jax.lax.pmax(place.max() // room + 1, TOKENS)
+        return _Rounds(chosen, place, room, needed, mix)
+
+    def add_up(self, function: Callable[[Array], Any], none: Any) -> Any:
+        """Add up what a function returns for the number of each round."""
+        rounds = self.needed
+        if rounds is None:
+            return function(jnp.int32(0))
+
+        def more(state: tuple[Array, Any]) -> tuple[Array, Any]:
+            number, total = state
+            return number + 1, jax.tree.map(jnp.add, total, function(number))
+
+        return jax.lax.while_loop(lambda state: state[0] < rounds, more, (jnp.int32(0), none))[1]
+
+    def part(
+        self, number: Array, x: Array, shares: Array, weights: Params, dtype: Any
+    ) -> Float32[Array, "t D"]:
+        """Return what one round adds to the weighted sums, computed in `dtype`."""
+
         def run(rows: Array, sizes: Array) -> Array:
-            return experts(weights, rows, sizes)
+            return self.mix.experts(weights, rows, sizes)
 
-        routing = choose(weights, x)
-
-        out = _in_rounds(x, routing, run, peers) if peers > 1 else dispatch(x, routing, run)
-        return (jax.lax.psum(out, "tensor") if is_split else out), routing
-
-    return _on_mesh(local, {name: _partition(name, is_split) for name in weights}, layout)(
-        x, weights
-    )
-
-
-def _partition(name: str, is_split: bool) -> PartitionSpec:
-    """Return how an array of the layer is split: experts over `expert`, width over `tensor`."""
-    if name.startswith("router"):
-        return PartitionSpec()
-    width_axis = WIDTH_AXIS.get(name) if is_split else None
-    return PartitionSpec("expert", *("tensor" if axis == width_axis else None for axis in (1, 2)))
-
-
-def _on_mesh(
-    local: Callable[[Array, Params], tuple[Array, Routing]],
-    specs: dict[str, PartitionSpec],
-    layout: Layout,
-) -> Callable[[Array, Params], tuple[Array, Routing]]:
-    """Run a function on each device's tokens, with its experts' weights gathered from others."""
-    tokens = PartitionSpec(TOKENS)
-    run = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(tokens, specs),
-        out_specs=(tokens, tokens),
-        check_vma=False,
-    )
-
-    def gathered(x: Array, weights: Params) -> tuple[Array, Routing]:
-        narrow = {
-            name: value if name.startswith("router") else value.astype(x.dtype)
-            for name, value in weights.items()
-        }
-        shardings = {name: layout.sharding(*spec) for name, spec in specs.items()}
-        return run(x, jax.lax.with_sharding_constraint(narrow, shardings))
-
-    if layout.mesh.shape["fsdp"] * layout.mesh.shape["context"] > 1:
-        return jax.checkpoint(gathered)  # else the gathered weights would be kept
-    return gathered
-
-
-def _in_rounds(
-    x: Float[Array, "t D"],
-    routing: Routing,
-    experts: Callable[[Array, Array], Array],
-    peers: int,
-) -> Float[Array, "t D"]:
-    tokens, top = routing.experts.shape
-    own = routing.probabilities.shape[1] // peers
-    choices = routing.experts.reshape(-1)
-    room = min(math.ceil(SPARE * choices.size / peers / 8) * 8, choices.size)
-    peer = choices // own
-    place = _place_in_group(peer, peers)
-    copies = jnp.repeat(x, top, axis=0)
-    most = math.ceil(tokens * min(top, own) / room)
-    needed = jax.lax.pmax(place.max() // room + 1, TOKENS)
-
-    def go(number: Array, copies: Array) -> Array:
-        at = place - number * room
-        slot = jnp.where((at >= 0) & (at < room), peer * room + at, peers * room)
+        if self.needed is None:
+            routing = Routing(self.chosen, shares, jnp.zeros((1, self.mix.total)))
+            return dispatch(x.astype(dtype), routing, run).astype(jnp.float32)
+        peers, room, choices = self.mix.peers, self.room, self.chosen.reshape(-1)
+        own = self.mix.total // peers
+        copies = jnp.repeat(x, self.chosen.shape[1], axis=0).astype(dtype)
+        at = self.place - number * room
+        slot = jnp.where((at >= 0) & (at < room), choices // own * room + at, peers * room)
         sent = jnp.full(peers * room, choices.size)
         sent = sent.at[slot].set(jnp.arange(choices.size), mode="drop", unique_indices=True)
         rows = _swap(take_or_zero(copies, sent, slot), peers)
         # an empty slot is a row of zeros, which the last expert maps to zeros
-        chosen = choices.at[sent].get(mode="fill", fill_value=own - 1) % own
+        experts = choices.at[sent].get(mode="fill", fill_value=own - 1) % own
         ones = jnp.ones((peers * room, 1), jnp.float32)
-        local = Routing(_swap(chosen, peers)[:, None], ones, jnp.zeros((1, own)))
-        back = dispatch(rows, local, experts)
-        return take_or_zero(_swap(back, peers), slot, sent)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # else each round's rows are kept
-    def round_(total: Array, number: Array) -> tuple[Array, None]:
-        done = jax.lax.cond(
-            number < needed, go, lambda _, copies: jnp.zeros_like(copies), number, copies
-        )
-        weighted = done.astype(jnp.float32) * routing.weights.reshape(-1, 1)
-        return total + weighted.reshape(tokens, top, -1).sum(axis=1), None
-
-    total = jnp.zeros(x.shape, jnp.float32)
-    total, _ = jax.lax.scan(round_, total, jnp.arange(most))
-    return total.astype(x.dtype)
+        local = Routing(_swap(experts, peers)[:, None], ones, jnp.zeros((1, own)))
+        back = take_or_zero(_swap(dispatch(rows, local, run), peers), slot, sent)
+        weighted = back.astype(jnp.float32) * shares.reshape(-1, 1)
+        return weighted.reshape(*self.chosen.shape, -1).sum(axis=1)
 
 
 def _place_in_group(group: Int[Array, " m"], groups: int) -> Int[Array, " m"]:

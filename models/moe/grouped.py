@@ -150,7 +150,7 @@ def _span(start: Any, length: int, stop: Any) -> tuple[Any, Array]:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    return pl.dot(a, b, allow_tf32=False)  # a choice for float32 only
+    return triton.dot(a, b, allow_tf32=False)  # a choice for float32 only
 
 
 def _multiply(
