@@ -2,9 +2,9 @@
 
 XLA's own cost analysis counts the body of a loop once, and has none for a GPU that is not there.
 Here every computation is counted as often as it is called: a loop as often as its known trip count
-says, a loop without one once. Of a conditional the costlier branch counts, and inside a loop
-it does in one iteration, the cheaper one in the others: the rounds of `models.moe.expert_parallel`
-after the first are skipped when experts are balanced.
+says, a loop without one once, and the rounds of `models.moe.expert_parallel` after the first never:
+balanced experts need none. Of a conditional the costlier branch counts, and inside a loop it does in
+one iteration, the cheaper one in the others.
 
 A GPU's program computes products by calls of cuBLAS, or by fusions that hold a `dot`; a CPU's has
 them as `dot`. A kernel is an instruction that a GPU is asked to run: a fusion, a call of a library,
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
 from jaxrl_llm.planning.collectives import Collective, exchange_of
 from jaxrl_llm.planning.hlo import Computation, Instruction, Program, parse_program
 from jaxrl_llm.planning.traffic import kernel_bytes
@@ -32,6 +33,9 @@ TRIPS = r'"known_trip_count":\{"n":"(\d+)"'
 CONTRACTED = r'"lhs_contracting_dimensions":\[([^\]]*)\]'
 LIBRARY_PRODUCTS = ("__cublas$", "__cublas$lt$")
 """How the targets of the calls begin that multiply matrices."""
+
+GROUPED = re.compile("/(multiply_groups|sum_outer_products)/pallas_call$")
+"""The kernels of `models.moe.grouped`, by their place in the traced program."""
 
 NOT_LAUNCHED = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|add-dependency|opt-barrier|"
@@ -212,6 +216,8 @@ class _Reader:
 
     def _loop(self, line: Instruction) -> OperationCounts:
         body, trips = self.visit(line.attribute(BODY)), _trips(line)
+        if FURTHER_ROUNDS in line.attribute(r'op_name="([^"]*)"'):
+            return self.visit(line.attribute(CONDITION)).always
         if not trips:  # the host asks after each iteration whether there is another
             return body.total.plus(self.visit(line.attribute(CONDITION)).always)
         return body.always.plus(body.costliest).plus(body.always.plus(body.cheapest), trips - 1)
@@ -228,6 +234,10 @@ def product_flops(line: Instruction, computation: Computation) -> int | float:
         contracted = line.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
     elif line.attribute(r'custom_call_target="([^"]*)"').startswith(LIBRARY_PRODUCTS):
         contracted = line.attribute(CONTRACTED).replace('"', "")
+    elif GROUPED.search(line.attribute(r'op_name="([^"]*)"')):
+        # each row is multiplied by one of the matrices, or with one other row
+        rows, width = computation[line.operands[0]].dims
+        return 2.0 * rows * width * line.dims[-1]
     else:
         return 0.0
     sizes = computation[line.operands[0]].dims

@@ -18,6 +18,9 @@ from jaxrl_llm.sharding.layout import TOKENS, Layout
 SPARE = 1.25
 """Room for tokens that a device sends to another in a round, over what it sends when balanced."""
 
+FURTHER_ROUNDS = "further_rounds"
+"""What the loop over rounds after the first is called in a program. Balanced experts need none."""
+
 WIDTH_AXIS = {
     "expert_gate": 2,
     "expert_up": 2,
@@ -148,8 +151,7 @@ def _mixed(
     def run(x: Array, shares: Array, weights: Params, chosen: Array) -> Array:
         rounds = _Rounds.of(chosen, mix)
         total: Array = rounds.add_up(
-            lambda number: rounds.part(number, x, shares, weights, x.dtype),
-            jnp.zeros(x.shape, jnp.float32),
+            lambda number: rounds.part(number, x, shares, weights, x.dtype)
         ).astype(x.dtype)
         return jax.lax.psum(total, "tensor") if mix.is_split else total
 
@@ -180,8 +182,7 @@ def _mixed_backward(
             _, back = jax.vjp(lambda *given: rounds.part(number, *given, x.dtype), *given)
             return back(wide)
 
-        none = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (x, shares, weights))
-        to_x, to_shares, to_weights = rounds.add_up(pull, none)
+        to_x, to_shares, to_weights = rounds.add_up(pull)
         if mix.is_split:
             to_x, to_shares = jax.lax.psum((to_x.astype(x.dtype), to_shares), "tensor")
         summed = {k: jax.lax.psum(v, mix.sum_axes(k)) for k, v in to_weights.items()}
@@ -204,7 +205,7 @@ class _Rounds(NamedTuple):
         chosen: The experts of its tokens.
         place: Of each choice, its number among those of experts of the same device.
         room: How many choices go to a device in a round.
-        needed: Number of rounds; None where each device has all experts, so that nothing travels.
+        needed: Number of rounds; None where it can only be one.
         mix: The mixture.
     """
 
@@ -222,20 +223,28 @@ class _Rounds(NamedTuple):
             return _Rounds(chosen, choices, choices.size, None, mix)
         room = min(math.ceil(SPARE * choices.size / peers / 8) * 8, choices.size)
         place = _place_in_group(choices // (mix.total // peers), peers)
-        needed = jax.lax.pmax(place.max() // room + 1, TOKENS)
+        most = math.ceil(len(chosen) * min(chosen.shape[1], mix.total // peers) / room)
+        needed = jax.lax.pmax(place.max() // room + 1, TOKENS) if most > 1 else None
         return _Rounds(chosen, place, room, needed, mix)
 
-    def add_up(self, function: Callable[[Array], Any], none: Any) -> Any:
-        """Add up what a function returns for the number of each round."""
+    def add_up(self, function: Callable[[Array], Any]) -> Any:
+        """Add up what a function returns for the number of each round.
+
+        The first one is not in the loop: no sum has to begin with zeros, and its exchange overlaps
+        with what is beside it.
+        """
+        first = function(jnp.int32(0))
         rounds = self.needed
         if rounds is None:
-            return function(jnp.int32(0))
+            return first
 
         def more(state: tuple[Array, Any]) -> tuple[Array, Any]:
             number, total = state
             return number + 1, jax.tree.map(jnp.add, total, function(number))
 
-        return jax.lax.while_loop(lambda state: state[0] < rounds, more, (jnp.int32(0), none))[1]
+        with jax.named_scope(FURTHER_ROUNDS):
+            state = jnp.int32(1), first
+            return jax.lax.while_loop(lambda state: state[0] < rounds, more, state)[1]
 
     def part(
         self, number: Array, x: Array, shares: Array, weights: Params, dtype: Any
@@ -245,7 +254,7 @@ class _Rounds(NamedTuple):
         def run(rows: Array, sizes: Array) -> Array:
             return self.mix.experts(weights, rows, sizes)
 
-        if self.needed is None:
+        if self.mix.peers == 1:  # which has all experts
             routing = Routing(self.chosen, shares, jnp.zeros((1, self.mix.total)))
             return dispatch(x.astype(dtype), routing, run).astype(jnp.float32)
         peers, room, choices = self.mix.peers, self.room, self.chosen.reshape(-1)
