@@ -3,8 +3,8 @@
 XLA's own cost analysis counts the body of a loop once, and has none for a GPU that is not there.
 Here every computation is counted as often as it is called: a loop as often as its known trip count
 says, a loop without one once, and the rounds of `models.moe.expert_parallel` after the first never:
-balanced experts need none. Of a conditional the costlier branch counts, and inside a loop it does in
-one iteration, the cheaper one in the others.
+balanced experts need none. Of a conditional the costlier branch counts, and inside a loop it does
+in one iteration, the cheaper one in the others.
 
 A GPU's program computes products by calls of cuBLAS, or by fusions that hold a `dot`; a CPU's has
 them as `dot`. A kernel is an instruction that a GPU is asked to run: a fusion, a call of a library,
