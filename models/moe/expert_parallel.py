@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.dispatch import dispatch, take_or_zero
 from jaxrl_llm.models.moe.routing import Routing
 from jaxrl_llm.sharding.layout import TOKENS, Layout
+from jaxrl_llm.sharding.rules import partition_spec
 
 SPARE = 1.25
 """Room for tokens that a device sends to another in a round, over what it sends when balanced."""
@@ -30,6 +31,16 @@ WIDTH_AXIS = {
     "expert_down_lora_a": 1,
 }
 """Which axis of an array is the experts' width; other low-rank factors have none."""
+
+EMBED_AXIS = {
+    "expert_gate": 1,
+    "expert_up": 1,
+    "expert_down": 2,
+    "expert_gate_lora_a": 1,
+    "expert_up_lora_a": 1,
+    "expert_down_lora_b": 2,
+}
+"""Which axis of an array is the hidden states' width; other low-rank factors have none."""
 
 
 def expert_parallel_mixture(
@@ -118,22 +129,41 @@ class _Mix(NamedTuple):
         narrow = {name: value.astype(dtype) for name, value in weights.items()}
         return jax.lax.with_sharding_constraint(narrow, shardings)
 
-    def sum_axes(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes whose devices hold terms of the gradient of an array."""
-        axes = tuple(axis for axis in TOKENS if axis != "expert")
-        return (*axes, "tensor") if self.is_split and name not in WIDTH_AXIS else axes
+    def scatter_axes(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the mesh axes over which devices that split tokens hold parts of an array."""
+        if name not in EMBED_AXIS:
+            return ()
+        width = (shape[EMBED_AXIS[name]],)
+        spec, _ = partition_spec(("expert_embed",), self.layout.rules, self.layout.mesh, width)
+        axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+        return tuple(axis for axis in axes if axis in TOKENS and axis != "expert")
+
+    def sum_terms(self, name: str, term: Array) -> Array:
+        """Sum a gradient over the devices that have terms of it, which keep the parts they hold."""
+        scatter = self.scatter_axes(name, term.shape)
+        if scatter:
+            at = EMBED_AXIS[name]
+            term = jax.lax.psum_scatter(term, scatter, scatter_dimension=at, tiled=True)
+        whole = name not in WIDTH_AXIS  # by width, every device has all terms of its part
+        axes = (*TOKENS, "tensor") if self.is_split and whole else TOKENS
+        return jax.lax.psum(term, tuple(a for a in axes if a not in ("expert", *scatter)))
 
     def on_mesh(
-        self, function: Callable[..., Any], names: Iterable[str], *, backward: bool = False
+        self, function: Callable[..., Any], weights: Params, *, backward: bool = False
     ) -> Callable[..., Any]:
         """Run a function of tokens, shares, weights and choices, and of a cotangent, on each."""
         tokens = PartitionSpec(TOKENS)
-        weights = {name: self.partition(name) for name in names}
+        whole = {name: self.partition(name) for name in weights}
+        parts = {name: list(spec) for name, spec in whole.items()}
+        for name, value in weights.items():
+            if scatter := self.scatter_axes(name, value.shape):
+                parts[name][EMBED_AXIS[name]] = scatter
+        held = {name: PartitionSpec(*part) for name, part in parts.items()}
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
-            in_specs=(tokens, tokens, weights, tokens, *[tokens][: int(backward)]),
-            out_specs=(tokens, tokens, weights) if backward else tokens,
+            in_specs=(tokens, tokens, whole, tokens, *[tokens][: int(backward)]),
+            out_specs=(tokens, tokens, held) if backward else tokens,
             check_vma=False,
         )
 
@@ -185,7 +215,7 @@ def _mixed_backward(
         to_x, to_shares, to_weights = rounds.add_up(pull)
         if mix.is_split:
             to_x, to_shares = jax.lax.psum((to_x.astype(x.dtype), to_shares), "tensor")
-        summed = {k: jax.lax.psum(v, mix.sum_axes(k)) for k, v in to_weights.items()}
+        summed = {name: mix.sum_terms(name, term) for name, term in to_weights.items()}
         return to_x.astype(x.dtype), to_shares, summed
 
     to_x, to_shares, to_weights = mix.on_mesh(run, weights, backward=True)(
