@@ -34,7 +34,8 @@ def grouped_matmul(
     Args:
         x: Rows, ordered by group.
         matrices: One matrix per group.
-        sizes: Rows of each group; they sum to M.
+        sizes: Rows of each group. Where they sum to less than M, the rows after the last group have
+            to be zeros.
 
     Returns:
         The products, in the dtype of `x`, to which the matrices are cast.
@@ -142,9 +143,10 @@ def dispatch(
 
     Args:
         x: Tokens.
-        routing: Their experts and weights.
+        routing: Their experts and weights; the number of experts stands for none, of a token that
+            is zeros.
         experts: `(rows [M D], sizes [E]) -> [M D]`, f of consecutive groups of rows, one per
-            expert, with `sizes` rows each.
+            expert, with `sizes` rows each, and zeros of zeros after them.
 
     Returns:
         The weighted sums, taken in float32, in the dtype of `x`.

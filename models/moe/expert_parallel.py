@@ -295,8 +295,8 @@ class _Rounds(NamedTuple):
         sent = jnp.full(peers * room, choices.size)
         sent = sent.at[slot].set(jnp.arange(choices.size), mode="drop", unique_indices=True)
         rows = _swap(take_or_zero(copies, sent, slot), peers)
-        # an empty slot is a row of zeros, which the last expert maps to zeros
-        experts = choices.at[sent].get(mode="fill", fill_value=own - 1) % own
+        # an empty slot is a row of zeros, which goes to no expert
+        experts = (choices % own).at[sent].get(mode="fill", fill_value=own)
         ones = jnp.ones((peers * room, 1), jnp.float32)
         local = Routing(_swap(experts, peers)[:, None], ones, jnp.zeros((1, own)))
         back = take_or_zero(_swap(dispatch(rows, local, run), peers), slot, sent)

@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
     """Tiles of consecutive rows, none of which has rows of two groups.
 
     Attributes:
-        group: The group of each tile.
+        group: The group of each tile; E for the rows after the last group.
         start: Its first row.
         stop: The row after the group's last; at most `start` where there is no such tile.
     """
@@ -38,14 +38,16 @@ def cut_tiles(sizes: Int[Array, " E"], rows: int, tile: int) -> Tiles:
 
     Args:
         sizes: Rows of each group.
-        rows: Their sum.
+        rows: Their sum, or more: what comes after the last group is cut, too.
         tile: Rows of a tile.
 
-    >>> cut_tiles(jnp.array([3, 0, 1]), 4, 2).start.tolist()
-    [0, 2, 3, 5, 7]
+    >>> tiles = cut_tiles(jnp.array([3, 0, 1]), 5, 2)
+    >>> tiles.group.tolist(), tiles.start.tolist()
+    ([0, 0, 2, 3, 3, 3], [0, 2, 3, 4, 6, 8])
     """
-    groups = len(sizes)
     sizes = sizes.astype(jnp.int32)
+    sizes = jnp.append(sizes, rows - sizes.sum(dtype=jnp.int32))
+    groups = len(sizes)
     needed = -(-sizes // tile)
     most = rows // tile + min(groups, rows)
     group = jnp.repeat(jnp.arange(groups, dtype=jnp.int32), needed, total_repeat_length=most)
@@ -67,12 +69,12 @@ def multiply_groups(
     Args:
         x: Rows, ordered by group.
         matrices: One per group, in the dtype of `x`.
-        sizes: Rows of each group; they sum to M.
+        sizes: Rows of each group; they sum to at most M.
         transposed: Multiply by the transposed matrices.
         interpret: Run on any device, slowly.
 
     Returns:
-        The products in the dtype of `x`, summed in float32.
+        The products in the dtype of `x`, summed in float32; zeros for rows after the last group.
 
     >>> x, matrices = jnp.ones((3, 16)), jnp.stack([jnp.eye(16), 5 * jnp.eye(16)])
     >>> multiply_groups(x, matrices, jnp.array([2, 1]), interpret=True)[:, 0].tolist()
@@ -105,7 +107,7 @@ def sum_outer_products(
     Args:
         x: Rows, ordered by group.
         y: Others, in the same order and dtype.
-        sizes: Rows of each group; they sum to M.
+        sizes: Rows of each group; they sum to at most M.
         interpret: Run on any device, slowly.
 
     >>> x = jnp.ones((3, 16))
@@ -187,7 +189,8 @@ def _multiply(
     @pl.when(start < stop)
     def _() -> None:
         total = jnp.zeros((size.rows, size.columns), jnp.float32)
-        total = jax.lax.fori_loop(0, pl.cdiv(inner, size.inner), add, total)
+        steps = jnp.where(group < len(matrices_ref), pl.cdiv(inner, size.inner), 0)
+        total = jax.lax.fori_loop(0, steps, add, total)
         mask = in_group[:, None] & in_width[None, :]
         triton.store(out_ref.at[own, width], total.astype(out_ref.dtype), mask=mask)
 

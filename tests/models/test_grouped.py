@@ -56,6 +56,24 @@ def test_kernels_equal_loop_over_groups(sizes, width, dtype):
     close(sums, np.stack([wide[g].T @ high[g] for g in groups]), jnp.float32)
 
 
+def test_rows_after_the_last_group_get_zeros():
+    x, y, matrices = draw(20, 16), draw(20, 24, seed=1), draw(3, 16, 24, seed=2)
+    sizes = jnp.array([5, 0, 2])
+    products = multiply_groups(x, matrices, sizes, interpret=True)
+    close(products[:5], np.asarray(x[:5]) @ np.asarray(matrices[0]), jnp.float32)
+    close(products[5:7], np.asarray(x[5:7]) @ np.asarray(matrices[2]), jnp.float32)
+    assert not products[7:].any()
+    sums = sum_outer_products(x, y, sizes, interpret=True)
+    close(sums[2], np.asarray(x[5:7]).T @ np.asarray(y[5:7]), jnp.float32)
+
+    def loss(x):
+        return (grouped_matmul(x, matrices, sizes) ** 2).sum()
+
+    zeros_after = x.at[7:].set(0.0)
+    assert not jax.grad(loss)(zeros_after)[7:].any()
+    assert not grouped_matmul(zeros_after, matrices, sizes)[7:].any()
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tile", [1, 4, 64])
 def test_tiles_hold_every_row_once(sizes, tile):
