@@ -1,4 +1,4 @@
-"""Kernels for grouped products on a CUDA device: `JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/gpu`."""
+"""Kernels for grouped products on a CUDA device, as in `test_gpu.py`."""
 
 import time
 
