@@ -168,7 +168,7 @@ def _multiply(
 ) -> None:
     """Compute one tile of rows and columns of the products."""
     tile = pl.program_id(1)
-    inner, columns = x_ref.shape[1], out_ref.shape[1]
+    inner, columns, groups = x_ref.shape[1], out_ref.shape[1], matrices_ref.shape[0]
     group, start, stop = group_ref[tile], start_ref[tile], stop_ref[tile]
     width, in_width = _span(pl.program_id(0) * size.columns, size.columns, columns)
     own, in_group = _span(start, size.rows, stop)
@@ -186,13 +186,19 @@ def _multiply(
             right = triton.load(matrices_ref.at[group, part, width], mask=mask, other=0.0)
         return total + _dot(left, right)
 
-    @pl.when(start < stop)
-    def _() -> None:
-        total = jnp.zeros((size.rows, size.columns), jnp.float32)
-        steps = jnp.where(group < len(matrices_ref), pl.cdiv(inner, size.inner), 0)
-        total = jax.lax.fori_loop(0, steps, add, total)
+    def store(total: Array) -> None:
         mask = in_group[:, None] & in_width[None, :]
         triton.store(out_ref.at[own, width], total.astype(out_ref.dtype), mask=mask)
+
+    is_tile, none = start < stop, jnp.zeros((size.rows, size.columns), jnp.float32)
+
+    @pl.when(is_tile & (group < groups))
+    def _() -> None:
+        store(jax.lax.fori_loop(0, pl.cdiv(inner, size.inner), add, none))
+
+    @pl.when(is_tile & (group == groups))
+    def _() -> None:
+        store(none)
 
 
 def _sum_products(
