@@ -71,7 +71,7 @@ def _products(x: Array, matrices: Array, sizes: Array, *, transposed: bool) -> A
 
 def _by_platform(
     dtype: Any, kernel: Callable[..., Array], blocked: Callable[..., Array]
-) -> Callable[..., Array]:
+) -> Callable[..., Any]:
     """Choose what computes: the kernel where a program is compiled for CUDA, in 16 bits."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return blocked

@@ -209,7 +209,7 @@ def _mixed_backward(
             # gradients come in the dtype of what they belong to: in float32 by arguments that are
             # cast back where they are used, which costs nothing
             given = jax.tree.map(lambda array: array.astype(jnp.float32), (x, shares, weights))
-            _, back = jax.vjp(lambda *given: rounds.part(number, *given, x.dtype), *given)
+            _, back = jax.vjp(functools.partial(rounds.part, number, dtype=x.dtype), *given)
             return back(wide)
 
         to_x, to_shares, to_weights = rounds.add_up(pull)

@@ -88,13 +88,10 @@ def test_experts_are_gathered_in_bfloat16_and_their_gradients_scattered_in_float
     sent = {}
     for over, size in count_operations(update, SIZES).sent.items():
         sent[over.kind] = sent.get(over.kind, 0) + size
-    others = SIZES["fsdp"] - 1
-    assert sent["all-gather"] == pytest.approx(
-        2 * 3 * 2 * MATRICES * others / SIZES["fsdp"], rel=0.02
-    )
-    part = 3 * 4 * MATRICES * others / SIZES["fsdp"]
-    assert sent["reduce-scatter"] == pytest.approx(part, rel=0.02)
-    assert sent.get("all-reduce", 0) < part / 10
+    numbers = 3 * MATRICES * (SIZES["fsdp"] - 1) / SIZES["fsdp"]
+    assert sent["all-gather"] == pytest.approx(2 * 2 * numbers, rel=0.02)
+    assert sent["reduce-scatter"] == pytest.approx(4 * numbers, rel=0.02)
+    assert sent.get("all-reduce", 0) < numbers / 10
     scattered = re.findall(r"= \(?\(?(\w+)\[[^=]* reduce-scatter(?:-start)?\(", update)
     assert set(scattered) == {"f32"}
 
