@@ -6,6 +6,7 @@ there.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,27 @@ from jaxrl_llm.models.moe.grouped import multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.routing import Routing
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["transposed"]
+)
+@dataclass(frozen=True)
+class Interleaved:
+    """Matrices of groups, with the axis of groups between those of rows and columns.
+
+    So parts of them that several devices hold lie after each other once they are gathered.
+
+    Attributes:
+        array: The matrices [D E F].
+        transposed: Whether rows are multiplied by the transposed matrices.
+    """
+
+    array: Any
+    transposed: bool
+
+
 @jax.custom_vjp
 def grouped_matmul(
-    x: Float[Array, "M D"], matrices: Float[Array, "E D F"], sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], matrices: Float[Array, "E D F"] | Interleaved, sizes: Int[Array, " E"]
 ) -> Float[Array, "M F"]:
     """Multiply consecutive groups of rows by one matrix each: y[m] = x[m] @ matrices[group of m].
 
@@ -44,29 +63,37 @@ def grouped_matmul(
     >>> grouped_matmul(x, matrices, jnp.array([2, 1]))[:, 0].tolist()
     [1.0, 1.0, 5.0]
     """
-    return _products(x, matrices.astype(x.dtype), sizes, transposed=False)
+    return _products(x, matrices, sizes)
 
 
-def _matmul_forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Array, ...]]:
-    return grouped_matmul(x, matrices, sizes), (x, matrices, sizes)
+def _matmul_forward(x: Array, matrices: Any, sizes: Array) -> tuple[Array, tuple[Any, ...]]:
+    return _products(x, matrices, sizes), (x, matrices, sizes)
 
 
 def _matmul_backward(
-    saved: tuple[Array, ...], gradient: Float[Array, "M F"]
-) -> tuple[Array, Array, None]:
+    saved: tuple[Any, ...], gradient: Float[Array, "M F"]
+) -> tuple[Array, Any, None]:
     x, matrices, sizes = saved
-    to_x = _products(gradient, matrices.astype(x.dtype), sizes, transposed=True)
-    to_matrices = _by_platform(x.dtype, sum_outer_products, _blocked_sums)(x, gradient, sizes)
-    return to_x, to_matrices.astype(matrices.dtype), None
+    to_x = _products(gradient, matrices, sizes, backward=True)
+    if not isinstance(matrices, Interleaved):
+        to_matrices = _by_platform(x.dtype, sum_outer_products, _blocked_sums)(x, gradient, sizes)
+        return to_x, to_matrices.astype(matrices.dtype), None
+    left, right = (gradient, x) if matrices.transposed else (x, gradient)
+    kernel = functools.partial(sum_outer_products, between=True)
+    blocked = functools.partial(_blocked_sums, between=True)
+    total = _by_platform(x.dtype, kernel, blocked)(left, right, sizes)
+    return to_x, Interleaved(total.astype(matrices.array.dtype), matrices.transposed), None
 
 
 grouped_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _products(x: Array, matrices: Array, sizes: Array, *, transposed: bool) -> Array:
-    kernel = functools.partial(multiply_groups, transposed=transposed)
-    blocked = functools.partial(_blocked_products, transposed=transposed)
-    return _by_platform(x.dtype, kernel, blocked)(x, matrices, sizes)
+def _products(x: Array, matrices: Any, sizes: Array, *, backward: bool = False) -> Array:
+    between = isinstance(matrices, Interleaved)
+    array, transposed = (matrices.array, matrices.transposed) if between else (matrices, False)
+    how = {"transposed": transposed != backward, "between": between}
+    kernel, blocked = (functools.partial(f, **how) for f in (multiply_groups, _blocked_products))
+    return _by_platform(x.dtype, kernel, blocked)(x, array.astype(x.dtype), sizes)
 
 
 def _by_platform(
@@ -113,21 +140,27 @@ class _Blocks(NamedTuple):
         return padded.reshape(blocks, self.size, -1)
 
 
-def _blocked_products(x: Array, matrices: Array, sizes: Array, *, transposed: bool) -> Array:
+def _blocked_products(
+    x: Array, matrices: Array, sizes: Array, *, transposed: bool, between: bool
+) -> Array:
     blocks = _Blocks.of(sizes, len(x))
+    matrices = jnp.swapaxes(matrices, 0, 1) if between else matrices
     own = matrices.at[blocks.owner].get(indices_are_sorted=True, mode="promise_in_bounds")
     pattern = "bsf,bdf->bsd" if transposed else "bsd,bdf->bsf"
     products = jnp.einsum(pattern, blocks.fill(x), own)
     return products.reshape(len(blocks.owner) * blocks.size, -1)[blocks.slot]
 
 
-def _blocked_sums(x: Array, y: Array, sizes: Array) -> Float32[Array, "E D F"]:
+def _blocked_sums(
+    x: Array, y: Array, sizes: Array, *, between: bool = False
+) -> Float32[Array, "a b c"]:
     blocks = _Blocks.of(sizes, len(x))
     of_blocks = jnp.einsum(
         "bsd,bsf->bdf", blocks.fill(x), blocks.fill(y), preferred_element_type=jnp.float32
     )
     none = jnp.zeros((len(sizes), x.shape[1], y.shape[1]), jnp.float32)
-    return none.at[blocks.owner].add(of_blocks, indices_are_sorted=True, mode="promise_in_bounds")
+    total = none.at[blocks.owner].add(of_blocks, indices_are_sorted=True, mode="promise_in_bounds")
+    return jnp.swapaxes(total, 0, 1) if between else total
 
 
 def dispatch(

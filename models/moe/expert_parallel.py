@@ -1,5 +1,6 @@
 """Expert parallelism: tokens travel to the devices of their experts and back."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.moe.dispatch import dispatch, take_or_zero
+from jaxrl_llm.models.moe.dispatch import Interleaved, dispatch, take_or_zero
 from jaxrl_llm.models.moe.routing import Routing
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import partition_spec
@@ -41,6 +42,8 @@ EMBED_AXIS = {
     "expert_down_lora_b": 2,
 }
 """Which axis of an array is the hidden states' width; other low-rank factors have none."""
+
+MATRICES = ("expert_gate", "expert_up", "expert_down")
 
 
 def expert_parallel_mixture(
@@ -123,11 +126,24 @@ class _Mix(NamedTuple):
             "expert", *("tensor" if axis == width_axis else None for axis in (1, 2))
         )
 
-    def gathered(self, weights: Params, dtype: Any) -> Params:
+    def is_interleaved(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether an array travels with the hidden states' width first, as it is split."""
+        return name in MATRICES and bool(self.scatter_axes(name, shape))
+
+    def gathered(self, weights: Params, dtype: Any) -> dict[str, Any]:
         """Return the weights whole but for what devices share, in the dtype of the computation."""
-        shardings = {name: self.layout.sharding(*self.partition(name)) for name in weights}
-        narrow = {name: value.astype(dtype) for name, value in weights.items()}
-        return jax.lax.with_sharding_constraint(narrow, shardings)
+
+        def gather(name: str, value: Array) -> Any:
+            partition, narrow = self.partition(name), value.astype(dtype)
+            if not self.is_interleaved(name, value.shape):
+                home = self.layout.sharding(*partition)
+                return jax.lax.with_sharding_constraint(narrow, home)
+            home = self.layout.sharding(*_embed_first(name, partition))
+            moved = jnp.moveaxis(narrow, EMBED_AXIS[name], 0)
+            whole = jax.lax.with_sharding_constraint(moved, home)
+            return Interleaved(whole, transposed=name == "expert_down")
+
+        return {name: gather(name, value) for name, value in weights.items()}
 
     def scatter_axes(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Return the mesh axes over which devices that split tokens hold parts of an array."""
@@ -138,11 +154,14 @@ class _Mix(NamedTuple):
         axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
         return tuple(axis for axis in axes if axis in TOKENS and axis != "expert")
 
-    def sum_terms(self, name: str, term: Array) -> Array:
+    def sum_terms(self, name: str, term: Any, shape: tuple[int, ...]) -> Any:
         """Sum a gradient over the devices that have terms of it, which keep the parts they hold."""
-        scatter = self.scatter_axes(name, term.shape)
-        if scatter:
-            at = EMBED_AXIS[name]
+        if isinstance(term, Interleaved):
+            return dataclasses.replace(term, array=self._summed(name, term.array, shape, 0))
+        return self._summed(name, term, shape, EMBED_AXIS.get(name, 0))
+
+    def _summed(self, name: str, term: Array, shape: tuple[int, ...], at: int) -> Array:
+        if scatter := self.scatter_axes(name, shape):
             term = jax.lax.psum_scatter(term, scatter, scatter_dimension=at, tiled=True)
         whole = name not in WIDTH_AXIS  # by width, every device has all terms of its part
         axes = (*TOKENS, "tensor") if self.is_split and whole else TOKENS
@@ -153,12 +172,16 @@ class _Mix(NamedTuple):
     ) -> Callable[..., Any]:
         """Run a function of tokens, shares, weights and choices, and of a cotangent, on each."""
         tokens = PartitionSpec(TOKENS)
-        whole = {name: self.partition(name) for name in weights}
-        parts = {name: list(spec) for name, spec in whole.items()}
+        whole, held = {}, {}
         for name, value in weights.items():
-            if scatter := self.scatter_axes(name, value.shape):
-                parts[name][EMBED_AXIS[name]] = scatter
-        held = {name: PartitionSpec(*part) for name, part in parts.items()}
+            scatter, partition = self.scatter_axes(name, value.shape), self.partition(name)
+            at = EMBED_AXIS.get(name, 0)
+            if self.is_interleaved(name, value.shape):
+                partition, at = _embed_first(name, partition), 0
+            parts = list(partition)
+            if scatter:
+                parts[at] = scatter
+            whole[name], held[name] = partition, PartitionSpec(*parts)
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
@@ -166,6 +189,12 @@ class _Mix(NamedTuple):
             out_specs=(tokens, tokens, held) if backward else tokens,
             check_vma=False,
         )
+
+
+def _embed_first(name: str, partition: PartitionSpec) -> PartitionSpec:
+    """Return how an array is split after its axis of hidden states has become the first one."""
+    parts = list(partition)
+    return PartitionSpec(parts.pop(EMBED_AXIS[name]), *parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -198,6 +227,7 @@ def _mixed_backward(
     mix: _Mix, saved: tuple[Array, Array, Params, Array], cotangent: Float[Array, "T D"]
 ) -> tuple[Array, Array, Params, None]:
     x, shares, weights, chosen = saved
+    shapes = {name: value.shape for name, value in weights.items()}
 
     def run(
         x: Array, shares: Array, weights: Params, chosen: Array, cotangent: Array
@@ -215,14 +245,21 @@ def _mixed_backward(
         to_x, to_shares, to_weights = rounds.add_up(pull)
         if mix.is_split:
             to_x, to_shares = jax.lax.psum((to_x.astype(x.dtype), to_shares), "tensor")
-        summed = {name: mix.sum_terms(name, term) for name, term in to_weights.items()}
+        summed = {k: mix.sum_terms(k, v, shapes[k]) for k, v in to_weights.items()}
         return to_x.astype(x.dtype), to_shares, summed
 
     to_x, to_shares, to_weights = mix.on_mesh(run, weights, backward=True)(
         x, shares, mix.gathered(weights, x.dtype), chosen, cotangent
     )
-    own = {name: value.astype(weights[name].dtype) for name, value in to_weights.items()}
+    own = {name: _as_held(name, value) for name, value in to_weights.items()}
+    own = {name: value.astype(weights[name].dtype) for name, value in own.items()}
     return to_x, to_shares, own, None
+
+
+def _as_held(name: str, value: Any) -> Array:
+    if isinstance(value, Interleaved):
+        return jnp.moveaxis(value.array, 0, EMBED_AXIS[name])
+    return value
 
 
 _mixed.defvjp(_mixed_forward, _mixed_backward)

@@ -58,19 +58,22 @@ def cut_tiles(sizes: Int[Array, " E"], rows: int, tile: int) -> Tiles:
 
 def multiply_groups(
     x: Float[Array, "M K"],
-    matrices: Float[Array, "E K N"] | Float[Array, "E N K"],
+    matrices: Float[Array, "a b c"],
     sizes: Int[Array, " E"],
     *,
     transposed: bool = False,
+    between: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
     """Multiply consecutive groups of rows by one matrix each, on a GPU.
 
     Args:
         x: Rows, ordered by group.
-        matrices: One per group, in the dtype of `x`.
+        matrices: One per group, in the dtype of `x`: [E K N], or [E N K] if transposed.
         sizes: Rows of each group; they sum to at most M.
         transposed: Multiply by the transposed matrices.
+        between: Whether the axis of groups is the second one, between the matrices' rows and
+            columns, rather than the first.
         interpret: Run on any device, slowly.
 
     Returns:
@@ -81,11 +84,13 @@ def multiply_groups(
     [1.0, 1.0, 5.0]
     """
     rows, inner = x.shape
-    groups, columns = len(matrices), matrices.shape[1 if transposed else 2]
-    size = _Block(_rows_of_tile(rows, groups), _power(columns, 128), _power(inner, 64))
-    tiles = cut_tiles(sizes, rows, size.rows)
+    groups = matrices.shape[1 if between else 0]
+    columns = matrices.size // (groups * inner)
+    tile = _power(rows // groups, 128)  # few empty rows in one of a usual group
+    size = _Block(tile, _power(columns, 128), _power(inner, 64), transposed, between)
+    tiles = cut_tiles(sizes, rows, tile)
     run = pl.pallas_call(
-        functools.partial(_multiply, size=size, transposed=transposed),
+        functools.partial(_multiply, size=size),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
         grid=(pl.cdiv(columns, size.columns), len(tiles.group)),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
@@ -100,14 +105,16 @@ def sum_outer_products(
     y: Float[Array, "M N"],
     sizes: Int[Array, " E"],
     *,
+    between: bool = False,
     interpret: bool = False,
-) -> Float32[Array, "E K N"]:
+) -> Float32[Array, "E K N"] | Float32[Array, "K E N"]:
     r"""Return $\sum_m x_m^\top y_m$ over the rows of each group, on a GPU.
 
     Args:
         x: Rows, ordered by group.
         y: Others, in the same order and dtype.
         sizes: Rows of each group; they sum to at most M.
+        between: Whether the axis of groups is to be the second one.
         interpret: Run on any device, slowly.
 
     >>> x = jnp.ones((3, 16))
@@ -115,11 +122,14 @@ def sum_outer_products(
     [0.0, 3.0]
     """
     (rows, inner), columns, groups = x.shape, y.shape[1], len(sizes)
-    size = _Block(_power(rows // groups, 64), _power(columns, 128), _power(inner, 128))
+    tile = _power(rows // groups, 64)
+    size = _Block(tile, _power(columns, 128), _power(inner, 128), False, between)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
     run = pl.pallas_call(
         functools.partial(_sum_products, size=size),
-        out_shape=jax.ShapeDtypeStruct((groups, inner, columns), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(
+            (inner, groups, columns) if between else (groups, inner, columns), jnp.float32
+        ),
         grid=(groups, pl.cdiv(inner, size.inner), pl.cdiv(columns, size.columns)),
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=interpret,
@@ -129,21 +139,22 @@ def sum_outer_products(
 
 
 class _Block(NamedTuple):
-    """Numbers of rows, columns and inner dimensions that a program takes at once."""
+    """What a program takes at once: rows, columns and inner dimensions, and of which matrices."""
 
     rows: int
     columns: int
     inner: int
+    transposed: bool
+    between: bool
+
+    def place(self, group: Any, first: Any, second: Any) -> tuple[Any, Any, Any]:
+        """Return the place of a part of a group's matrix."""
+        return (first, group, second) if self.between else (group, first, second)
 
 
 def _power(width: int, most: int) -> int:
     """Return the power of two, up to `most`, that covers a width."""
     return min(max(1 << (width - 1).bit_length(), LEAST_WIDTH), most)
-
-
-def _rows_of_tile(rows: int, groups: int) -> int:
-    """Return the rows of a tile: those of a usual group, so that few of its rows are empty."""
-    return _power(rows // groups, 128)
 
 
 def _span(start: Any, length: int, stop: Any) -> tuple[Any, Array]:
@@ -164,11 +175,10 @@ def _multiply(
     out_ref: Any,
     *,
     size: _Block,
-    transposed: bool,
 ) -> None:
     """Compute one tile of rows and columns of the products."""
     tile = pl.program_id(1)
-    inner, columns, groups = x_ref.shape[1], out_ref.shape[1], matrices_ref.shape[0]
+    inner, columns, groups = x_ref.shape[1], out_ref.shape[1], matrices_ref.shape[size.between]
     group, start, stop = group_ref[tile], start_ref[tile], stop_ref[tile]
     width, in_width = _span(pl.program_id(0) * size.columns, size.columns, columns)
     own, in_group = _span(start, size.rows, stop)
@@ -178,12 +188,16 @@ def _multiply(
         left = triton.load(
             x_ref.at[own, part], mask=in_group[:, None] & in_part[None, :], other=0.0
         )
-        if transposed:
+        if size.transposed:
             mask = in_width[:, None] & in_part[None, :]
-            right = triton.load(matrices_ref.at[group, width, part], mask=mask, other=0.0).T
+            right = triton.load(
+                matrices_ref.at[size.place(group, width, part)], mask=mask, other=0.0
+            ).T
         else:
             mask = in_part[:, None] & in_width[None, :]
-            right = triton.load(matrices_ref.at[group, part, width], mask=mask, other=0.0)
+            right = triton.load(
+                matrices_ref.at[size.place(group, part, width)], mask=mask, other=0.0
+            )
         return total + _dot(left, right)
 
     def store(total: Array) -> None:
@@ -202,12 +216,18 @@ def _multiply(
 
 
 def _sum_products(
-    x_ref: Any, y_ref: Any, start_ref: Any, stop_ref: Any, out_ref: Any, *, size: _Block
+    x_ref: Any,
+    y_ref: Any,
+    start_ref: Any,
+    stop_ref: Any,
+    out_ref: Any,
+    *,
+    size: _Block,
 ) -> None:
     """Compute one tile of a group's sum."""
     group = pl.program_id(0)
     start, stop = start_ref[group], stop_ref[group]
-    _, inner, columns = out_ref.shape
+    inner, columns = x_ref.shape[1], y_ref.shape[1]
     height, in_height = _span(pl.program_id(1) * size.inner, size.inner, inner)
     width, in_width = _span(pl.program_id(2) * size.columns, size.columns, columns)
 
@@ -222,4 +242,4 @@ def _sum_products(
     total = jnp.zeros((size.inner, size.columns), jnp.float32)
     total = jax.lax.fori_loop(0, pl.cdiv(stop - start, size.rows), add, total)
     mask = in_height[:, None] & in_width[None, :]
-    triton.store(out_ref.at[group, height, width], total, mask=mask)
+    triton.store(out_ref.at[size.place(group, height, width)], total, mask=mask)

@@ -55,6 +55,14 @@ def test_kernels_equal_loop_over_groups(sizes, width, dtype):
     sums = sum_outer_products(x, y, sizes, interpret=True)
     close(sums, np.stack([wide[g].T @ high[g] for g in groups]), jnp.float32)
 
+    between = jnp.swapaxes(matrices, 0, 1)
+    for rows, transposed in ((x, False), (y, True)):
+        how = {"transposed": transposed, "interpret": True}
+        np.testing.assert_array_equal(
+            multiply_groups(rows, between, sizes, between=True, **how),
+            multiply_groups(rows, matrices, sizes, **how),
+        )
+
 
 def test_rows_after_the_last_group_get_zeros():
     x, y, matrices = draw(20, 16), draw(20, 24, seed=1), draw(3, 16, 24, seed=2)
