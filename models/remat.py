@@ -12,7 +12,7 @@ stores these numbers, all but the N in the compute dtype:
 No policy stores scores, of which there are N L per token: `models.attention` computes them again,
 and norms and activations keep their arguments only. `full` computes a second forward pass, a
 quarter of its step; `dots` computes little but attention. The products of experts are not counted
-among those with weights, so `dots` computes them again.
+among those with weights, so `dots` computes them again, and on a mesh every policy does.
 
 Layers are a loop that is never unrolled: next to each other, the compiler would find the second
 forward pass to be the first one, and store it.
