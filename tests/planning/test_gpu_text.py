@@ -202,3 +202,34 @@ def test_instructions_know_operands_and_sizes():
     assert lt.operands == ["x", "whole"]
     assert lt.size == 16 * 8 * 4 + 33554432
     assert program.computations["fused_add"]["add.1"].is_root
+
+
+def test_rounds_of_experts_after_the_first_are_not_counted_and_their_kernels_are():
+    kernel = (
+        'custom_call_target="__gpu$xla.gpu.triton", '
+        'metadata={op_name="jit(step)/multiply_groups/pallas_call"}'
+    )
+    further = 'metadata={op_name="jit(step)/further_rounds/while"}'
+    text = f"""
+%turn (x: bf16[32,8]) -> bf16[32,8] {{
+  %x = bf16[32,8]{{1,0}} parameter(0)
+  ROOT %more = bf16[32,8]{{1,0}} add(%x, %x)
+}}
+
+%needed (y: bf16[32,8]) -> pred[] {{
+  %y = bf16[32,8]{{1,0}} parameter(0)
+  ROOT %less = pred[] compare(%y, %y)
+}}
+
+ENTRY %main (a: bf16[32,16], b: bf16[4,16,8], i: s32[5]) -> bf16[32,8] {{
+  %a = bf16[32,16]{{1,0}} parameter(0)
+  %b = bf16[4,16,8]{{2,1,0}} parameter(1)
+  %i = s32[5]{{0}} parameter(2)
+  %g = bf16[32,8]{{1,0}} custom-call(%a, %b, %i), {kernel}
+  ROOT %w = bf16[32,8]{{1,0}} while(%g), condition=%needed, body=%turn, {further}
+}}
+"""
+    counted = count_operations(text, {"data": 1})
+    assert counted.flops == 2 * 32 * 16 * 8
+    assert counted.kernels == 2  # the product, and the question whether there is another round
+    assert counted.moved == 2 * (32 * 16 + 4 * 16 * 8 + 32 * 8) + 4 * 5 + (2 * 2 * 32 * 8 + 1)
