@@ -49,9 +49,16 @@ def test_kernels_compile_and_keep_their_numbers_in_registers(gpu, rows, inner, c
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     x, y, matrices = shape(rows, inner), shape(rows, columns), shape(16, inner, columns)
-    sizes = shape(16, dtype=jnp.int32)
-    back = functools.partial(multiply_groups, transposed=True)
-    given = ((multiply_groups, x, matrices), (back, y, matrices), (sum_outer_products, x, y))
+    swapped, sizes = shape(inner, 16, columns), shape(16, dtype=jnp.int32)
+    how = functools.partial
+    given = (
+        (multiply_groups, x, matrices),
+        (how(multiply_groups, transposed=True), y, matrices),
+        (how(multiply_groups, between=True), x, swapped),
+        (how(multiply_groups, between=True, transposed=True), y, swapped),
+        (sum_outer_products, x, y),
+        (how(sum_outer_products, between=True), x, y),
+    )
     for function, *arrays in given:
         lowered = jax.jit(function).lower(*arrays, sizes)
         compiled = lowered.compile(compiler_options=OPTIONS | SPILLS)
