@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--gpu: got {options.gpu}, expected {target} as in --compile-for")
 
     def change(more: Sequence[str]) -> TrainConfig:
-        own = [*options.overrides, "model.attention=xla"]  # no GPU's kernel compiles here
+        own = [*options.overrides, "model.attention=xla"]  # cuDNN's kernel does not compile here
+        if target is None:  # nor those for Triton
+            own.append("model.experts=xla")
         return load(TrainConfig, options.config, [*own, *more])
 
     try:

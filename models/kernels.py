@@ -140,11 +140,13 @@ class DeviceInfo(NamedTuple):
         platform: Of the devices: cuda, cpu, …
         capability: Of a CUDA device, as (9, 0); empty of others.
         jax: Version.
+        is_here: Whether a kernel can be tried on it; False where programs are only compiled for it.
     """
 
     platform: str
     capability: tuple[int, ...]
     jax: tuple[int, ...]
+    is_here: bool = True
 
 
 def this_device() -> DeviceInfo:
@@ -153,9 +155,25 @@ def this_device() -> DeviceInfo:
     >>> this_device().platform in ("cpu", "cuda", "gpu", "tpu")
     True
     """
-    device = jax.local_devices()[0]
+    return _described(jax.local_devices()[0])
+
+
+def device_of(layout: Layout) -> DeviceInfo:
+    """Describe the devices of a layout, which are alike.
+
+    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> device_of(Layout(make_mesh({}, jax.devices()[:1]))) == this_device()
+    True
+    """
+    device = layout.mesh.devices.flat[0]
+    return this_device() if device in jax.devices() else _described(device)._replace(is_here=False)
+
+
+def _described(device: Any) -> DeviceInfo:
     version: tuple[int, ...] = jax.__version_info__
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+    # a device that is not there has its name where others have the version of CUDA
+    names = device.platform == "gpu" and f"{device.client.platform_version} {device.device_kind}"
+    if not names or not ("cuda" in names or "NVIDIA" in names):
         return DeviceInfo(device.platform, (), version)
     return DeviceInfo("cuda", tuple(map(int, device.compute_capability.split("."))), version)
 

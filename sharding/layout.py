@@ -35,6 +35,8 @@ class Layout:
         rules: How declared arrays are split.
         kernel: What attends to packed rows on each device, with the arguments of
             `models.attention.attend`; None: that function, divided by XLA.
+        grouped_kernels: What multiplies rows of experts on each device, the two functions of
+            `models.moe.grouped.GroupedKernels`; None: XLA on blocks of rows.
 
     Raises:
         ValueError: There is no such way of attending.
@@ -48,6 +50,7 @@ class Layout:
     context: str = "heads"
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
     kernel: Callable[..., Array] | None = None
+    grouped_kernels: tuple[Callable[..., Array], Callable[..., Array]] | None = None
 
     def __post_init__(self) -> None:
         if self.context not in CONTEXTS:

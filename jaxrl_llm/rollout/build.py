@@ -1,5 +1,6 @@
 """From a config to the engine that it names."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.kernel_choice import choose_experts
 
 
 def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
@@ -59,8 +61,16 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
 
 def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
     """Build the native engine for the longest prompt and answer of a run."""
+    spec, settings = without_adapter(spec), engine_settings(config)
+    layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
     with config_errors_at("rollout"):
-        return NativeEngine(model_of(without_adapter(spec)), engine_settings(config), layout=layout)
+        return NativeEngine(model_of(spec), settings, layout=layout)
+
+
+def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:
+    """Add to a layout what multiplies rows of experts there, if the model has any."""
+    kernels = choose_experts(asked, spec, layout, dtype)
+    return dataclasses.replace(layout, grouped_kernels=kernels)
 
 
 def engine_settings(config: TrainConfig) -> EngineSettings:
@@ -97,6 +107,7 @@ def loaded_engine(
     detokenize = functools.partial(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
+    layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
     with config_errors_at("the engine"):
         engine = NativeEngine(model_of(spec), settings, layout=layout, detokenize=detokenize)
     engine.load(params, version=0)

@@ -15,6 +15,7 @@ from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.balance import RouterStats
+from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.types import Rows
 
@@ -25,8 +26,9 @@ class ForwardConfig:
 
     `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
     update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
-    (`sharding.layout.Layout`), and `kernel` what computes it (`models.kernels.choose_kernel`;
-    None: XLA).
+    (`sharding.layout.Layout`), `kernel` what computes it (`models.kernels.choose_kernel`; None:
+    XLA), and `grouped_kernels` what multiplies rows of experts
+    (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA).
     """
 
     model: Model
@@ -38,6 +40,7 @@ class ForwardConfig:
     router_bias_rate: float = 0.001
     context: str = "heads"
     kernel: Kernel | None = None
+    grouped_kernels: GroupedKernels | None = None
 
 
 def token_fields(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> TokenStats:
@@ -99,7 +102,9 @@ def hidden_states(
     params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> tuple[Float[Array, "P l D"], RouterStats | None]:
     """Return the hidden states of the rows, in pieces where devices share a row."""
-    layout = Layout(mesh, config.context, kernel=config.kernel)
+    layout = Layout(
+        mesh, config.context, kernel=config.kernel, grouped_kernels=config.grouped_kernels
+    )
     tokens, positions, segments = (
         layout.split_context(jnp.asarray(x))
         for x in (rows.tokens, rows.positions, rows.segment_ids)

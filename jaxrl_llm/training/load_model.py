@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.kernels import KernelChoice, choose_kernel, heads_on, this_device
 from jaxrl_llm.models.lora import (
     combine_params,
     find_targets,
@@ -32,6 +30,7 @@ from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.sharding.rules import fallbacks
 from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.kernel_choice import choose_attention, choose_experts
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
         if spec.value_head or spec.reward_head:
             raise ValueError(f"{config.path} ends in a value head, expected a language model")
         is_adapted = config.lora is not None or config.adapter is not None
-        check_router_keys(config, spec, is_adapted=is_adapted)
+        check_expert_keys(config, spec, is_adapted=is_adapted)
         if not config.random_init:
             model = read_model(config.path, spec, layout)
             return with_adapter(model, config, layout, seed=seed) if is_adapted else model
@@ -72,13 +71,12 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
         return laid_out(spec, draw(jax.random.key(seed)), layout)
 
 
-def check_router_keys(config: ModelConfig, spec: ModelSpec, *, is_adapted: bool) -> None:
-    """Raise ConfigError for a key of routers that the model does not have, or does not train."""
-    if config.router_loss_coef and spec.moe is None:
-        raise ConfigError(
-            f"model.router_loss_coef={config.router_loss_coef}, but {config.path} has no "
-            "experts: remove it"
-        )
+def check_expert_keys(config: ModelConfig, spec: ModelSpec, *, is_adapted: bool) -> None:
+    """Raise ConfigError for a key of experts that are not there, or of routers not trained."""
+    for name in ("router_loss_coef", "experts"):
+        value = getattr(config, name)
+        if value != getattr(ModelConfig, name) and spec.moe is None:
+            raise ConfigError(f"model.{name}={value}, but {config.path} has no experts: remove it")
     has_bias = spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
     rate = config.router_bias_rate
     if rate != ModelConfig.router_bias_rate and (is_adapted or not has_bias):
@@ -186,7 +184,7 @@ def forward_config(
 
     Raises:
         ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
-            as the config says.
+            or multiply rows of experts as the config says.
     """
     check_split(spec, layout)
     return ForwardConfig(
@@ -198,35 +196,9 @@ def forward_config(
         router_bias_rate=config.router_bias_rate,
         temperature=temperature,
         context=layout.context,
-        kernel=choose_attention(config, spec, layout).kernel,
+        kernel=choose_attention(config.attention, spec, layout, config.dtype).kernel,
+        grouped_kernels=choose_experts(config.experts, spec, layout, config.dtype),
     )
-
-
-_DECIDED: dict[tuple[Any, ...], KernelChoice] = {}
-
-_DECIDING = threading.Lock()  # steps are also lowered by the thread that compiles ahead
-
-
-def choose_attention(config: ModelConfig, spec: ModelSpec, layout: Layout) -> KernelChoice:
-    """Decide how a model attends to packed rows in training, and log it, once.
-
-    Several processes decide alike: cuDNN's kernel is taken where it is possible in all of them.
-
-    Raises:
-        ConfigError: model.attention=cudnn, which is not possible.
-    """
-    case = config.attention, config.dtype, heads_on(spec, layout)
-    with _DECIDING:
-        if case not in _DECIDED:
-            with config_errors_at(f"model.attention={config.attention}"):
-                own = choose_kernel(
-                    config.attention, spec, layout, config.dtype, device=this_device()
-                )
-            others = distributed.all_gather((own.name, own.reason))
-            against = [reason for name, reason in others if name == "xla"]
-            _DECIDED[case] = KernelChoice("xla", against[0]) if against else own
-            log.info("attention by %s: %s", *_DECIDED[case][:2])
-        return _DECIDED[case]
 
 
 def check_split(spec: ModelSpec, layout: Layout) -> None:

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.moe.dispatch import Interleaved, dispatch, take_or_zero
+from jaxrl_llm.models.moe.dispatch import dispatch, take_or_zero
+from jaxrl_llm.models.moe.grouped import Interleaved
 from jaxrl_llm.models.moe.routing import Routing
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import partition_spec

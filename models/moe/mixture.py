@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats, router_stats
-from jaxrl_llm.models.moe.dispatch import dispatch, grouped_matmul
+from jaxrl_llm.models.moe.dispatch import dispatch
 from jaxrl_llm.models.moe.expert_parallel import expert_parallel_mixture
+from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, grouped_matmul
 from jaxrl_llm.models.moe.routing import Routing
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -62,7 +63,7 @@ def mixture(
         activation: The gate's activation a.
         lora_scale: What products of low-rank factors are multiplied by.
         layout: How rows and experts are split over a mesh; tokens then go to their experts'
-            devices and back (`models.moe.expert_parallel`).
+            devices and back (`models.moe.expert_parallel`). Its `grouped_kernels` multiply them.
 
     Returns:
         What is added to the residual stream, and the router's statistics.
@@ -75,16 +76,19 @@ def mixture(
     ((1, 3, 1), 2.0)
     """
     flat = x.reshape(-1, x.shape[-1])
+    given = layout.grouped_kernels if layout else None
+    kernels = BLOCKED if given is None else GroupedKernels(*given)
 
     def choose(weights: Params, x: Array) -> Routing:
         return route(weights, spec, x)
 
     def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
         def grouped(name: str, rows: Array) -> Array:
-            y = grouped_matmul(rows, matrices[name], sizes)
+            y = grouped_matmul(rows, matrices[name], sizes, kernels)
             if f"{name}_lora_a" in matrices:
-                low = grouped_matmul(rows, matrices[f"{name}_lora_a"], sizes)
-                y = y + grouped_matmul(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
+                low = grouped_matmul(rows, matrices[f"{name}_lora_a"], sizes, kernels)
+                more = grouped_matmul(low, matrices[f"{name}_lora_b"], sizes, kernels)
+                y = y + more * lora_scale
             return y
 
         hidden = activation(grouped("expert_gate", rows)) * grouped("expert_up", rows)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.moe.dispatch import grouped_matmul
-from jaxrl_llm.models.moe.grouped import multiply_groups, sum_outer_products
+from jaxrl_llm.models.moe.grouped import grouped_matmul
+from jaxrl_llm.models.moe.grouped_triton import multiply_groups, sum_outer_products
 
 pytestmark = pytest.mark.gpu
 

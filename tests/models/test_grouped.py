@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.moe.dispatch import grouped_matmul
-from jaxrl_llm.models.moe.grouped import cut_tiles, multiply_groups, sum_outer_products
+from jaxrl_llm.models.moe.grouped import grouped_matmul
+from jaxrl_llm.models.moe.grouped_triton import cut_tiles, multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import TOKENS, Layout

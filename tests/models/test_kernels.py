@@ -26,7 +26,7 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training import load_model
+from jaxrl_llm.training import kernel_choice, load_model
 
 HOPPER = DeviceInfo("cuda", (9, 0), (0, 11, 2))
 SPEC = ModelSpec(
@@ -239,7 +239,7 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
 
 
 def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, caplog):
-    monkeypatch.setattr(load_model, "_DECIDED", {})
+    monkeypatch.setattr(kernel_choice, "_DECIDED", {})
     layout = one_device()
     with caplog.at_level(logging.INFO):
         for _ in range(2):

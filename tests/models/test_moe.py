@@ -14,7 +14,7 @@ from jaxrl_llm.models.moe.balance import (
     router_stats,
     update_bias,
 )
-from jaxrl_llm.models.moe.dispatch import grouped_matmul
+from jaxrl_llm.models.moe.grouped import grouped_matmul
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter, route_sigmoid, route_softmax
 from jaxrl_llm.models.moe.spec import MoeSpec

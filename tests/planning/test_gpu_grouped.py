@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
-from jaxrl_llm.models.moe.grouped import multiply_groups, sum_outer_products
+from jaxrl_llm.models.moe.grouped_triton import TRITON, multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
@@ -86,7 +86,8 @@ def update():
 
     def loss(weights, x):
         real = jnp.ones(x.shape[:2], bool)
-        out, _ = mixture(weights, SPEC, x, real, layout=Layout(mesh))
+        layout = Layout(mesh, grouped_kernels=TRITON)
+        out, _ = mixture(weights, SPEC, x, real, layout=layout)
         return (out.astype(jnp.float32) ** 2).sum()
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1)))

@@ -26,7 +26,7 @@ from jaxrl_llm.planning.lowering import (
 from jaxrl_llm.planning.memory import plan_shapes, role_spec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.training import load_model
+from jaxrl_llm.training import kernel_choice, load_model
 from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
 from jaxrl_llm.training.objective import PolicyObjective
@@ -36,7 +36,7 @@ from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.stages.rollout import merge_for_engine
 from jaxrl_llm.training.supervised import negative_log_likelihood
 from jaxrl_llm.training.update import Learner
-from tests.planning.stablehlo import DENSE, check, configure, lower, spec_of
+from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
@@ -124,15 +124,15 @@ def test_meshes(name, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Stands in for what jax and the library look up on a machine, and for trying the kernel."""
+    """Stands in for what jax and the library look up on a machine, and for trying kernels."""
     device = DeviceInfo("cuda", (9, 0), kernels.LEAST_JAX)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 92800)
     monkeypatch.setattr(
         fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda c: c == "9.0"
     )
-    monkeypatch.setattr(load_model, "this_device", lambda: device)
-    monkeypatch.setattr(load_model, "_DECIDED", {})
+    pretend(monkeypatch, device.capability)
+    monkeypatch.setattr(kernel_choice, "this_device", lambda: device)
     monkeypatch.setattr(kernels, "difference", lambda *_: 0.0)
 
 
@@ -146,9 +146,10 @@ def test_attention_by_cudnn(name, tmp_path, hopper):
     config = configure(tmp_path, spec, model__attention="cudnn", **mesh_keys(name))
     devices = 1 if name == "one device" else 8
     update = trace_actor(config, spec, StepKind.ACCUMULATE)
-    check(update, spec, StepKind.ACCUMULATE, devices, FUSED)
+    grouped = GROUPED if spec.moe else set()
+    check(update, spec, StepKind.ACCUMULATE, devices, FUSED | grouped)
     infer = trace_actor(config, spec, StepKind.INFER)
-    check(infer, spec, StepKind.INFER, devices, {"__cudnn$fmhaSoftmax"})
+    check(infer, spec, StepKind.INFER, devices, {"__cudnn$fmhaSoftmax"} | grouped)
 
 
 def test_models_on_meshes_of_their_own(tmp_path):

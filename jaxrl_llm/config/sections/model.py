@@ -53,6 +53,13 @@ class ModelConfig(Section):
             "auto, which takes cudnn if it is possible and agrees with xla"
         ),
     )
+    experts: Literal["auto", "xla", "triton"] = Field(
+        default="auto",
+        description=(
+            "what multiplies rows of experts: xla, triton (Ampere GPUs and later, bfloat16), or "
+            "auto, which takes triton if it is possible and agrees with xla"
+        ),
+    )
     router_loss_coef: Number = Field(
         default=0.0,
         ge=0,
