@@ -12,6 +12,7 @@ a copy, a sort, or a collective; several sorts and reductions take more than one
 as command buffers is launched together; it does so after this text was printed.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ CONTRACTED = r'"lhs_contracting_dimensions":\[([^\]]*)\]'
 LIBRARY_PRODUCTS = ("__cublas$", "__cublas$lt$")
 """How the targets of the calls begin that multiply matrices."""
 
-GROUPED = re.compile("/(multiply_groups|sum_outer_products)/pallas_call$")
-"""The kernels of `models.moe.grouped`, by their place in the traced program."""
+GROUPED = re.compile(r"/[\w(]*\b(multiply_groups|sum_outer_products)\)*/pallas_call$")
+"""The kernels of `models.moe.grouped_triton`, by their place in the traced program, where
+`transpose(jvp(NAME))` is that of a derivative."""
 
 NOT_LAUNCHED = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|add-dependency|opt-barrier|"
@@ -236,8 +238,7 @@ def product_flops(line: Instruction, computation: Computation) -> int | float:
         contracted = line.attribute(CONTRACTED).replace('"', "")
     elif GROUPED.search(line.attribute(r'op_name="([^"]*)"')):
         # each row is multiplied by one of the matrices, or with one other row
-        rows, width = computation[line.operands[0]].dims
-        return 2.0 * rows * width * line.dims[-1]
+        return 2.0 * math.prod(computation[line.operands[0]].dims) * line.dims[-1]
     else:
         return 0.0
     sizes = computation[line.operands[0]].dims

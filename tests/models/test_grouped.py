@@ -57,10 +57,10 @@ def test_kernels_equal_loop_over_groups(sizes, width, dtype):
 
     between = jnp.swapaxes(matrices, 0, 1)
     for rows, transposed in ((x, False), (y, True)):
-        how = {"transposed": transposed, "interpret": True}
+        options = {"transposed": transposed, "interpret": True}
         np.testing.assert_array_equal(
-            multiply_groups(rows, between, sizes, between=True, **how),
-            multiply_groups(rows, matrices, sizes, **how),
+            multiply_groups(rows, between, sizes, between=True, **options),
+            multiply_groups(rows, matrices, sizes, **options),
         )
 
 

@@ -88,9 +88,7 @@ def test_what_speaks_against_the_kernels(dtype, device, expected):
 )
 def test_kernels_are_tried_with_the_matrices_of_a_device(sizes, more, expected):
     lora = LoraSpec(rank=4, alpha=8.0, targets=more) if more else None
-    shapes = grouped_shapes(
-        dataclasses.replace(SPEC, lora=lora) if more else SPEC, layout_on(sizes)
-    )
+    shapes = grouped_shapes(dataclasses.replace(SPEC, lora=lora), layout_on(sizes))
     assert set(shapes.widths) == expected
     assert not shapes.is_batched
     assert grouped_shapes(SPEC, layout_on({"stage": 2})).is_batched
@@ -103,7 +101,7 @@ def transposing(x, matrices, sizes, *, transposed, between):
 
 
 def forgetful(x, y, sizes, *, between):
-    """Sums in bfloat16 only the last rows of each group."""
+    """Leaves out the first rows."""
     return BLOCKED.sum_outer_products(x.at[:100].set(0), y, sizes, between=between)
 
 

@@ -50,14 +50,14 @@ def test_kernels_compile_and_keep_their_numbers_in_registers(gpu, rows, inner, c
 
     x, y, matrices = shape(rows, inner), shape(rows, columns), shape(16, inner, columns)
     swapped, sizes = shape(inner, 16, columns), shape(16, dtype=jnp.int32)
-    how = functools.partial
+    partial = functools.partial
     given = (
         (multiply_groups, x, matrices),
-        (how(multiply_groups, transposed=True), y, matrices),
-        (how(multiply_groups, between=True), x, swapped),
-        (how(multiply_groups, between=True, transposed=True), y, swapped),
+        (partial(multiply_groups, transposed=True), y, matrices),
+        (partial(multiply_groups, between=True), x, swapped),
+        (partial(multiply_groups, between=True, transposed=True), y, swapped),
         (sum_outer_products, x, y),
-        (how(sum_outer_products, between=True), x, y),
+        (partial(sum_outer_products, between=True), x, y),
     )
     for function, *arrays in given:
         lowered = jax.jit(function).lower(*arrays, sizes)
@@ -108,10 +108,10 @@ def test_experts_are_gathered_in_bfloat16_and_their_gradients_scattered_in_float
 
 def test_matrices_are_not_copied_for_blocks_of_rows(update):
     for line in update.splitlines():
-        for found in re.findall(r"(?:bf16|f32)\[(\d+),(\d+),(\d+)\]", line.partition("=")[2][:200]):
-            widths = {int(n) for n in found[1:]} if len(found) == 3 else set()
+        for shape in re.findall(r"(?:bf16|f32)\[(\d+),(\d+),(\d+)\]", line.partition("=")[2][:200]):
+            widths = {int(n) for n in shape[1:]} if len(shape) == 3 else set()
             if widths == {WIDTH, SPEC.ff_width}:
-                assert int(found[0]) <= SPEC.experts // SIZES["expert"], line[:200]
+                assert int(shape[0]) <= SPEC.experts // SIZES["expert"], line[:200]
 
 
 def test_a_loop_runs_only_the_rounds_that_are_needed(update):

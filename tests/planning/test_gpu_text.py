@@ -204,10 +204,14 @@ def test_instructions_know_operands_and_sizes():
     assert program.computations["fused_add"]["add.1"].is_root
 
 
-def test_rounds_of_experts_after_the_first_are_not_counted_and_their_kernels_are():
+@pytest.mark.parametrize(
+    "name",
+    ["multiply_groups", "jvp(multiply_groups)", "transpose(jvp(vmap(sum_outer_products)))"],
+)
+def test_rounds_of_experts_after_the_first_are_not_counted_and_their_kernels_are(name):
     kernel = (
         'custom_call_target="__gpu$xla.gpu.triton", '
-        'metadata={op_name="jit(step)/multiply_groups/pallas_call"}'
+        f'metadata={{op_name="jit(step)/{name}/pallas_call"}}'
     )
     further = 'metadata={op_name="jit(step)/further_rounds/while"}'
     text = f"""
