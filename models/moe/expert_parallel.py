@@ -186,7 +186,7 @@ class _Mix(NamedTuple):
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
-            in_specs=(tokens, tokens, whole, tokens, *[tokens][: int(backward)]),
+            in_specs=(tokens, tokens, whole, tokens, *([tokens] if backward else [])),
             out_specs=(tokens, tokens, held) if backward else tokens,
             check_vma=False,
         )

@@ -76,19 +76,17 @@ def mixture(
     ((1, 3, 1), 2.0)
     """
     flat = x.reshape(-1, x.shape[-1])
-    given = layout.grouped_kernels if layout else None
-    kernels = BLOCKED if given is None else GroupedKernels(*given)
+    multiply = _multiplying(layout)
 
     def choose(weights: Params, x: Array) -> Routing:
         return route(weights, spec, x)
 
     def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
         def grouped(name: str, rows: Array) -> Array:
-            y = grouped_matmul(rows, matrices[name], sizes, kernels)
+            y = multiply(rows, matrices[name], sizes)
             if f"{name}_lora_a" in matrices:
-                low = grouped_matmul(rows, matrices[f"{name}_lora_a"], sizes, kernels)
-                more = grouped_matmul(low, matrices[f"{name}_lora_b"], sizes, kernels)
-                y = y + more * lora_scale
+                low = multiply(rows, matrices[f"{name}_lora_a"], sizes)
+                y = y + multiply(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
             return y
 
         hidden = activation(grouped("expert_gate", rows)) * grouped("expert_up", rows)
@@ -101,3 +99,10 @@ def mixture(
     else:
         out, routing = expert_parallel_mixture(flat, own, choose, experts, layout)
     return out.reshape(x.shape), router_stats(routing, real.reshape(-1))
+
+
+def _multiplying(layout: Layout | None) -> Callable[..., Array]:
+    """Return `grouped_matmul` by the kernels of a layout."""
+    given = layout.grouped_kernels if layout else None
+    kernels = BLOCKED if given is None else GroupedKernels(*given)
+    return functools.partial(grouped_matmul, kernels=kernels)
