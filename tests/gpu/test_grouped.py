@@ -7,8 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.kernels import this_device
 from jaxrl_llm.models.moe.grouped import grouped_matmul
+from jaxrl_llm.models.moe.grouped_kernel import choose_grouped_kernels
 from jaxrl_llm.models.moe.grouped_triton import multiply_groups, sum_outer_products
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +46,27 @@ def test_kernels_agree_with_products_in_float32(name, dtype):
     close(got, expected, dtype)
     close(multiply_groups(y, matrices, sizes, transposed=True), to_x, dtype)
     close(sum_outer_products(x, y, sizes), to_matrices, jnp.float32)
+
+
+def test_the_kernels_agree_when_a_run_tries_them():
+    moe = MoeSpec(experts=128, experts_per_token=8, ff_width=768)
+    spec = ModelSpec(
+        vocab_size=512,
+        hidden_size=2048,
+        layers=1,
+        heads=4,
+        kv_heads=4,
+        head_dim=128,
+        ff_width=768,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied_embeddings=True,
+        max_positions=1024,
+        moe=moe,
+    )
+    layout = Layout(make_mesh({}, jax.devices("gpu")[:1]))
+    choice = choose_grouped_kernels("triton", spec, layout, "bfloat16", device=this_device())
+    assert choice.name == "triton", choice.reason
 
 
 def close(got, expected, dtype):

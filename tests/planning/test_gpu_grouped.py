@@ -13,10 +13,13 @@ from jaxrl_llm.models.moe.grouped_triton import TRITON, multiply_groups, sum_out
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
+from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
+from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.planning.program import count_operations, list_loops
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from tests.guarded import MODEL
+from tests.planning.stablehlo import GROUPED, configure, lower, spec_of
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, "jaxrl_llm/planning/")]
 
@@ -65,6 +68,15 @@ def test_kernels_compile_and_keep_their_numbers_in_registers(gpu, rows, inner, c
         memory = compiled.memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes < 64 * 1024, "something was copied"
+
+
+@pytest.mark.parametrize(("asked", "taken"), [("auto", TRITON), ("xla", None)])
+def test_kernels_are_planned_untried(asked, taken, tmp_path):
+    config = configure(tmp_path, spec_of("Qwen3Moe"), model__experts=asked, mesh__train__fsdp=8)
+    shapes = plan_shapes(config, gpu_devices("H200", 8))
+    assert shapes.roles["actor"].settings.grouped_kernels == taken
+    program = lower(shapes.trace[StepId(ENGINE, StepKind.DECODE)]())
+    assert program.calls == (GROUPED if taken else set())
 
 
 @pytest.fixture(scope="module")

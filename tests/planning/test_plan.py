@@ -288,6 +288,18 @@ def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     assert "mesh.train" in capsys.readouterr().err
 
 
+def test_kernels_are_planned_where_they_compile(configure, tmp_path, monkeypatch):
+    configure()
+    planned = []
+    monkeypatch.setattr(planner, "open_devices", lambda *_: None)
+    monkeypatch.setattr(planner, "plan_run", lambda config, *_: planned.append(config.model) or "")
+    command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8", "model.experts=triton"]
+    assert planner.main([*command, "model.attention=cudnn"]) == 0
+    assert planner.main([*command, "--compile-for", "H200"]) == 0
+    assert [model.experts for model in planned] == ["xla", "triton"]
+    assert [model.attention for model in planned] == ["xla", "xla"]
+
+
 def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(
     configure, capsys, tmp_path, monkeypatch
 ):
