@@ -22,10 +22,12 @@ LEAST_QUERIES = 16  # rows of a tensor core's product
 MOST_QUERIES = 32  # heads that share keys and are computed at once
 LEAST_WIDTH = 16  # dimensions of a tensor core's product
 BLOCK = 64  # tokens of keys and values on the chip at once; fewer of wide ones
-BLOCK_NUMBERS = 16384  # of a block's keys at most
+BLOCK_BYTES = 65536  # of a block's keys and values at most
 PROGRAMS = 528  # wanted at least: four for each of 132 multiprocessors
 LEAST_SPLIT = 128  # tokens
 MOST_SPLIT = 1024
+FLOAT32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+"""How float32 is multiplied: in three products of tensor cores, nearly to its own precision."""
 MASKED = float(jnp.finfo(jnp.float32).min)
 LOG2_E = math.log2(math.e)
 
@@ -46,9 +48,7 @@ class Blocks(NamedTuple):
     splits: int
 
 
-def choose_blocks(
-    programs: int, shared: int, width: int, page: int, pages: int, numbers: int = BLOCK_NUMBERS
-) -> Blocks:
+def choose_blocks(programs: int, shared: int, token: int, page: int, pages: int) -> Blocks:
     """Choose how the work is cut.
 
     Sequences are split so far that there are `PROGRAMS` programs, and so far that none reads more
@@ -57,19 +57,18 @@ def choose_blocks(
     Args:
         programs: sequences times heads of keys.
         shared: query heads that share a head of keys.
-        width: of a key.
+        token: bytes of a token's key and value.
         page: tokens of a page.
         pages: the most pages of a sequence.
-        numbers: the most numbers of a block's keys.
 
-    >>> choose_blocks(512, 2, 128, 16, 128)
+    >>> choose_blocks(512, 2, 512, 16, 128)
     Blocks(queries=16, pages=4, per_split=64, splits=2)
-    >>> choose_blocks(8, 5, 128, 16, 128)
+    >>> choose_blocks(8, 5, 512, 16, 128)
     Blocks(queries=16, pages=4, per_split=8, splits=16)
     """
     queries = min(max(LEAST_QUERIES, _power(shared)), MOST_QUERIES)
-    at_once = max(page, min(BLOCK, _power(numbers // _power(width) + 1) // 2)) // page
-    at_once = min(at_once, _power(pages))
+    at_once = max(1, min(BLOCK, BLOCK_BYTES // token) // page)
+    at_once = min(_power(at_once + 1) // 2, _power(pages))
     programs *= -(-shared // queries)
     fewest = -(-pages * page // MOST_SPLIT)
     most = max(fewest, pages * page // LEAST_SPLIT)
@@ -154,13 +153,22 @@ def attend_pages(
     if isinstance(options.window, int):  # a window touches one page more than it fills
         span = min(span, -(-options.window // page) + 1)
     if blocks is None:
-        blocks = choose_blocks(batch * kv_heads, shared, width, page, span)
+        token = (width + (0 if values is None else mixed)) * keys.dtype.itemsize
+        blocks = choose_blocks(batch * kv_heads, shared, token, page, span)
     whole = blocks.splits == 1
     scale = width**-0.5 if options.scale is None else options.scale
     window = table.shape[1] * page if options.window is None else options.window
     ends = positions.astype(jnp.int32) + 1
     starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
-    sizes = _Sizes(shared, page, scale, options.softcap, width_parts(width), width_parts(mixed))
+    sizes = _Sizes(
+        shared,
+        page,
+        scale,
+        options.softcap,
+        width_parts(width),
+        width_parts(mixed),
+        jax.lax.Precision.HIGHEST if interpret or keys.dtype != jnp.float32 else FLOAT32,
+    )
     shape = (batch, kv_heads, blocks.splits, shared)
     out = jax.ShapeDtypeStruct((*shape, mixed), keys.dtype if whole else jnp.float32)
     total = () if whole else (jax.ShapeDtypeStruct(shape, jnp.float32),)
@@ -169,7 +177,9 @@ def attend_pages(
         functools.partial(_kernel, sizes, blocks, values is None),
         grid=(batch, kv_heads * -(-shared // blocks.queries), blocks.splits),
         out_shape=(out, *total),
-        compiler_params=triton.CompilerParams(num_warps=_warps(mixed), num_stages=2),
+        compiler_params=triton.CompilerParams(
+            num_warps=_warps(mixed * keys.dtype.itemsize), num_stages=2
+        ),
         interpret=interpret,
         name="attend_pages",
     )
@@ -179,9 +189,9 @@ def attend_pages(
     return joined.reshape(batch, heads, mixed)
 
 
-def _warps(width: int) -> int:
-    """Return by how many groups of 32 threads a program is computed."""
-    return 8 if width > 256 else 4
+def _warps(value: int) -> int:
+    """Return by how many groups of 32 threads values of so many bytes are mixed."""
+    return 8 if value >= 512 else 4
 
 
 class _Sizes(NamedTuple):
@@ -193,6 +203,7 @@ class _Sizes(NamedTuple):
     softcap: float | None
     key_parts: tuple[tuple[int, int], ...]
     value_parts: tuple[tuple[int, int], ...]
+    precision: Any
 
 
 class _Sums(NamedTuple):
@@ -240,15 +251,13 @@ def _kernel(sizes: _Sizes, blocks: Blocks, shares_keys: bool, *refs: Any) -> Non
             ]
         place = ((at * sizes.page)[:, None] + slots[None, :]).reshape(-1)
         allowed = (place >= start) & (place < end) & (place < last * sizes.page)
-        scores = functools.reduce(jnp.add, map(_product, q, k)) * sizes.scale
+        scores = sum(_product(sizes, *pair) for pair in zip(q, k, strict=True)) * sizes.scale
         if sizes.softcap is not None:
             scores = sizes.softcap * jnp.tanh(scores / sizes.softcap)
-        return _add(sums, jnp.where(allowed[None, :], scores, MASKED), v)
+        return _add(sizes, sums, jnp.where(allowed[None, :], scores, MASKED), v)
 
     none = jnp.zeros(blocks.queries, jnp.float32)
-    mixed = tuple(
-        jnp.zeros((blocks.queries, size), jnp.float32) for _, size in sizes.value_parts
-    )
+    mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in sizes.value_parts)
     trips = pl.cdiv(jnp.maximum(last - first, 0), blocks.pages)
     sums = jax.lax.fori_loop(0, trips, body, _Sums(mixed, none + MASKED, none))
     _store(sizes, sums, is_head, (row, head, split, heads), *others)
@@ -272,13 +281,13 @@ def _at(ref: Any, *index: Array) -> Any:
     return ref.at[tuple(map(spread, range(len(index))))]
 
 
-def _add(sums: _Sums, scores: Float32[Array, "Q T"], v: list[Array]) -> _Sums:
+def _add(sizes: _Sizes, sums: _Sums, scores: Float32[Array, "Q T"], v: list[Array]) -> _Sums:
     """Add tokens to the online softmax; at least one of them is allowed."""
     largest = jnp.maximum(sums.largest, scores.max(axis=1))
     kept = jnp.exp2((sums.largest - largest) * LOG2_E)
     weights = jnp.exp2((scores - largest[:, None]) * LOG2_E)
     mixed = tuple(
-        old * kept[:, None] + _product(weights.astype(part.dtype), part)
+        old * kept[:, None] + _product(sizes, weights.astype(part.dtype), part)
         for old, part in zip(sums.mixed, v, strict=True)
     )
     return _Sums(mixed, largest, sums.total * kept + weights.sum(axis=1))
@@ -302,11 +311,8 @@ def _store(
         triton.store(_at(total_ref, *where), total, mask=is_head)
 
 
-def _product(a: Array, b: Array) -> Array:
-    """Multiply matrices; float32 as such, not rounded to the 19 bits of a tensor core."""
-    return jax.lax.dot(
-        a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+def _product(sizes: _Sizes, a: Array, b: Array) -> Array:
+    return jax.lax.dot(a, b, precision=sizes.precision, preferred_element_type=jnp.float32)
 
 
 def _join(

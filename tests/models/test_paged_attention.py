@@ -1,0 +1,148 @@
+"""Attention over pages in place, interpreted on a CPU, against loops and against gathered rows."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.paged_attention import Blocks, attend_gathered, attend_pages, choose_blocks
+from tests.guarded import NATIVE
+
+PAGE, PAGES = 16, 6
+POSITIONS = (0, PAGE - 1, PAGE, PAGE + 1, PAGES * PAGE - 1, -1)  # the last row is empty
+SPLIT = Blocks(queries=16, pages=2, per_split=2, splits=3)
+FULL = Attending()
+ROUNDING = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+def drawn(heads, kv_heads, width, dtype="float32", *, value_width=None, positions=POSITIONS):
+    """Return queries, keys, values or None, a table of pages and positions."""
+    rng = np.random.default_rng(0)
+    count = len(positions) * PAGES + 1
+    shapes = (len(positions), heads, width), (count, kv_heads, width, PAGE)
+    q, keys = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    values = None
+    if value_width is None:
+        values = jnp.asarray(rng.normal(size=(count, kv_heads, PAGE, width)), dtype)
+    table = rng.permutation(count)[:-1].reshape(len(positions), PAGES).astype(np.int32)
+    for row, position in zip(table, positions, strict=True):
+        row[position // PAGE + 1 :] = count  # no page
+    return q, keys, values, jnp.array(table), jnp.array(positions, jnp.int32)
+
+
+def looped(q, keys, values, table, positions, options, value_width):
+    """Attend with one head of one row after the other in float64."""
+    out = np.zeros((*q.shape[:2], value_width or values.shape[3]))
+    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    q, keys = np.asarray(q, float), np.asarray(keys, float)
+    for (row, position), head in itertools.product(enumerate(positions), range(q.shape[1])):
+        kv = head * keys.shape[1] // q.shape[1]
+        window = position + 1 if options.window is None else int(options.window)
+        places = [(table[row, j // PAGE], j % PAGE) for j in range(position + 1)][-window:]
+        if not places:
+            continue
+        k = np.array([keys[page, kv, :, slot] for page, slot in places])
+        v = k if values is None else [np.asarray(values[page, kv, slot]) for page, slot in places]
+        scores = scale * k @ q[row, head]
+        if options.softcap is not None:
+            scores = options.softcap * np.tanh(scores / options.softcap)
+        weights = np.exp(scores - scores.max())
+        out[row, head] = weights @ np.asarray(v, float)[:, : out.shape[2]] / weights.sum()
+    return out
+
+
+def check(given, options=FULL, *, value_width=None, blocks=None):
+    """Compare the kernel with loops and with what is gathered."""
+    dtype = given[1].dtype
+    got = attend_pages(*given, options, value_width=value_width, blocks=blocks, interpret=True)
+    assert got.dtype == dtype
+    got = np.asarray(got.astype(jnp.float32))
+    expected = looped(*given[:3], *map(np.asarray, given[3:]), options, value_width)
+    bound = ROUNDING[dtype.name]
+    np.testing.assert_allclose(got, expected, atol=bound, rtol=bound)
+    gathered = attend_gathered(*given, options, value_width=value_width).astype(jnp.float32)
+    real = np.asarray(given[4]) >= 0
+    np.testing.assert_allclose(got[real], np.asarray(gathered)[real], atol=bound, rtol=bound)
+
+
+CASES = {
+    "groups of two, half precision": (4, 2, 64, "bfloat16", Attending(), SPLIT),
+    "a width of two parts, groups of seven": (14, 2, 80, "float32", Attending(), SPLIT),
+    "a window": (5, 1, 16, "float32", Attending(window=20), SPLIT),
+    "a window of one": (1, 1, 16, "float32", Attending(window=1), None),
+    "a traced window": (4, 4, 16, "float32", Attending(window=jnp.array(33)), SPLIT),
+    "a soft-cap and a scale": (2, 1, 16, "float32", Attending(0.7, None, 1.5), None),
+    "two blocks of queries": (40, 1, 16, "float32", Attending(), Blocks(32, 4, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_pages_in_place(case):
+    heads, kv_heads, width, dtype, options, blocks = case
+    check(drawn(heads, kv_heads, width, dtype), options, blocks=blocks)
+
+
+def test_keys_that_are_values():
+    check(drawn(20, 1, 80, value_width=64), Attending(scale=0.1), value_width=64, blocks=SPLIT)
+
+
+def test_nothing_is_read_of_other_sequences():
+    """Who else lies in the pool cannot change a result, not even by NaN."""
+    q, keys, values, table, positions = drawn(2, 1, 16)
+    own = np.unique(np.asarray(table[:2]))
+    others = np.setdiff1d(np.arange(len(keys)), own)
+    expected = attend_pages(q, keys, values, table, positions, blocks=SPLIT, interpret=True)
+    keys, values = (x.at[others].set(jnp.nan) for x in (keys, values))
+    got = attend_pages(q, keys, values, table, positions, blocks=SPLIT, interpret=True)
+    np.testing.assert_array_equal(got[:2], expected[:2])
+
+
+def test_what_cannot_be_read_is_refused():
+    q, keys, values, table, positions = drawn(2, 1, 16)
+    with pytest.raises(ValueError, match="a power of two of tokens, got 12"):
+        attend_pages(q, keys[..., :12], values[:, :, :12], table, positions, interpret=True)
+    with pytest.raises(ValueError, match="a multiple of 16, got 8"):
+        attend_pages(q[..., :8], keys[:, :, :8], values[..., :8], table, positions, interpret=True)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 7, 128, 2048])
+@pytest.mark.parametrize("programs", [1, 64, 4096])
+def test_all_pages_are_in_a_split(programs, pages):
+    blocks = choose_blocks(programs, 4, 512, PAGE, pages)
+    assert blocks.per_split % blocks.pages == 0
+    assert (blocks.splits - 1) * blocks.per_split < pages <= blocks.splits * blocks.per_split
+
+
+# ------------------------------------------------------------------------------------- every shape
+
+EVERY_OPTIONS = [
+    (Attending(), SPLIT),
+    (Attending(window=37), None),
+    (Attending(window=4096), SPLIT),
+    (Attending(softcap=2.0, window=jnp.array(20)), SPLIT),
+    (Attending(scale=0.2), None),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.guards("models/", *NATIVE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
+def test_every_shape(group, dtype):
+    """Each width with other options than its neighbours."""
+    for width, options in itertools.product([64, 80, 96, 128, 256], range(len(EVERY_OPTIONS))):
+        if (group + width // 16 + options) % 3 == 0:
+            given = drawn(2 * group, 2, width, dtype)
+            check(given, EVERY_OPTIONS[options][0], blocks=EVERY_OPTIONS[options][1])
+
+
+@pytest.mark.slow
+@pytest.mark.guards("models/", *NATIVE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_latent_of_its_published_size(heads, dtype):
+    given = drawn(heads, 1, 576, dtype, value_width=512, positions=(0, 16, 95, -1))
+    for blocks in (None, SPLIT):
+        check(given, Attending(scale=192**-0.5), value_width=512, blocks=blocks)
