@@ -97,12 +97,25 @@ def width_parts(width: int) -> tuple[tuple[int, int], ...]:
     return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
+class Pages(NamedTuple):
+    """The pages of one layer, and which of them each sequence has.
+
+    Attributes:
+        keys: pages of S tokens.
+        values: likewise; None: they are the first numbers of the keys, as of an absorbed latent.
+        table: the pages of each sequence, in order: token j is in page j // S of them. What stands
+            past the sequence's end is not read.
+    """
+
+    keys: Float[Array, "pages K H S"]
+    values: Float[Array, "pages K S V"] | None
+    table: Int[Array, "B n"]
+
+
 @jax.named_scope("attention")
 def attend_pages(
     q: Float[Array, "B N H"],
-    keys: Float[Array, "pages K H S"],
-    values: Float[Array, "pages K S V"] | None,
-    table: Int[Array, "B n"],
+    pages: Pages,
     positions: Int[Array, " B"],
     options: Attending = PLAIN,
     *,
@@ -121,10 +134,7 @@ def attend_pages(
 
     Args:
         q: Queries, rotated.
-        keys: Pages of S tokens.
-        values: Likewise; None: they are the first numbers of the keys, as of an absorbed latent.
-        table: The pages of each sequence, in order: token j is in page j // S of them. Entries
-            past the sequence's end are not read.
+        pages: Keys and values.
         positions: Of the queries, whose own keys and values are in their pages. Negative: the row
             is empty, its result is 0.
         options: Scale, window and soft-cap of the scores.
@@ -140,53 +150,67 @@ def attend_pages(
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> attend_pages(jnp.ones((2, 3, 16)), k, v, table, positions, interpret=True).shape
+    >>> q, pages = jnp.ones((2, 3, 16)), Pages(k, v, table)
+    >>> attend_pages(q, pages, positions, interpret=True).shape
     (2, 3, 16)
     """
     batch, heads, width = q.shape
-    _, kv_heads, _, page = keys.shape
-    if page != _power(page):
-        raise ValueError(f"expected pages of a power of two of tokens, got {page}")
-    shared = heads // kv_heads
+    keys, values, table = pages
+    page, shared = keys.shape[3], heads // keys.shape[1]
     mixed = values.shape[3] if values is not None else (value_width or width)
-    span = table.shape[1]
-    if isinstance(options.window, int):  # a window touches one page more than it fills
-        span = min(span, -(-options.window // page) + 1)
-    if blocks is None:
-        token = (width + (0 if values is None else mixed)) * keys.dtype.itemsize
-        blocks = choose_blocks(batch * kv_heads, shared, token, page, span)
-    whole = blocks.splits == 1
-    scale = width**-0.5 if options.scale is None else options.scale
-    window = table.shape[1] * page if options.window is None else options.window
-    ends = positions.astype(jnp.int32) + 1
-    starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
+    exact = interpret or keys.dtype != jnp.float32
     sizes = _Sizes(
         shared,
         page,
-        scale,
+        width**-0.5 if options.scale is None else options.scale,
         options.softcap,
         width_parts(width),
         width_parts(mixed),
-        jax.lax.Precision.HIGHEST if interpret or keys.dtype != jnp.float32 else FLOAT32,
+        jax.lax.Precision.HIGHEST if exact else FLOAT32,
     )
-    shape = (batch, kv_heads, blocks.splits, shared)
-    out = jax.ShapeDtypeStruct((*shape, mixed), keys.dtype if whole else jnp.float32)
-    total = () if whole else (jax.ShapeDtypeStruct(shape, jnp.float32),)
-    pages = (keys,) if values is None else (keys, values)
-    run = pl.pallas_call(
-        functools.partial(_kernel, sizes, blocks, values is None),
-        grid=(batch, kv_heads * -(-shared // blocks.queries), blocks.splits),
-        out_shape=(out, *total),
-        compiler_params=triton.CompilerParams(
-            num_warps=_warps(mixed * keys.dtype.itemsize), num_stages=2
-        ),
+    if page != _power(page):
+        raise ValueError(f"expected pages of a power of two of tokens, got {page}")
+    if blocks is None:
+        blocks = _blocks_for(q, pages, options.window, mixed)
+    window = table.shape[1] * page if options.window is None else options.window
+    ends = positions.astype(jnp.int32) + 1
+    starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
+    run = _call(sizes, blocks, q, pages, interpret)
+    grouped = q.astype(keys.dtype).reshape(batch, -1, shared, width)
+    held = (keys,) if values is None else (keys, values)
+    results = run(grouped, table.astype(jnp.int32), starts, ends, *held)
+    joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(keys.dtype)
+    return joined.reshape(batch, heads, mixed)
+
+
+def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:
+    """Return the blocks of `choose_blocks` for arrays."""
+    _, kv_heads, width, page = pages.keys.shape
+    span = pages.table.shape[1]
+    if isinstance(window, int):  # it touches one page more than it fills
+        span = min(span, -(-window // page) + 1)
+    numbers = width + (0 if pages.values is None else mixed)
+    shared = q.shape[1] // kv_heads
+    token = numbers * pages.keys.dtype.itemsize
+    return choose_blocks(q.shape[0] * kv_heads, shared, token, page, span)
+
+
+def _call(sizes: "_Sizes", blocks: Blocks, q: Array, pages: Pages, interpret: bool) -> Any:
+    """Return the kernel for arrays: one result where pages are not split, else those of `_join`."""
+    kv_heads, dtype = pages.keys.shape[1], pages.keys.dtype
+    mixed = sum(size for _, size in sizes.value_parts)
+    whole = blocks.splits == 1
+    shape = (q.shape[0], kv_heads, blocks.splits, sizes.shared)
+    out = jax.ShapeDtypeStruct((*shape, mixed), dtype if whole else jnp.float32)
+    warps = _warps(mixed * dtype.itemsize)
+    return pl.pallas_call(
+        functools.partial(_kernel, sizes, blocks, pages.values is None),
+        grid=(q.shape[0], kv_heads * -(-sizes.shared // blocks.queries), blocks.splits),
+        out_shape=(out,) if whole else (out, jax.ShapeDtypeStruct(shape, jnp.float32)),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name="attend_pages",
     )
-    grouped = q.astype(keys.dtype).reshape(batch, kv_heads, shared, width)
-    results = run(grouped, table.astype(jnp.int32), starts, ends, *pages)
-    joined = results[0][:, :, 0] if whole else _join(*results).astype(keys.dtype)
-    return joined.reshape(batch, heads, mixed)
 
 
 def _warps(value: int) -> int:
@@ -325,9 +349,7 @@ def _join(
 
 def attend_gathered(
     q: Float[Array, "B N H"],
-    keys: Float[Array, "pages K H S"],
-    values: Float[Array, "pages K S V"] | None,
-    table: Int[Array, "B n"],
+    pages: Pages,
     positions: Int[Array, " B"],
     options: Attending = PLAIN,
     *,
@@ -337,18 +359,17 @@ def attend_gathered(
 
     Args:
         q: As `attend_pages`.
-        keys: As `attend_pages`.
-        values: As `attend_pages`.
-        table: As `attend_pages`.
+        pages: As `attend_pages`.
         positions: As `attend_pages`; the result of an empty row means nothing.
         options: As `attend_pages`.
         value_width: As `attend_pages`.
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> attend_gathered(jnp.ones((2, 3, 16)), k, v, table, positions).shape
+    >>> attend_gathered(jnp.ones((2, 3, 16)), Pages(k, v, table), positions).shape
     (2, 3, 16)
     """
+    keys, values, table = pages
     k = keys.at[table].get(mode="fill", fill_value=0)
     k = jax.lax.collapse(jnp.moveaxis(k, 1, 3), 3, 5)
     if values is None:

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.paged_attention import Blocks, attend_gathered, attend_pages, choose_blocks
+from jaxrl_llm.models.paged_attention import (
+    Blocks,
+    Pages,
+    attend_gathered,
+    attend_pages,
+    choose_blocks,
+)
 from tests.guarded import NATIVE
 
 PAGE, PAGES = 16, 6
@@ -18,7 +24,7 @@ ROUNDING = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
 def drawn(heads, kv_heads, width, dtype="float32", *, value_width=None, positions=POSITIONS):
-    """Return queries, keys, values or None, a table of pages and positions."""
+    """Return queries, pages and positions."""
     rng = np.random.default_rng(0)
     count = len(positions) * PAGES + 1
     shapes = (len(positions), heads, width), (count, kv_heads, width, PAGE)
@@ -29,15 +35,19 @@ def drawn(heads, kv_heads, width, dtype="float32", *, value_width=None, position
     table = rng.permutation(count)[:-1].reshape(len(positions), PAGES).astype(np.int32)
     for row, position in zip(table, positions, strict=True):
         row[position // PAGE + 1 :] = count  # no page
-    return q, keys, values, jnp.array(table), jnp.array(positions, jnp.int32)
+    pages = Pages(keys, values, jnp.array(table))
+    return q, pages, jnp.array(positions, jnp.int32)
 
 
-def looped(q, keys, values, table, positions, options, value_width):
+def looped(q, pages, positions, options, value_width):
     """Attend with one head of one row after the other in float64."""
+    keys, values, table = pages
     out = np.zeros((*q.shape[:2], value_width or values.shape[3]))
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
-    q, keys = np.asarray(q, float), np.asarray(keys, float)
-    for (row, position), head in itertools.product(enumerate(positions), range(q.shape[1])):
+    q, keys, table = np.asarray(q, float), np.asarray(keys, float), np.asarray(table)
+    for (row, position), head in itertools.product(
+        enumerate(positions.tolist()), range(q.shape[1])
+    ):
         kv = head * keys.shape[1] // q.shape[1]
         window = position + 1 if options.window is None else int(options.window)
         places = [(table[row, j // PAGE], j % PAGE) for j in range(position + 1)][-window:]
@@ -55,15 +65,15 @@ def looped(q, keys, values, table, positions, options, value_width):
 
 def check(given, options=FULL, *, value_width=None, blocks=None):
     """Compare the kernel with loops and with what is gathered."""
-    dtype = given[1].dtype
+    dtype = given[1].keys.dtype
     got = attend_pages(*given, options, value_width=value_width, blocks=blocks, interpret=True)
     assert got.dtype == dtype
     got = np.asarray(got.astype(jnp.float32))
-    expected = looped(*given[:3], *map(np.asarray, given[3:]), options, value_width)
+    expected = looped(*given, options, value_width)
     bound = ROUNDING[dtype.name]
     np.testing.assert_allclose(got, expected, atol=bound, rtol=bound)
     gathered = attend_gathered(*given, options, value_width=value_width).astype(jnp.float32)
-    real = np.asarray(given[4]) >= 0
+    real = np.asarray(given[2]) >= 0
     np.testing.assert_allclose(got[real], np.asarray(gathered)[real], atol=bound, rtol=bound)
 
 
@@ -90,21 +100,24 @@ def test_keys_that_are_values():
 
 def test_nothing_is_read_of_other_sequences():
     """Who else lies in the pool cannot change a result, not even by NaN."""
-    q, keys, values, table, positions = drawn(2, 1, 16)
+    q, (keys, values, table), positions = drawn(2, 1, 16)
     own = np.unique(np.asarray(table[:2]))
     others = np.setdiff1d(np.arange(len(keys)), own)
-    expected = attend_pages(q, keys, values, table, positions, blocks=SPLIT, interpret=True)
-    keys, values = (x.at[others].set(jnp.nan) for x in (keys, values))
-    got = attend_pages(q, keys, values, table, positions, blocks=SPLIT, interpret=True)
+    pages = Pages(keys, values, table)
+    expected = attend_pages(q, pages, positions, blocks=SPLIT, interpret=True)
+    pages = Pages(keys.at[others].set(jnp.nan), values.at[others].set(jnp.nan), table)
+    got = attend_pages(q, pages, positions, blocks=SPLIT, interpret=True)
     np.testing.assert_array_equal(got[:2], expected[:2])
 
 
 def test_what_cannot_be_read_is_refused():
-    q, keys, values, table, positions = drawn(2, 1, 16)
+    q, (keys, values, table), positions = drawn(2, 1, 16)
     with pytest.raises(ValueError, match="a power of two of tokens, got 12"):
-        attend_pages(q, keys[..., :12], values[:, :, :12], table, positions, interpret=True)
+        pages = Pages(keys[..., :12], values[:, :, :12], table)
+        attend_pages(q, pages, positions, interpret=True)
     with pytest.raises(ValueError, match="a multiple of 16, got 8"):
-        attend_pages(q[..., :8], keys[:, :, :8], values[..., :8], table, positions, interpret=True)
+        pages = Pages(keys[:, :, :8], values[..., :8], table)
+        attend_pages(q[..., :8], pages, positions, interpret=True)
 
 
 @pytest.mark.parametrize("pages", [1, 2, 7, 128, 2048])
