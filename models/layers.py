@@ -123,7 +123,7 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
     window = spec.window
     if layer.windowed is False:
         window = None
-    elif window is not None and layer.windowed is not None:
+    elif window is not None and layer.windowed is not None and layer.windowed is not True:
         window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
     return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models import heads, parameters, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.cache import Cache, extend, init_cache
+from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.spec import ModelSpec
@@ -194,6 +194,25 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class PagedModel(Model, Protocol):
+    """A model that can also decode over the pages of a cache in place."""
+
+    def extend_pages(
+        self,
+        params: Params,
+        pool: Cache,
+        tables: PageTables,
+        tokens: Int[Array, " B"],
+        positions: Int[Array, " B"],
+        *,
+        dtype: DTypeLike,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """Run the next token of each row over pages; see `models.cache.extend_pages`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Decoder:
     """The decoder that a `ModelSpec` describes, by the functions of `models`.
@@ -295,6 +314,23 @@ class Decoder:
         """See `models.cache.extend`."""
         spec = self.spec.for_decoding
         return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
+
+    def extend_pages(
+        self,
+        params: Params,
+        pool: Cache,
+        tables: PageTables,
+        tokens: Int[Array, " B"],
+        positions: Int[Array, " B"],
+        *,
+        dtype: DTypeLike,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """See `models.cache.extend_pages`."""
+        spec = self.spec.for_decoding
+        return extend_pages(
+            params, spec, pool, tables, tokens, positions, dtype=dtype, layout=layout
+        )
 
 
 def model_of(spec: ModelSpec) -> Model:

@@ -3,7 +3,7 @@
 Keys and values live in a pool of pages, [parts, pages, …] per layer and within a page as in
 `models.cache.Cache`; `parts` is the number of parts of a batch, each of which has pages of its own.
 A step of decoding works on rows, gathered from the pages of B sequences, and what it adds goes back
-to pages.
+to pages. Where there is a kernel for it (`models.paged_attention`) it works on the pages.
 """
 
 import functools
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
     LogitsProcessors,
@@ -206,20 +206,21 @@ def decode(
     *,
     steps: int,
     layout: Layout | None = None,
+    tables: PageTables | None = None,
 ) -> tuple[Cache, DecodeOutput]:
     """Decode up to `steps` tokens in every row; stop early when all have ended.
 
     Args:
         params: in the compute dtype.
         model: the model.
-        cache: of the rows.
+        cache: of the rows; the pool, where there are tables.
         state: where each sequence stands.
         extras: what else requests ask for.
         steps: the most tokens.
         layout: how rows are split over a mesh.
+        tables: the pages of each row, with room for the tokens; the model is a `PagedModel`.
     """
     size = state.tokens.shape[0]
-    outside = page_size(cache)
     output = DecodeOutput(
         jnp.zeros(size, jnp.int32),
         jnp.zeros((size, steps), jnp.int32),
@@ -236,16 +237,9 @@ def decode(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, cache, state, seen, output = carry
         going = state.left > 0
-        hidden, cache = model.extend(
-            params,
-            cache,
-            state.tokens[:, None],
-            jnp.where(going, state.positions, outside)[:, None],
-            dtype=cache.keys[0].dtype,
-            layout=layout,
-        )
+        hidden, cache = _extend_by_one(params, model, cache, state, tables, layout)
         processors = None if extras is None else LogitsProcessors(seen, *extras[1:])
-        logits = model.logits(params, hidden[:, 0])
+        logits = model.logits(params, hidden)
         tokens, logprobs = choose_tokens(
             logits, state.generated, state.sampling, processors, limits
         )
@@ -257,6 +251,47 @@ def decode(
     start = (jnp.zeros((), jnp.int32), cache, state, seen, output)
     _, cache, _, _, output = jax.lax.while_loop(some_left, body, start)
     return cache, output
+
+
+def _extend_by_one(
+    params: Any,
+    model: Model,
+    cache: Cache,
+    state: DecodeState,
+    tables: PageTables | None,
+    layout: Layout | None,
+) -> tuple[Float[Array, "B D"], Cache]:
+    """Run the newest token of each row that goes on."""
+    going, dtype = state.left > 0, cache.keys[0].dtype
+    if tables is not None:
+        assert isinstance(model, PagedModel)  # for pyright; the engine asks
+        at = jnp.where(going, state.positions, -1)
+        return model.extend_pages(
+            params, cache, tables, state.tokens, at, dtype=dtype, layout=layout
+        )
+    at = jnp.where(going, state.positions, page_size(cache))[:, None]
+    tokens = state.tokens[:, None]
+    hidden, cache = model.extend(params, cache, tokens, at, dtype=dtype, layout=layout)
+    return hidden[:, 0], cache
+
+
+def copy_pages(pool: Cache, source: Int[Array, " B"], target: Int[Array, " B"]) -> Cache:
+    """Copy a page of each row; the rows are those of the parts in order.
+
+    Args:
+        pool: as `make_pool`.
+        source: page numbers within the row's part.
+        target: where they go; a number past the pages is dropped.
+    """
+    parts = pool.keys[0].shape[0]
+
+    def copied(pages: Array) -> Array:
+        def of_part(pages: Array, source: Array, target: Array) -> Array:
+            return pages.at[target].set(pages.at[source].get(mode="clip"), mode="drop")
+
+        return jax.vmap(of_part)(pages, source.reshape(parts, -1), target.reshape(parts, -1))
+
+    return jax.tree.map(copied, pool)
 
 
 def advance(state: DecodeState, tokens: Int[Array, " B"]) -> DecodeState:

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
@@ -60,10 +62,13 @@ class NativeEngine:
     Args:
         model: what it samples from.
         settings: room and precision. `max_running_sequences` is a multiple of the parts of a
-            batch; half of `cache_gb` is for pages, as much for rows gathered from these.
+            batch; half of `cache_gb` is for pages, as much for rows gathered from these. Where
+            there is a kernel, all of it is for pages.
         layout: how rows and weights are split; the axes `stage` and `context` have one device.
         steps: tokens decoded in a chunk.
         detokenize: from token ids to text, for requests with texts that stop them.
+        kernel: what attends over pages in place (`models.paged_kernel`), and the model is a
+            `PagedModel`; None: pages are gathered into rows.
 
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
@@ -78,11 +83,12 @@ class NativeEngine:
         layout: Layout,
         steps: int = STEPS,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        kernel: Callable[..., jax.Array] | None = None,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
-        shapes = _choose_sizes(model, settings, layout, steps)
+        sizes = _choose_sizes(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
-        self.programs = Programs(model, layout, shapes, settings.dtype)
+        self.programs = Programs(model, layout, sizes, settings.dtype, kernel)
         self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
@@ -189,9 +195,11 @@ class NativeEngine:
             len(scheduler.running), waiting, in_use, shapes.capacity, *scheduler.counts
         )
 
-    def shapes(self) -> tuple[Any, tuple[Cache, Cache]]:
+    def shapes(self) -> tuple[Any, tuple[Cache, ...]]:
         """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""
         weights, pool = self.programs.shapes()
+        if not self.programs.sizes.has_rows:
+            return weights, (pool,)
         return weights, (pool, self.programs.row_shapes(*self.programs.sizes.largest))
 
     def trace(self, name: str) -> Any:
@@ -287,8 +295,13 @@ class NativeEngine:
         return self._runner.abort_all() + incoming
 
 
-def _choose_sizes(model: Model, settings: EngineSettings, layout: Layout, steps: int) -> Sizes:
-    """Choose the shapes of the programs, with as many pages as the cache has room for."""
+def _choose_sizes(
+    model: Model, settings: EngineSettings, layout: Layout, steps: int, *, copies: int
+) -> Sizes:
+    """Choose the shapes of the programs, with as many pages as the cache has room for.
+
+    There are two copies of what is cached where pages are gathered into rows, else one.
+    """
     sizes = choose_sizes(
         parts=_count_parts(layout, settings.max_running_sequences),
         max_running_sequences=settings.max_running_sequences,
@@ -298,13 +311,13 @@ def _choose_sizes(model: Model, settings: EngineSettings, layout: Layout, steps:
     if settings.cache_gb is None:
         return sizes
     page_bytes = Programs(model, layout, sizes, settings.dtype).page_bytes()
-    affordable = int(settings.cache_gb * 1e9 / 2 / page_bytes)
+    affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
     sizes = sizes._replace(pages=min(affordable, sizes.pages))
     needed = -(-settings.max_tokens // PAGE) + 1
     if sizes.pages < needed:
         raise ValueError(
             f"a cache of {settings.cache_gb} GB holds {sizes.pages * PAGE} tokens: expected at "
-            f"least {needed * 2 * page_bytes / 1e9:.3g} GB, for a sequence of "
+            f"least {needed * copies * page_bytes / 1e9:.3g} GB, for a sequence of "
             f"{settings.max_tokens} tokens"
         )
     return sizes

@@ -60,8 +60,10 @@ class ModelRunner:
         ready = scheduler.to_decode()
         if not ready:
             return []
-        chosen = self._gather_rows(ready)
-        self._append(*self._decode(params, chosen), version)
+        sizes = self._programs.sizes
+        chosen = self._gather_rows(ready) if sizes.has_rows else ready
+        decode = self._decode if sizes.has_rows else self._decode_pages
+        self._append(*decode(params, chosen), version)
         for sequence in chosen:
             if sequence.finish:
                 scheduler.remove(sequence)
@@ -138,12 +140,9 @@ class ModelRunner:
 
     def _gather_rows(self, ready: list[SequenceState]) -> list[SequenceState]:
         """Gather the rows of the sequences to decode, unless they lie there; return them."""
-        shapes = self._programs.sizes
         while True:
-            width = shapes.width(max(self._end(s) for s in ready))
-            in_a_part = max(sum(s.part == p for s in ready) for p in range(shapes.parts))
-            rows = next(n for n in shapes.rows if n >= in_a_part * shapes.parts)
-            if shapes.fits(rows, width):
+            rows, width = self._shape_for(ready)
+            if self._programs.sizes.fits(rows, width):
                 break
             ready = ready[: len(ready) // 2]  # the oldest; others get their turn when these end
         same_shape = self.rows is not None and (len(self._placed), self._width) == (rows, width)
@@ -160,6 +159,13 @@ class ModelRunner:
             self.rows = self._programs.gather_pages(self.pool, self._put(table))
         return ready
 
+    def _shape_for(self, ready: Sequence[SequenceState]) -> tuple[int, int]:
+        """Return how many rows, and how wide ones, sequences are decoded in."""
+        sizes = self._programs.sizes
+        width = sizes.width(max(self._end(s) for s in ready))
+        in_a_part = max(sum(s.part == p for s in ready) for p in range(sizes.parts))
+        return next(n for n in sizes.rows if n >= in_a_part * sizes.parts), width
+
     def _decode(
         self, params: Any, chosen: Sequence[SequenceState]
     ) -> tuple[list[SequenceState | None], DecodeOutput]:
@@ -171,15 +177,40 @@ class ModelRunner:
             if s is not None:
                 pages = self.scheduler.pages[s.part]
                 _fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
-        extras = None
-        if any(s.request.sampling.asks_for_extras for s in chosen):
-            extras = self._put(_extras(placed, self._width, self._programs.model.vocab_size))
+        extras = self._extras_of(placed, self._width)
         inputs = (self._put(_decode_state(placed)), extras, self._put(targets))
         pool, rows = self._take_pool(), self.rows
         assert rows is not None  # `_gather_rows` gathers them
         self.rows = None  # donated
         self.pool, self.rows, output = self._programs.decode(params, pool, rows, *inputs)
         return placed, distributed.fetch(output)
+
+    def _decode_pages(
+        self, params: Any, chosen: Sequence[SequenceState]
+    ) -> tuple[list[SequenceState | None], DecodeOutput]:
+        """Decode a chunk in place; return whom each row belongs to and what it drew."""
+        rows, width = self._shape_for(chosen)
+        placed = self._assign_rows(chosen, rows)
+        table, copies = self._no_pages(rows, width // PAGE), self._no_pages(2, rows)
+        for i, s in enumerate(placed):
+            if s is not None:
+                pages = self.scheduler.pages[s.part]
+                if s.table.borrowed is not None:
+                    copies[:, i] = s.table.borrowed.page, s.table.own[0]
+                pages.pages_to_write(s.table, s.cached, self._end(s))
+                _fill_row(table[i], pages.pages_to_read(s.table, self._end(s)))
+        pool = self._take_pool()
+        if np.any(copies < self._programs.sizes.pages):
+            pool = self._programs.copy_pages(pool, *map(self._put, copies))
+        inputs = (self._put(_decode_state(placed)), self._extras_of(placed, width))
+        self.pool, output = self._programs.decode_pages(params, pool, *inputs, self._put(table))
+        return placed, distributed.fetch(output)
+
+    def _extras_of(self, placed: Sequence[SequenceState | None], width: int) -> Extras | None:
+        """Return what else the rows ask for, if any does."""
+        if any(s is not None and s.request.sampling.asks_for_extras for s in placed):
+            return self._put(_extras(placed, width, self._programs.model.vocab_size))
+        return None
 
     def _append(
         self, placed: Sequence[SequenceState | None], output: DecodeOutput, version: int

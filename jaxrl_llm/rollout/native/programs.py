@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.arrays import ArrayDecl, by_layer
-from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
     Extras,
     PrefillChunk,
+    copy_pages,
     decode,
     gather_pages,
     make_pool,
@@ -60,6 +61,7 @@ class Sizes(NamedTuple):
         widths: how many tokens a row holds; one of these numbers.
         prefill_shapes: how many prompts are read at once, and of how many tokens.
         steps: tokens that are decoded in a chunk.
+        has_rows: whether pages are gathered into rows, for which there is as much room again.
     """
 
     parts: int
@@ -68,6 +70,7 @@ class Sizes(NamedTuple):
     widths: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
     steps: int
+    has_rows: bool = True
 
     @property
     def capacity(self) -> int:
@@ -75,12 +78,12 @@ class Sizes(NamedTuple):
         return self.parts * self.pages * PAGE
 
     def fits(self, rows: int, width: int) -> bool:
-        """Return whether so many rows may be gathered."""
-        return rows * width <= self.capacity or rows == self.rows[0]
+        """Return whether so many rows may be decoded at once."""
+        return not self.has_rows or rows * width <= self.capacity or rows == self.rows[0]
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Return rows and width of the most that is gathered."""
+        """Return rows and width of the most that is decoded at once."""
         fitting = [(n, w) for n in self.rows for w in self.widths if self.fits(n, w)]
         return max(fitting, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
@@ -141,10 +144,19 @@ class Programs:
         layout: how rows and weights are split.
         shapes: of all programs.
         dtype: of weights, cache and computation.
+        kernel: what attends over pages in place; None where pages are gathered into rows.
     """
 
-    def __init__(self, model: Model, layout: Layout, shapes: Sizes, dtype: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        shapes: Sizes,
+        dtype: Any,
+        kernel: Callable[..., jax.Array] | None = None,
+    ) -> None:
         """Compile nothing yet."""
+        self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
         self._declared = model.declare()
         self._dtypes = model.compute_dtypes(self.dtype)
@@ -204,6 +216,17 @@ class Programs:
         shape = (*state.tokens.shape, page_size(rows), extras is not None)
         return self._program("decode", *shape)(params, pool, rows, state, extras, targets)
 
+    def copy_pages(self, pool: Cache, source: Any, target: Any) -> Cache:
+        """Copy a page of each row; see `decode.copy_pages`. The pool is donated."""
+        return self._program("copy", *source.shape)(pool, source, target)
+
+    def decode_pages(
+        self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
+    ) -> tuple[Cache, DecodeOutput]:
+        """Decode a chunk over the pages of each row in place. The pool is donated."""
+        shape = (*state.tokens.shape, table.shape[1] * PAGE, extras is not None)
+        return self._program("decode", *shape)(params, pool, state, extras, table)
+
     def warm_up(self) -> None:
         """Compile everything but what few requests ask for, several programs at a time."""
         keys = list(self._keys())
@@ -218,10 +241,13 @@ class Programs:
         """Yield what each program is called by."""
         shapes = self.sizes
         yield ("pool",)
+        for rows in () if shapes.has_rows else shapes.rows:
+            yield "copy", rows
         for rows, width in itertools.product(shapes.rows, shapes.widths):
             if shapes.fits(rows, width):
-                yield "gather", rows, width // PAGE
                 yield "decode", rows, width, False
+                if shapes.has_rows:
+                    yield "gather", rows, width // PAGE
         for rows, length in shapes.prefill_shapes:
             for width in {shapes.width(length), shapes.widths[-1]}:
                 yield "prefill", rows, length, width // PAGE
@@ -253,9 +279,9 @@ class Programs:
         """Trace one program for shapes alone.
 
         Args:
-            name: `pool`, `gather`, `prefill` or `decode`.
-            shape: rows and pages of `gather`; rows, tokens and pages of `prefill`; rows, width and
-                whether there are `Extras` of `decode`.
+            name: `pool`, `gather`, `copy`, `prefill` or `decode`.
+            shape: rows and pages of `gather`; rows of `copy`; rows, tokens and pages of `prefill`;
+                rows, width and whether there are `Extras` of `decode`.
         """
         build: Callable[..., Any] = getattr(self, f"_trace_{name}")
         return build(*shape)
@@ -272,6 +298,10 @@ class Programs:
         run = jax.jit(gather_pages, out_shardings=self._rows_layout)
         return run.trace(self.shapes()[1], self._input((rows, pages)))
 
+    def _trace_copy(self, rows: int) -> Any:
+        run = jax.jit(copy_pages, donate_argnums=0, out_shardings=self._pool_layout)
+        return run.trace(self.shapes()[1], self._input((rows,)), self._input((rows,)))
+
     def _trace_prefill(self, rows: int, length: int, pages: int) -> Any:
         def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
             return prefill(params, self.model, pool, chunk, layout=self.layout)
@@ -281,28 +311,40 @@ class Programs:
         return run.trace(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
 
     def _trace_decode(self, rows: int, width: int, has_extras: bool) -> Any:
-        def decode_chunk(
-            params: Any,
-            pool: Cache,
-            cache: Cache,
-            state: DecodeState,
-            extras: Extras | None,
-            targets: Any,
-        ) -> tuple[Cache, Cache, DecodeOutput]:
-            cache, output = decode(
-                params,
-                self.model,
-                cache,
-                state,
-                extras,
-                steps=self.sizes.steps,
-                layout=self.layout,
-            )
-            return scatter_pages(pool, cache, state.positions // PAGE, targets), cache, output
-
-        homes = (self._pool_layout, self._rows_layout, self.by_row)
-        run = self._jit(decode_chunk, donate_argnums=(1, 2), out_shardings=homes)
+        state, extras = self._decode_inputs(rows, width)
         params, pool = self.shapes()
+        given = (state, extras if has_extras else None)
+        if self.kernel is not None:
+            homes = (self._pool_layout, self.by_row)
+            run = self._jit(self._decode_in_place, donate_argnums=1, out_shardings=homes)
+            return run.trace(params, pool, *given, self._input((rows, width // PAGE)))
+        homes = (self._pool_layout, self._rows_layout, self.by_row)
+        run = self._jit(self._decode_rows, donate_argnums=(1, 2), out_shardings=homes)
+        targets = self._input((rows, touched(self.sizes.steps)))
+        return run.trace(params, pool, self.row_shapes(rows, width), *given, targets)
+
+    def _decode_rows(
+        self,
+        params: Any,
+        pool: Cache,
+        cache: Cache,
+        state: DecodeState,
+        extras: Extras | None,
+        targets: Any,
+    ) -> tuple[Cache, Cache, DecodeOutput]:
+        run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
+        cache, output = run(params, self.model, cache, state, extras)
+        return scatter_pages(pool, cache, state.positions // PAGE, targets), cache, output
+
+    def _decode_in_place(
+        self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
+    ) -> tuple[Cache, DecodeOutput]:
+        assert self.kernel is not None
+        run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
+        tables = PageTables(table, self.kernel)
+        return run(params, self.model, pool, state, extras, tables=tables)
+
+    def _decode_inputs(self, rows: int, width: int) -> tuple[DecodeState, Extras]:
         number, share = self._input((rows,)), self._input((rows,), jnp.float32)
         sampling = BatchSamplingParams(
             self._input((rows,), jnp.uint32), share, share, number, share
@@ -312,9 +354,7 @@ class Programs:
         extras = Extras(
             self._input((rows, width)), share, self._input(biases), self._input(biases, jnp.float32)
         )
-        targets = self._input((rows, touched(self.sizes.steps)))
-        cache = self.row_shapes(rows, width)
-        return run.trace(params, pool, cache, state, extras if has_extras else None, targets)
+        return state, extras
 
     def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """Jit a function with the flags of decoding."""
