@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.native import programs
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
@@ -58,6 +59,15 @@ def variant(build, params, small_cache):
         "pieces": ({"steps": 1, "max_running_sequences": 3}, pieces),
         "cramped": (
             {"steps": 7, "max_running_sequences": 6, "cache_gb": small_cache(7)},
+            {"FEWEST_ROWS": 3, "PREFILL_LENGTHS": (16,)},
+        ),
+        "in place": (
+            {
+                "steps": 7,
+                "max_running_sequences": 6,
+                "cache_gb": small_cache(7) / 2,
+                "kernel": attend_gathered,
+            },
             {"FEWEST_ROWS": 3, "PREFILL_LENGTHS": (16,)},
         ),
     }
@@ -115,7 +125,7 @@ def test_the_answers_compared_with_are_those_of_the_forward_pass(params, next_lo
     assert {a.finish for a in expected} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("name", ["cramped", "pieces"])
+@pytest.mark.parametrize("name", ["cramped", "pieces", "in place"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_answers_depend_on_nothing_but_the_request(variant, params, expected, name, seed):
     engine = variant(name)
@@ -125,9 +135,10 @@ def test_answers_depend_on_nothing_but_the_request(variant, params, expected, na
     assert (after.running, after.waiting, after.cached_tokens) == (0, 0, 0)
 
 
-def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, shared_engine, params):
+@pytest.mark.parametrize("name", ["cramped", "in place"])
+def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, shared_engine, params, name):
     """Three that grow to three pages each, where there are seven."""
-    engine = variant("cramped")
+    engine = variant(name)
     requests = [Request(prompt(7, seed), SamplingParams(33), seed) for seed in range(3)]
     for each in (engine, shared_engine):
         each.load(params, version=0)
@@ -140,16 +151,19 @@ def test_the_variants_are_what_they_are_called(variant):
     pieces, cramped = variant("pieces").programs.sizes, variant("cramped").programs.sizes
     assert (pieces.rows, pieces.widths, pieces.prefill_shapes) == ((3,), (32, 48), ((2, 8),))
     assert (cramped.rows, cramped.pages, pieces.steps, cramped.steps) == ((3, 6), 7, 1, 7)
+    assert variant("in place").programs.sizes == cramped._replace(has_rows=False)
+    names = {key[0] for key in variant("in place").programs._compiled}
+    assert names == {"pool", "copy", "prefill", "decode"}
 
 
 def test_the_whole_batch_at_once_is_the_same(variant, expected):
     """Twice: the second time most prompts are cached."""
-    for name in ("cramped", "pieces"):
+    for name in ("cramped", "pieces", "in place"):
         for _ in range(2):
             assert_same(variant(name).sample(MIXED[::-1])[::-1], expected)
 
 
-@pytest.mark.parametrize("name", ["cramped", "pieces"])
+@pytest.mark.parametrize("name", ["cramped", "pieces", "in place"])
 def test_a_second_turn_reads_what_is_new(
     variant, shared_engine, params, other_params, next_logits, name
 ):

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -37,7 +39,8 @@ SPEC = ModelSpec(
 SLOTS, LENGTH = 4, 24
 
 
-def test_answers_and_cache():
+@pytest.mark.parametrize("kernel", [None, attend_gathered], ids=["rows", "pages"])
+def test_answers_and_cache(kernel):
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda decl: jnp.asarray(
@@ -50,7 +53,8 @@ def test_answers_and_cache():
         for n in (1, 5, 9)
     ]
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    engine = NativeEngine(model_of(SPEC), EngineSettings(SLOTS, LENGTH), layout=layout)
+    settings = EngineSettings(SLOTS, LENGTH)
+    engine = NativeEngine(model_of(SPEC), settings, layout=layout, kernel=kernel)
     try:
         engine.load(params, version=0)
         answers = engine.sample(requests)
