@@ -158,18 +158,7 @@ def attend_pages(
     keys, values, table = pages
     page, shared = keys.shape[3], heads // keys.shape[1]
     mixed = values.shape[3] if values is not None else (value_width or width)
-    exact = interpret or keys.dtype != jnp.float32
-    sizes = _Sizes(
-        shared,
-        page,
-        width**-0.5 if options.scale is None else options.scale,
-        options.softcap,
-        width_parts(width),
-        width_parts(mixed),
-        jax.lax.Precision.HIGHEST if exact else FLOAT32,
-    )
-    if page != _power(page):
-        raise ValueError(f"expected pages of a power of two of tokens, got {page}")
+    sizes = _sizes_of(q, pages, options, mixed, interpret)
     if blocks is None:
         blocks = _blocks_for(q, pages, options.window, mixed)
     window = table.shape[1] * page if options.window is None else options.window
@@ -181,6 +170,21 @@ def attend_pages(
     results = run(grouped, table.astype(jnp.int32), starts, ends, *held)
     joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(keys.dtype)
     return joined.reshape(batch, heads, mixed)
+
+
+def _sizes_of(q: Array, pages: Pages, options: Attending, mixed: int, interpret: bool) -> "_Sizes":
+    width, page, dtype = q.shape[2], pages.keys.shape[3], pages.keys.dtype
+    if page != _power(page):
+        raise ValueError(f"expected pages of a power of two of tokens, got {page}")
+    return _Sizes(
+        q.shape[1] // pages.keys.shape[1],
+        page,
+        width**-0.5 if options.scale is None else options.scale,
+        options.softcap,
+        width_parts(width),
+        width_parts(mixed),
+        jax.lax.Precision.HIGHEST if interpret or dtype != jnp.float32 else FLOAT32,
+    )
 
 
 def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.kernels import this_device
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.kernel_choice import choose_experts
+
+log = logging.getLogger(__name__)
 
 
 def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
@@ -63,8 +68,29 @@ def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> Nativ
     """Build the native engine for the longest prompt and answer of a run."""
     spec, settings = without_adapter(spec), engine_settings(config)
     layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
+    kernel = choose_cache_kernel(config.model.attention, spec, layout, settings.dtype).kernel
     with config_errors_at("rollout"):
-        return NativeEngine(model_of(spec), settings, layout=layout)
+        return NativeEngine(model_of(spec), settings, layout=layout, kernel=kernel)
+
+
+def choose_cache_kernel(asked: str, spec: ModelSpec, layout: Layout, dtype: str) -> PagedChoice:
+    """Decide how the native engine reads its cache, and log it.
+
+    Several processes decide alike: the kernel is taken where it is possible in all of them.
+
+    Args:
+        asked: `model.attention`: xla, or else the kernel where it is possible.
+        spec: the model.
+        layout: how sequences are split.
+        dtype: of the cache.
+    """
+    own = choose_paged_kernel(asked, spec, layout, dtype, device=this_device())
+    others = distributed.all_gather((own.kernel is not None, own.reason))
+    against = [reason for is_possible, reason in others if not is_possible]
+    choice = PagedChoice(against[0]) if against else own
+    how = "pages in place" if choice.kernel else "rows gathered from pages"
+    log.info("decoding over %s: %s", how, choice.reason)
+    return choice
 
 
 def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:
@@ -108,7 +134,10 @@ def loaded_engine(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
+    kernel = choose_cache_kernel("auto", spec, layout, settings.dtype).kernel
     with config_errors_at("the engine"):
-        engine = NativeEngine(model_of(spec), settings, layout=layout, detokenize=detokenize)
+        engine = NativeEngine(
+            model_of(spec), settings, layout=layout, detokenize=detokenize, kernel=kernel
+        )
     engine.load(params, version=0)
     return engine

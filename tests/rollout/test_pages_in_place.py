@@ -1,0 +1,82 @@
+"""The engine that reads pages in place answers as the one that gathers them into rows."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.paged_attention import attend_gathered, attend_pages
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from tests.guarded import MODEL, NATIVE
+from tests.specs import tiny_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.guards(*MODEL, *NATIVE)]
+
+SPEC = tiny_spec(
+    vocab_size=32,
+    hidden_size=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=64,
+    window=9,
+    windowed_layers=(True, False),
+    score_softcap=20.0,
+)
+REQUESTS = [
+    Request(
+        tuple(np.random.default_rng(length % 3).integers(0, 32, length).tolist()),
+        SamplingParams(40 - length, temperature=float(length % 2)),
+        seed=length,
+    )
+    for length in (1, 2, 15, 16, 17, 30, 3, 9)
+]
+
+
+def answers(devices, axes, kernel, dtype="float32"):
+    layout = Layout(make_mesh(axes, jax.devices()[:devices]))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda d: jnp.asarray(
+            0.4 * rng.normal(size=d.shape) + (d.axes[-1] in ("norm", "head_dim")), jnp.float32
+        ),
+        declare(SPEC),
+    )
+    settings = dataclasses.replace(EngineSettings(4, 40), dtype=dtype)
+    engine = NativeEngine(model_of(SPEC), settings, layout=layout, steps=5, kernel=kernel)
+    try:
+        engine.load(params, version=0)
+        return [engine.sample(REQUESTS) for _ in range(2)]  # at the second time prompts are cached
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return answers(1, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes", "kernel"),
+    [
+        (1, {}, functools.partial(attend_pages, interpret=True)),
+        (4, {"data": 2, "tensor": 2}, attend_gathered),
+        (4, {"data": 2, "tensor": 2}, functools.partial(attend_pages, interpret=True)),
+    ],
+    ids=["interpreted", "on a mesh", "interpreted on a mesh"],
+)
+def test_answers(expected, devices, axes, kernel):
+    for got, wanted in zip(answers(devices, axes, kernel), expected, strict=True):
+        for answer, want in zip(got, wanted, strict=True):
+            assert answer.tokens.tolist() == want.tokens.tolist()
+            np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=1e-5)
