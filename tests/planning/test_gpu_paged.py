@@ -1,0 +1,99 @@
+"""What XLA's compiler for GPUs makes of attention over pages: no GPU needed, but jax's plugin."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.paged_attention import Pages, attend_pages
+from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
+from jaxrl_llm.planning.hlo import parse_program
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import ROLLOUT_RULES
+from tests.guarded import MODEL, NATIVE
+from tests.specs import tiny_spec
+
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, *NATIVE)]
+
+OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
+NO_SPILLS = {**OPTIONS, "xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+LAYERS = 3
+SPEC = tiny_spec(
+    vocab_size=512, hidden_size=256, layers=LAYERS, heads=8, kv_heads=4, head_dim=64, ff_width=512
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    try:
+        gpu_devices("H200", 1)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+HEADS = {  # queries, keys, width, dtype, options
+    "Qwen3-1.7B": (16, 8, 128, "bfloat16", Attending()),
+    "Qwen3-235B": (64, 4, 128, "bfloat16", Attending()),
+    "a width of two parts": (32, 32, 80, "bfloat16", Attending()),
+    "Gemma 2": (16, 8, 256, "bfloat16", Attending(256**-0.5, 4096, 50.0)),
+    "groups of seven": (28, 4, 64, "bfloat16", Attending()),
+    "float32": (16, 8, 128, "float32", Attending()),
+}
+
+
+@pytest.mark.parametrize("case", HEADS.values(), ids=HEADS.keys())
+def test_no_register_is_spilled(case):
+    heads, kv_heads, width, dtype, options = case
+    page, pages = (512, kv_heads, width, 16), (512, kv_heads, 16, width)
+    compile_kernel((64, heads, width), page, pages, dtype, options)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_no_register_is_spilled_over_latents(heads):
+    compile_kernel((64, heads, 576), (512, 1, 576, 16), None, "bfloat16", Attending(0.07), 512)
+
+
+def compile_kernel(q, keys, values, dtype, options, value_width=None):
+    """Compile it for sequences of 128 pages; too much shared memory is an error, too."""
+    layout = Layout(make_mesh({}, gpu_devices("H200", 1)))
+
+    def shape(sizes, dtype=dtype):
+        return sizes and jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.sharding())
+
+    def run(q, keys, values, table, positions):
+        pages = Pages(keys, values, table)
+        return attend_pages(q, pages, positions, options, value_width=value_width)
+
+    given = shape(q), shape(keys), shape(values)
+    numbers = shape((q[0], 128), jnp.int32), shape(q[:1], jnp.int32)
+    lowered = jax.jit(run).lower(*given, *numbers)
+    text = lowered.compile(compiler_options=NO_SPILLS).as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
+
+
+@pytest.mark.parametrize(("devices", "axes"), [(1, {}), (8, {"data": 4, "tensor": 2})])
+def test_decoding_holds_the_cache_once(devices, axes):
+    layout = Layout(make_mesh(axes, gpu_devices("H200", devices)), rules=ROLLOUT_RULES)
+    settings = EngineSettings(64 * devices, 2048, dtype="bfloat16")
+    engine = NativeEngine(model_of(SPEC), settings, layout=layout, kernel=attend_pages)
+    engine.close()
+    _, (pool,) = engine.shapes()
+    compiled = engine.trace("decode").lower().compile(compiler_options=OPTIONS)
+    sizes = [
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(pool)
+    ]
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < sizes[0]  # no layer is gathered; cuBLAS has half of it
+    program = parse_program(compiled.as_text())
+    lines = [line for block in program.computations.values() for line in block.values()]
+    kernels = [line for line in lines if "xla.gpu.triton" in line.rest]
+    assert len(kernels) == LAYERS
+    assert [x.type for x in lines if x.operation == "copy" and x.size >= sizes[0]] == []
