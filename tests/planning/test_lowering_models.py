@@ -14,6 +14,7 @@ from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped_triton import TRITON
+from jaxrl_llm.models.paged_attention import attend_pages
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -118,3 +119,22 @@ def test_an_engine_on_one_device(tmp_path):
         program = lower(shapes.trace[StepId(ENGINE, kind)]())
         assert program.partitions == 1
         assert {dtype for product in program.products for dtype, _ in product} == {"f32"}
+
+
+def test_the_engine_over_pages_in_place():
+    spec = spec_of("Gemma2", head_dim=16)  # windows and soft-caps
+    mesh = make_mesh({"data": 4, "tensor": 2})
+    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
+    layout = Layout(mesh, rules=ROLLOUT_RULES)
+    engine = NativeEngine(model_of(spec), settings, layout=layout, kernel=attend_pages)
+    engine.close()
+    keys = list(engine.programs._keys())
+    assert {key[0] for key in keys} == {"pool", "copy", "prefill", "decode"}
+    copy = lower(engine.programs.trace("copy", engine.programs.sizes.rows[-1]))
+    decode = lower(engine.programs.trace("decode", *engine.programs.sizes.largest, True))
+    assert (copy.calls, copy.donates) == (set(), [True, False, False])
+    assert len(decode.calls) == 1  # Triton's, by a name that depends on jax's version
+    assert decode.donates == [False, True, False, False, False]
+    for program in (copy, decode):
+        assert program.partitions == 8
+        assert program.aliased == program.donated
