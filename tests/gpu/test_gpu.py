@@ -22,6 +22,8 @@ from jaxrl_llm.models.kernels import (
     this_device,
 )
 from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.paged_attention import attend_pages
+from jaxrl_llm.models.paged_kernel import PagedHeads, choose_paged_kernel, paged_difference
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -55,15 +57,14 @@ SPEC = ModelSpec(
 LENGTH = 128
 
 
-def _sequences(device, dtype):
-    """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
+def _sequences(device, dtype, kernel=None):
+    """Sample on a device, with a kernel over pages or without; return the batch, the engine's log-probs and the trainer's."""
     mesh = make_mesh({}, [device])
     params = jax.device_put(
         init_params(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh)
     )
-    engine = NativeEngine(
-        model_of(SPEC), EngineSettings(32, LENGTH, dtype=dtype), layout=Layout(mesh)
-    )
+    settings = EngineSettings(32, LENGTH, dtype=dtype)
+    engine = NativeEngine(model_of(SPEC), settings, layout=Layout(mesh), kernel=kernel)
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]
@@ -90,6 +91,30 @@ def _sequences(device, dtype):
 def test_decoding_agrees_with_the_forward_pass(dtype, tolerance):
     _, _, batch, reported, logprobs = _sequences(jax.devices("gpu")[0], dtype)
     assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
+def test_decoding_over_pages_in_place_agrees_with_the_forward_pass(dtype, tolerance):
+    device = jax.devices("gpu")[0]
+    layout = Layout(make_mesh({}, [device]))
+    choice = choose_paged_kernel("auto", SPEC, layout, dtype, device=this_device())
+    assert choice.kernel is not None, choice.reason
+    _, _, batch, reported, logprobs = _sequences(device, dtype, choice.kernel)
+    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
+
+
+@pytest.mark.parametrize(("heads", "keys", "width"), [(16, 8, 128), (7, 1, 80), (8, 4, 256)])
+def test_the_kernel_over_pages_is_exact(heads, keys, width):
+    kinds = (Attending(), Attending(window=100, softcap=5.0))
+    asked = PagedHeads(heads, keys, width, None, kinds)
+    assert paged_difference(attend_pages, asked, "float32") < 1e-4
+    assert paged_difference(attend_pages, asked, "bfloat16") < TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_kernel_over_latents_is_exact(heads):
+    asked = PagedHeads(heads, 1, 576, 512, (Attending(0.07),))
+    assert paged_difference(attend_pages, asked, "bfloat16") < TOLERANCE
 
 
 def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
