@@ -58,7 +58,7 @@ LENGTH = 128
 
 
 def _sequences(device, dtype, kernel=None):
-    """Sample on a device, with a kernel over pages or without; return the batch, the engine's log-probs and the trainer's."""
+    """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
     mesh = make_mesh({}, [device])
     params = jax.device_put(
         init_params(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh)
