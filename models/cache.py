@@ -155,7 +155,7 @@ class PageTables(NamedTuple):
 
     Attributes:
         table: as in `models.paged_attention.Pages`.
-        kernel: with the arguments of `models.paged_attention.attend_pages`.
+        kernel: with the arguments of `models.paged_attention.attend_gathered`.
     """
 
     table: Int[Array, "B n"]

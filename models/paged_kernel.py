@@ -16,22 +16,18 @@ from jaxtyping import Array
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.kernels import TOLERANCE, DeviceInfo
 from jaxrl_llm.models.layers import Layer, attending
-from jaxrl_llm.models.paged_attention import (
-    LEAST_WIDTH,
-    Pages,
-    attend_gathered,
-    attend_pages,
-)
+from jaxrl_llm.models.paged_attention import Pages, attend_gathered
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
+WIDTHS = 16  # heads are a multiple of it
 LEAST_CAPABILITY = (8, 0)  # Ampere: older GPUs have no bfloat16
 DTYPES = ("bfloat16", "float16", "float32")
 TRIED_PAGES = 40  # of a sequence
 TRIED_PAGE = 16
 
 Kernel = Callable[..., Array]
-"""What computes `attend_pages`, with its arguments (q, pages, positions, options, value_width)."""
+"""What attends over pages: (q, pages, positions, options, value_width=) -> mixed values."""
 
 
 class PagedHeads(NamedTuple):
@@ -92,7 +88,7 @@ def paged_objection(heads: PagedHeads, dtype: DTypeLike, device: DeviceInfo) -> 
     >>> paged_objection(heads, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 11, 2)))
     'heads are 100 wide, it needs a multiple of 16'
     """
-    wide = next((n for n in (heads.width, heads.latent) if n and n % LEAST_WIDTH), None)
+    wide = next((n for n in (heads.width, heads.latent) if n and n % WIDTHS), None)
     capability, least = (".".join(map(str, x)) for x in (device.capability, LEAST_CAPABILITY))
     reasons = {
         f"the devices are {device.platform}, not cuda": device.platform != "cuda",
@@ -102,7 +98,7 @@ def paged_objection(heads: PagedHeads, dtype: DTypeLike, device: DeviceInfo) -> 
         f"the cache's dtype is {jnp.dtype(dtype)}, it needs one of {', '.join(DTYPES)}": (
             jnp.dtype(dtype).name not in DTYPES
         ),
-        f"heads are {wide} wide, it needs a multiple of {LEAST_WIDTH}": wide is not None,
+        f"heads are {wide} wide, it needs a multiple of {WIDTHS}": wide is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -159,7 +155,7 @@ def choose_paged_kernel(
     dtype: DTypeLike,
     *,
     device: DeviceInfo,
-    kernel: Kernel = attend_pages,
+    kernel: Kernel | None = None,
 ) -> PagedChoice:
     """Decide how a model reads its cache in decoding.
 
@@ -169,7 +165,7 @@ def choose_paged_kernel(
         layout: where it decodes.
         dtype: of the cache.
         device: the devices.
-        kernel: what is tried.
+        kernel: what is tried; None: `models.paged_triton.attend_pages`.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 11, 2))
@@ -184,6 +180,8 @@ def choose_paged_kernel(
     if against := paged_objection(heads, dtype, device):
         return PagedChoice(against)
     try:
+        if kernel is None:  # not above: a jax to come will have no Pallas for Triton
+            from jaxrl_llm.models.paged_triton import attend_pages as kernel
         off = paged_difference(kernel, heads, dtype)
     except Exception as error:  # whatever stops a kernel speaks against it
         message = (str(error).strip() or "no message").splitlines()[0]

@@ -22,8 +22,8 @@ from jaxrl_llm.models.kernels import (
     this_device,
 )
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_attention import attend_pages
 from jaxrl_llm.models.paged_kernel import PagedHeads, choose_paged_kernel, paged_difference
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.paged_attention import (
-    Blocks,
-    Pages,
-    attend_gathered,
-    attend_pages,
-    choose_blocks,
-)
+from jaxrl_llm.models.paged_attention import Pages, attend_gathered
+from jaxrl_llm.models.paged_triton import Blocks, attend_pages, choose_blocks
 from tests.guarded import NATIVE
 
 PAGE, PAGES = 16, 6

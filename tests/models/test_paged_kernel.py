@@ -10,13 +10,14 @@ import pytest
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.paged_attention import attend_gathered, attend_pages
+from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_kernel import (
     PagedHeads,
     choose_paged_kernel,
     paged_difference,
     paged_heads,
 )
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from tests.specs import tiny_spec

@@ -9,7 +9,8 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_attention import Pages, attend_pages
+from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
 from jaxrl_llm.planning.hlo import parse_program
 from jaxrl_llm.rollout.engine import EngineSettings

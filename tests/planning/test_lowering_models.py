@@ -14,7 +14,7 @@ from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped_triton import TRITON
-from jaxrl_llm.models.paged_attention import attend_pages
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.engine import EngineSettings

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_attention import attend_gathered, attend_pages
+from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine

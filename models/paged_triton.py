@@ -1,0 +1,338 @@
+"""Attention of decoding over the pages of a key/value cache, read where they lie.
+
+`attend_cache` reads rows, so that pages have first to be gathered into rows, which takes the memory
+of the cache once more. The kernel here follows the tables of pages itself (PagedAttention, Kwon et
+al. 2023, section 4.3, https://arxiv.org/abs/2309.06180). It is written in Pallas for Triton, which
+compiles it for GPUs. jax has deprecated Pallas for Triton (0.11), so only what needs the kernel
+imports this module.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Float32, Int
+
+from jaxrl_llm.models.attention import PLAIN, Attending
+from jaxrl_llm.models.paged_attention import Pages
+
+LEAST_QUERIES = 16  # rows of a tensor core's product
+MOST_QUERIES = 32  # heads that share keys and are computed at once
+LEAST_WIDTH = 16  # dimensions of a tensor core's product
+BLOCK = 64  # tokens of keys and values on the chip at once; fewer of wide ones
+BLOCK_BYTES = 65536  # of a block's keys and values at most
+PROGRAMS = 528  # wanted at least: four for each of 132 multiprocessors
+LEAST_SPLIT = 128  # tokens
+MOST_SPLIT = 1024
+FLOAT32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+"""How float32 is multiplied: in three products of tensor cores, nearly to its own precision."""
+MASKED = float(jnp.finfo(jnp.float32).min)
+LOG2_E = math.log2(math.e)
+
+
+class Blocks(NamedTuple):
+    """How the work of the kernel is cut.
+
+    Attributes:
+        queries: heads that one program computes, of those that share keys; the rest is padding.
+        pages: that are read at once; a power of two.
+        per_split: pages that one program reads; a multiple of `pages`.
+        splits: parts into which a sequence's pages are cut.
+    """
+
+    queries: int
+    pages: int
+    per_split: int
+    splits: int
+
+
+def choose_blocks(programs: int, shared: int, token: int, page: int, pages: int) -> Blocks:
+    """Choose how the work is cut.
+
+    Sequences are split so far that there are `PROGRAMS` programs, and so far that none reads more
+    than `MOST_SPLIT` tokens: else the longest sequence would be waited for.
+
+    Args:
+        programs: sequences times heads of keys.
+        shared: query heads that share a head of keys.
+        token: bytes of a token's key and value.
+        page: tokens of a page.
+        pages: the most pages of a sequence.
+
+    >>> choose_blocks(512, 2, 512, 16, 128)
+    Blocks(queries=16, pages=4, per_split=64, splits=2)
+    >>> choose_blocks(8, 5, 512, 16, 128)
+    Blocks(queries=16, pages=4, per_split=8, splits=16)
+    """
+    queries = min(max(LEAST_QUERIES, _power(shared)), MOST_QUERIES)
+    at_once = max(1, min(BLOCK, BLOCK_BYTES // token) // page)
+    at_once = min(_power(at_once + 1) // 2, _power(pages))
+    programs *= -(-shared // queries)
+    fewest = -(-pages * page // MOST_SPLIT)
+    most = max(fewest, pages * page // LEAST_SPLIT)
+    splits = min(max(fewest, -(-PROGRAMS // programs)), most)
+    per_split = -(-pages // (splits * at_once)) * at_once
+    return Blocks(queries, at_once, per_split, -(-pages // per_split))
+
+
+def _power(number: int) -> int:
+    """Return the smallest power of two that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def width_parts(width: int) -> tuple[tuple[int, int], ...]:
+    """Cut a width into powers of two: start and size of each, as Triton takes no others.
+
+    Raises:
+        ValueError: it is not a multiple of `LEAST_WIDTH`.
+
+    >>> width_parts(576), width_parts(80)
+    (((0, 512), (512, 64)), ((0, 64), (64, 16)))
+    """
+    if width % LEAST_WIDTH or width <= 0:
+        raise ValueError(f"expected a width that is a multiple of {LEAST_WIDTH}, got {width}")
+    sizes = [1 << bit for bit in range(width.bit_length()) if width >> bit & 1][::-1]
+    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
+@jax.named_scope("attention")
+def attend_pages(
+    q: Float[Array, "B N H"],
+    pages: Pages,
+    positions: Int[Array, " B"],
+    options: Attending = PLAIN,
+    *,
+    value_width: int | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B N V"]:
+    r"""Attend with the newest token of each sequence over its pages, without gathering them.
+
+    The equation is that of `models.attention.attend` for one query: $o = \sum_j p_j v_j / l$ with
+    $p_j = e^{s_j - m}$, $l = \sum_j p_j$. A program computes it for the heads that share keys over
+    a part c of the pages, by the online softmax of FlashAttention
+    (https://arxiv.org/abs/2205.14135, algorithm 1). Where there are several parts,
+    $o = \sum_c w_c o_c / \sum_c w_c$ with $w_c = e^{m_c} l_c$ joins them (Flash-Decoding,
+    https://pytorch.org/blog/flash-decoding/). Pages out of the window are not read.
+
+    Args:
+        q: Queries, rotated.
+        pages: Keys and values.
+        positions: Of the queries, whose own keys and values are in their pages. Negative: the row
+            is empty, its result is 0.
+        options: Scale, window and soft-cap of the scores.
+        value_width: V where there are no values.
+        blocks: How the work is cut; None: `choose_blocks`.
+        interpret: Whether to compute it on any device, slowly, as tests do.
+
+    Returns:
+        The mixed values, in the dtype of the keys.
+
+    Raises:
+        ValueError: A width is not a multiple of 16, or S is not a power of two.
+
+    >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
+    >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
+    >>> q, pages = jnp.ones((2, 3, 16)), Pages(k, v, table)
+    >>> attend_pages(q, pages, positions, interpret=True).shape
+    (2, 3, 16)
+    """
+    batch, heads, width = q.shape
+    keys, values, table = pages
+    page, shared = keys.shape[3], heads // keys.shape[1]
+    mixed = values.shape[3] if values is not None else (value_width or width)
+    sizes = _sizes_of(q, pages, options, mixed, interpret)
+    if blocks is None:
+        blocks = _blocks_for(q, pages, options.window, mixed)
+    window = table.shape[1] * page if options.window is None else options.window
+    ends = positions.astype(jnp.int32) + 1
+    starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
+    run = _call(sizes, blocks, q, pages, interpret)
+    grouped = q.astype(keys.dtype).reshape(batch, -1, shared, width)
+    held = (keys,) if values is None else (keys, values)
+    results = run(grouped, table.astype(jnp.int32), starts, ends, *held)
+    joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(keys.dtype)
+    return joined.reshape(batch, heads, mixed)
+
+
+def _sizes_of(q: Array, pages: Pages, options: Attending, mixed: int, interpret: bool) -> "_Sizes":
+    width, page, dtype = q.shape[2], pages.keys.shape[3], pages.keys.dtype
+    if page != _power(page):
+        raise ValueError(f"expected pages of a power of two of tokens, got {page}")
+    return _Sizes(
+        q.shape[1] // pages.keys.shape[1],
+        page,
+        width**-0.5 if options.scale is None else options.scale,
+        options.softcap,
+        width_parts(width),
+        width_parts(mixed),
+        jax.lax.Precision.HIGHEST if interpret or dtype != jnp.float32 else FLOAT32,
+    )
+
+
+def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:
+    """Return the blocks of `choose_blocks` for arrays."""
+    _, kv_heads, width, page = pages.keys.shape
+    span = pages.table.shape[1]
+    if isinstance(window, int):  # it touches one page more than it fills
+        span = min(span, -(-window // page) + 1)
+    numbers = width + (0 if pages.values is None else mixed)
+    shared = q.shape[1] // kv_heads
+    token = numbers * pages.keys.dtype.itemsize
+    return choose_blocks(q.shape[0] * kv_heads, shared, token, page, span)
+
+
+def _call(sizes: "_Sizes", blocks: Blocks, q: Array, pages: Pages, interpret: bool) -> Any:
+    """Return the kernel for arrays: one result where pages are not split, else those of `_join`."""
+    kv_heads, dtype = pages.keys.shape[1], pages.keys.dtype
+    mixed = sum(size for _, size in sizes.value_parts)
+    whole = blocks.splits == 1
+    shape = (q.shape[0], kv_heads, blocks.splits, sizes.shared)
+    out = jax.ShapeDtypeStruct((*shape, mixed), dtype if whole else jnp.float32)
+    warps = _warps(mixed * dtype.itemsize)
+    return pl.pallas_call(
+        functools.partial(_kernel, sizes, blocks, pages.values is None),
+        grid=(q.shape[0], kv_heads * -(-sizes.shared // blocks.queries), blocks.splits),
+        out_shape=(out,) if whole else (out, jax.ShapeDtypeStruct(shape, jnp.float32)),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
+        interpret=interpret,
+        name="attend_pages",
+    )
+
+
+def _warps(value: int) -> int:
+    """Return by how many groups of 32 threads values of so many bytes are mixed."""
+    return 8 if value >= 512 else 4
+
+
+class _Sizes(NamedTuple):
+    """What a program knows of the problem."""
+
+    shared: int
+    page: int
+    scale: float
+    softcap: float | None
+    key_parts: tuple[tuple[int, int], ...]
+    value_parts: tuple[tuple[int, int], ...]
+    precision: Any
+
+
+class _Sums(NamedTuple):
+    """The online softmax of some heads: mixed values by parts, largest score and sum of weights."""
+
+    mixed: tuple[Float32[Array, "Q part"], ...]
+    largest: Float32[Array, " Q"]
+    total: Float32[Array, " Q"]
+
+
+def _kernel(sizes: _Sizes, blocks: Blocks, shares_keys: bool, *refs: Any) -> None:
+    """Attend over one part of the pages of a sequence, with some of the heads that share keys."""
+    q_ref, table_ref, starts_ref, ends_ref, keys_ref, *others = refs
+    values_ref = None if shares_keys else others.pop(0)
+    row, split = pl.program_id(0), pl.program_id(2)
+    groups = -(-sizes.shared // blocks.queries)
+    head, group = pl.program_id(1) // groups, pl.program_id(1) % groups
+    heads = group * blocks.queries + jnp.arange(blocks.queries)
+    is_head = heads < sizes.shared
+    q = [
+        triton.load(_at(q_ref, row, head, heads, dims), mask=is_head[:, None], other=0.0)
+        for dims in map(_numbers, sizes.key_parts)
+    ]
+    start, end = starts_ref[row], ends_ref[row]
+    first = start // sizes.page + split * blocks.per_split
+    last = jnp.minimum(first + blocks.per_split, pl.cdiv(end, sizes.page))
+    slots = jnp.arange(sizes.page)
+
+    def body(i: Array, sums: _Sums) -> _Sums:
+        at = first + i * blocks.pages + jnp.arange(blocks.pages)
+        is_page = at < last
+        pages = triton.load(_at(table_ref, row, at), mask=is_page, other=0)
+        of_pages = functools.partial(triton.load, mask=is_page[:, None, None], other=0.0)
+        k = [
+            of_pages(_at(keys_ref, pages, head, dims, slots)).transpose(1, 0, 2)
+            for dims in map(_numbers, sizes.key_parts)
+        ]
+        k = [part.reshape(part.shape[0], -1) for part in k]
+        if values_ref is None:
+            v = [k[i].T for i, _ in enumerate(sizes.value_parts)]
+        else:
+            v = [
+                of_pages(_at(values_ref, pages, head, slots, dims)).reshape(-1, dims.size)
+                for dims in map(_numbers, sizes.value_parts)
+            ]
+        place = ((at * sizes.page)[:, None] + slots[None, :]).reshape(-1)
+        allowed = (place >= start) & (place < end) & (place < last * sizes.page)
+        scores = sum(_product(sizes, *pair) for pair in zip(q, k, strict=True)) * sizes.scale
+        if sizes.softcap is not None:
+            scores = sizes.softcap * jnp.tanh(scores / sizes.softcap)
+        return _add(sizes, sums, jnp.where(allowed[None, :], scores, MASKED), v)
+
+    none = jnp.zeros(blocks.queries, jnp.float32)
+    mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in sizes.value_parts)
+    trips = pl.cdiv(jnp.maximum(last - first, 0), blocks.pages)
+    sums = jax.lax.fori_loop(0, trips, body, _Sums(mixed, none + MASKED, none))
+    _store(sizes, sums, is_head, (row, head, split, heads), *others)
+
+
+def _numbers(part: tuple[int, int]) -> Int[Array, " part"]:
+    """Return the numbers of a part of a width."""
+    return part[0] + jnp.arange(part[1])
+
+
+def _at(ref: Any, *index: Array) -> Any:
+    """Refer to the product of numbers along each axis of an array; a scalar takes its axis away."""
+    axes = [i for i, numbers in enumerate(index) if numbers.ndim]
+    shape = tuple(index[i].size for i in axes)
+
+    def spread(i: int) -> Array:
+        if i not in axes:
+            return index[i]
+        return jax.lax.broadcast_in_dim(index[i], shape, (axes.index(i),))
+
+    return ref.at[tuple(map(spread, range(len(index))))]
+
+
+def _add(sizes: _Sizes, sums: _Sums, scores: Float32[Array, "Q T"], v: list[Array]) -> _Sums:
+    """Add tokens to the online softmax; at least one of them is allowed."""
+    largest = jnp.maximum(sums.largest, scores.max(axis=1))
+    kept = jnp.exp2((sums.largest - largest) * LOG2_E)
+    weights = jnp.exp2((scores - largest[:, None]) * LOG2_E)
+    mixed = tuple(
+        old * kept[:, None] + _product(sizes, weights.astype(part.dtype), part)
+        for old, part in zip(sums.mixed, v, strict=True)
+    )
+    return _Sums(mixed, largest, sums.total * kept + weights.sum(axis=1))
+
+
+def _store(
+    sizes: _Sizes,
+    sums: _Sums,
+    is_head: Array,
+    where: tuple[Array, Array, Array, Array],
+    out_ref: Any,
+    total_ref: Any = None,
+) -> None:
+    """Write the mixed values of some heads, and for `_join` the logarithm of their sum."""
+    divisor = jnp.where(sums.total > 0, sums.total, 1.0)
+    for (start, size), mixed in zip(sizes.value_parts, sums.mixed, strict=True):
+        to = _at(out_ref, *where, _numbers((start, size)))
+        triton.store(to, (mixed / divisor[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
+    if total_ref is not None:
+        total = jnp.where(sums.total > 0, sums.largest + jnp.log(divisor), MASKED)
+        triton.store(_at(total_ref, *where), total, mask=is_head)
+
+
+def _product(sizes: _Sizes, a: Array, b: Array) -> Array:
+    return jax.lax.dot(a, b, precision=sizes.precision, preferred_element_type=jnp.float32)
+
+
+def _join(
+    mixed: Float32[Array, "B K splits G V"], total: Float32[Array, "B K splits G"]
+) -> Float32[Array, "B K G V"]:
+    """Join the parts of each sequence by the logarithms of their sums."""
+    weights = jax.nn.softmax(total, axis=2)
+    return (mixed * weights[..., None]).sum(axis=2)
