@@ -10,17 +10,19 @@ import pytest
 
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.rollout import build
+from jaxrl_llm.rollout.build import choose_cache_kernel
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from tests.guarded import MODEL, NATIVE
 from tests.specs import tiny_spec
-
-pytestmark = [pytest.mark.slow, pytest.mark.guards(*MODEL, *NATIVE)]
 
 SPEC = tiny_spec(
     vocab_size=32,
@@ -67,6 +69,8 @@ def expected():
     return answers(1, {}, None)
 
 
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
 @pytest.mark.parametrize(
     ("devices", "axes", "kernel"),
     [
@@ -81,3 +85,24 @@ def test_answers(expected, devices, axes, kernel):
         for answer, want in zip(got, wanted, strict=True):
             assert answer.tokens.tolist() == want.tokens.tolist()
             np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [("auto", "the devices are cpu, not cuda"), ("xla", "XLA's attention was asked for")],
+)
+def test_on_a_cpu_pages_are_gathered(asked, reason, caplog):
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    with caplog.at_level("INFO"):
+        assert choose_cache_kernel(asked, SPEC, layout, "float32") == (reason, None)
+    assert caplog.messages == [f"decoding over rows gathered from pages: {reason}"]
+
+
+def test_a_process_without_the_kernel_decides_for_all(monkeypatch):
+    """Pages are read in place where every process can."""
+    can = PagedChoice("it agrees", attend_gathered)
+    monkeypatch.setattr(build, "choose_paged_kernel", lambda *_, **__: can)
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    assert choose_cache_kernel("auto", SPEC, layout, "float32") == can
+    monkeypatch.setattr(distributed, "all_gather", lambda own: [own, (False, "no memory")])
+    assert choose_cache_kernel("auto", SPEC, layout, "float32") == ("no memory", None)
