@@ -61,6 +61,7 @@ def plan_run(
         change: overrides -> the config with them.
         devices: the GPUs to compile for; by default jax's own, which are of the CPU.
     """
+    from jaxrl_llm.models.kernels import cuda_device
     from jaxrl_llm.planning import report
     from jaxrl_llm.planning.advice import advise
     from jaxrl_llm.planning.estimate import GPUS, USABLE
@@ -68,7 +69,8 @@ def plan_run(
     from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes
     from jaxrl_llm.planning.steps import compile_planned_steps
 
-    shapes, compiled_for = plan_shapes(config, devices), gpu if devices else None
+    shapes = plan_shapes(config, devices, cuda_device(GPUS[gpu].capability))
+    compiled_for = gpu if devices else None
     steps = compile_planned_steps(shapes, GPUS[gpu], UNTUNED if devices else None)
     scratch = {planned.step: planned.scratch for planned in steps}
     memory = memory_by_phase(shapes, scratch)
@@ -106,10 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--gpu: got {options.gpu}, expected {target} as in --compile-for")
 
     def change(more: Sequence[str]) -> TrainConfig:
-        own = [*options.overrides, "model.attention=xla"]  # cuDNN's kernel does not compile here
-        if target is None:  # nor those for Triton
-            own.append("model.experts=xla")
-        return load(TrainConfig, options.config, [*own, *more])
+        given = list(options.overrides)
+        if target is None:  # the kernels for Triton do not compile here
+            given.append("model.experts=xla")
+        given += more
+        config = load(TrainConfig, options.config, given)
+        if config.model.attention != "cudnn":
+            return config
+        return load(TrainConfig, options.config, [*given, "model.attention=auto"])  # nor does it
 
     try:
         config = change(())

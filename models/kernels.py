@@ -178,6 +178,19 @@ def _described(device: Any) -> DeviceInfo:
     return DeviceInfo("cuda", tuple(map(int, device.compute_capability.split("."))), version)
 
 
+def cuda_device(capability: str) -> DeviceInfo:
+    """Describe an NVIDIA GPU that is not here.
+
+    Args:
+        capability: For which it is compiled.
+
+    >>> cuda_device("9.0")[:2]
+    ('cuda', (9, 0))
+    """
+    numbers = tuple(map(int, capability.split(".")))
+    return DeviceInfo("cuda", numbers, jax.__version_info__, is_here=False)
+
+
 class Heads(NamedTuple):
     """What attention is asked to do on one device.
 

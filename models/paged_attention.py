@@ -12,6 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import PLAIN, Attending, attend_cache
 
+AT_ONCE = 4
+"""Sequences that `attend_in_turn` gathers at once."""
+
 
 class Pages(NamedTuple):
     """The pages of one layer, and which of them each sequence has.
@@ -59,3 +62,36 @@ def attend_gathered(
         v = values.at[table].get(mode="fill", fill_value=0)
         v = jax.lax.collapse(jnp.moveaxis(v, 1, 2), 2, 4)
     return attend_cache(q[:, None].astype(k.dtype), k, v, positions[:, None], options)[:, 0]
+
+
+def attend_in_turn(
+    q: Float[Array, "B N H"],
+    pages: Pages,
+    positions: Int[Array, " B"],
+    options: Attending = PLAIN,
+    *,
+    value_width: int | None = None,
+) -> Float[Array, "B N V"]:
+    """Compute `attend_gathered` for a few sequences at a time, so that few are ever gathered.
+
+    It stands for the kernel in programs for CPUs that are compiled to see what a GPU would need.
+
+    Args:
+        q: As `attend_gathered`.
+        pages: As `attend_gathered`.
+        positions: As `attend_gathered`.
+        options: As `attend_gathered`.
+        value_width: As `attend_gathered`.
+
+    >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
+    >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
+    >>> attend_in_turn(jnp.ones((2, 3, 16)), Pages(k, v, table), positions).shape
+    (2, 3, 16)
+    """
+
+    def attend_one(row: tuple[Array, Array, Array]) -> Array:
+        q, table, position = (x[None] for x in row)
+        own = pages._replace(table=table)
+        return attend_gathered(q, own, position, options, value_width=value_width)[0]
+
+    return jax.lax.map(attend_one, (q, pages.table, positions), batch_size=AT_ONCE)

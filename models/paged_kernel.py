@@ -59,6 +59,11 @@ class PagedChoice(NamedTuple):
     reason: str
     kernel: Kernel | None = None
 
+    def __str__(self) -> str:
+        """Return it as text for logs and plans."""
+        how = "pages in place" if self.kernel else "rows gathered from pages"
+        return f"{how}: {self.reason}"
+
 
 def paged_heads(spec: ModelSpec, layout: Layout) -> PagedHeads | str:
     """Return what a device of a layout is asked to do, or why a kernel can't stand there.
@@ -156,6 +161,7 @@ def choose_paged_kernel(
     *,
     device: DeviceInfo,
     kernel: Kernel | None = None,
+    tries: bool = True,
 ) -> PagedChoice:
     """Decide how a model reads its cache in decoding.
 
@@ -166,6 +172,7 @@ def choose_paged_kernel(
         dtype: of the cache.
         device: the devices.
         kernel: what is tried; None: `models.paged_triton.attend_pages`.
+        tries: whether the kernel runs here before it is taken; plans are for other devices.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 11, 2))
@@ -182,6 +189,8 @@ def choose_paged_kernel(
     try:
         if kernel is None:  # not above: a jax to come will have no Pallas for Triton
             from jaxrl_llm.models.paged_triton import attend_pages as kernel
+        if not tries:
+            return PagedChoice("nothing speaks against the kernel, which was not tried", kernel)
         off = paged_difference(kernel, heads, dtype)
     except Exception as error:  # whatever stops a kernel speaks against it
         message = (str(error).strip() or "no message").splitlines()[0]

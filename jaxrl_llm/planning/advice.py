@@ -59,7 +59,7 @@ def advise(
         best: tuple[float, tuple[str, ...], RunShapes, PhaseMemory] | None = None
         for option in list_changes(current, now):
             try:
-                tried = plan_shapes(change(done + option), devices)
+                tried = plan_shapes(change(done + option), devices, shapes.gpu)
             except (ConfigError, ValueError):
                 continue
             phase = fullest_phase(tried, scale_scratch(scratch, shapes, tried))

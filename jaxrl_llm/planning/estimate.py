@@ -10,6 +10,7 @@ class Gpu(NamedTuple):
     """Published figures of one GPU: dense bfloat16 FLOP/s, bytes, and bytes/s in one direction.
 
     `link` is NVLink's, within a node of eight; `network` that of one 400 Gb/s adapter per GPU.
+    `capability` is for what CUDA compiles.
     """
 
     flops: int | float
@@ -17,12 +18,13 @@ class Gpu(NamedTuple):
     bandwidth: int | float
     link: int | float
     network: int | float
+    capability: str
 
 
 GPUS: Mapping[str, Gpu] = {
-    "H100": Gpu(989e12, 80e9, 3.35e12, 450e9, 50e9),
-    "H200": Gpu(989e12, 141e9, 4.8e12, 450e9, 50e9),
-    "B200": Gpu(2250e12, 180e9, 7.7e12, 900e9, 50e9),
+    "H100": Gpu(989e12, 80e9, 3.35e12, 450e9, 50e9, "9.0"),
+    "H200": Gpu(989e12, 141e9, 4.8e12, 450e9, 50e9, "9.0"),
+    "B200": Gpu(2250e12, 180e9, 7.7e12, 900e9, 50e9, "10.0"),
 }
 PER_NODE = 8
 COMPUTE, BANDWIDTH, LINKS = 0.4, 0.7, 0.7

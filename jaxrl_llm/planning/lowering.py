@@ -18,10 +18,13 @@ from jaxlib.mlir import ir
 
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter, without_adapter
+from jaxrl_llm.models.paged_attention import attend_in_turn
+from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.build import native_engine
+from jaxrl_llm.rollout.build import choose_cache_kernel, native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.forward import ForwardConfig
@@ -248,21 +251,67 @@ def abstract_microbatch(
     return with_shardings(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
 
 
-def plan_engine(
-    config: TrainConfig, spec: ModelSpec, layout: Layout
-) -> tuple[Any, Any, dict[StepId, Callable[[], Any]], int]:
-    """Return the engine's weights and cache as shapes, and what traces its largest programs.
+class AbstractEngine(NamedTuple):
+    """The native engine, as shapes.
 
-    Last are the tokens of prompts that the largest one reads at once.
+    Attributes:
+        weights: in the compute dtype.
+        pages: of keys and values.
+        rows: the most that are gathered from them; nothing where pages are read in place.
+        choice: how it reads its cache.
+        prefill_tokens: tokens of prompts that it reads at once, at most.
     """
-    engine = native_engine(config, spec, layout)
+
+    weights: Any
+    pages: Any
+    rows: Any
+    choice: PagedChoice
+    prefill_tokens: int
+
+
+def plan_engine(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, gpu: DeviceInfo | None
+) -> tuple[AbstractEngine, dict[StepId, Callable[[], Any]]]:
+    """Return the engine, and the functions that trace its largest programs.
+
+    Args:
+        config: of the run.
+        spec: the model.
+        layout: where it stands.
+        gpu: on which it is to run; None: on this machine's devices.
+    """
+    choice = None if gpu is None else planned_choice(config, spec, layout, gpu)
+    if choice is None:
+        own = without_adapter(spec)
+        choice = choose_cache_kernel(config.model.attention, own, layout, config.model.dtype)
+    engine = native_engine(config, spec, layout, choice=choice)
     engine.close()
     trace = {
         StepId(ENGINE, kind): functools.partial(engine.trace, kind.value)
         for kind in (StepKind.PREFILL, StepKind.DECODE)
     }
     prompts = max(rows * length for rows, length in engine.programs.sizes.prefill_shapes)
-    return *engine.shapes(), trace, prompts
+    weights, (pages, *rows) = engine.shapes()
+    return AbstractEngine(weights, pages, rows, choice, prompts), trace
+
+
+def planned_choice(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, gpu: DeviceInfo
+) -> PagedChoice:
+    """Decide how an engine on a GPU would read its cache, if the kernel over pages agrees there.
+
+    In programs for CPU devices `attend_in_turn` stands for the kernel.
+    """
+    is_for_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    return choose_paged_kernel(
+        config.model.attention,
+        without_adapter(spec),
+        layout,
+        config.model.dtype,
+        device=gpu,
+        kernel=attend_in_turn if is_for_cpu else None,
+        tries=False,
+    )
 
 
 def with_shardings(tree: Any, layout: Any) -> Any:

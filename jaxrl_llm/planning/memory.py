@@ -11,9 +11,11 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.kernels import DeviceInfo, cuda_device
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import (
     ENGINE,
+    AbstractEngine,
     AbstractModel,
     StepId,
     StepKind,
@@ -65,9 +67,9 @@ class RunShapes(NamedTuple):
         spec: the actor.
         roles: the models that read micro-batches, by name.
         throughout: arrays that are held in all phases.
-        cache: of the engine, pages and rows, bytes of a device.
+        engine: that samples.
         trace: traces each step; those that read micro-batches for one of the buckets.
-        prefill_tokens: tokens of prompts that the engine reads at once, at most.
+        gpu: on which the run is planned; None: on this machine's devices.
     """
 
     config: TrainConfig
@@ -75,22 +77,31 @@ class RunShapes(NamedTuple):
     spec: ModelSpec
     roles: dict[str, AbstractModel]
     throughout: list[Allocation]
-    cache: int
+    engine: AbstractEngine
     trace: dict[StepId, Callable[..., Any]]
-    prefill_tokens: int
+    gpu: DeviceInfo | None
+
+    @property
+    def cache(self) -> int:
+        """Return the bytes of a device that the engine's pages and rows take."""
+        return bytes_per_device((self.engine.pages, self.engine.rows))
 
 
-def plan_shapes(config: TrainConfig, devices: Sequence[Any] | None = None) -> RunShapes:
+def plan_shapes(
+    config: TrainConfig, devices: Sequence[Any] | None = None, gpu: DeviceInfo | None = None
+) -> RunShapes:
     """List the models of a run and the bytes of them on each device, from shapes alone.
 
     Args:
         config: of the run.
         devices: that it runs on, which may be those of a topology; by default jax's.
+        gpu: for which jax's own devices stand; those of a topology say it themselves.
 
     Raises:
         ConfigError: the run could not be built.
     """
     functions, layouts = resolve_functions(config), open_layouts(config.mesh, devices)
+    gpu = cuda_device(devices[0].compute_capability) if devices else gpu
     with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
@@ -121,11 +132,11 @@ def plan_shapes(config: TrainConfig, devices: Sequence[Any] | None = None) -> Ru
         )
         size = bytes_per_device(classifier)
         throughout.append(Allocation("classifier", "weights", size, layouts.reward_model))
-    weights, cache, steps, prompts = plan_engine(config, spec, layouts.rollout)
-    throughout.append(Allocation(ENGINE, "weights", bytes_per_device(weights), layouts.rollout))
+    engine, steps = plan_engine(config, spec, layouts.rollout, gpu)
+    size = bytes_per_device(engine.weights)
+    throughout.append(Allocation(ENGINE, "weights", size, layouts.rollout))
     trace |= steps
-    size = bytes_per_device(cache)
-    return RunShapes(config, layouts, spec, roles, throughout, size, trace, prompts)
+    return RunShapes(config, layouts, spec, roles, throughout, engine, trace, gpu)
 
 
 def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
@@ -244,9 +255,9 @@ def _engine_work(shapes: RunShapes, kind: StepKind) -> Work:
     spec = shapes.spec.for_decoding
     if kind is StepKind.DECODE:
         attended = prompt + answer / 2
-        cached = shapes.cache / 2 * attended / longest(config)  # half of it are pages
+        cached = bytes_per_device(shapes.engine.pages) * attended / longest(config)
         flops = forward_flops(spec, slots, slots * attended)
         return Work(mesh, rounds * answer, weights + cached, flops)
-    tokens = shapes.prefill_tokens
+    tokens = shapes.engine.prefill_tokens
     runs = math.ceil(prompts * prompt / tokens)
     return Work(mesh, runs, weights, forward_flops(spec, tokens, tokens * prompt / 2))

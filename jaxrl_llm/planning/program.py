@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
 from jaxrl_llm.planning.collectives import Collective, exchange_of
 from jaxrl_llm.planning.hlo import Computation, Instruction, Program, parse_program
-from jaxrl_llm.planning.traffic import kernel_bytes
+from jaxrl_llm.planning.traffic import is_attention_over_pages, kernel_bytes
 
 CALLED, BODY = r"(?:calls|to_apply)=%([\w.\-]+)", r"body=%([\w.\-]+)"
 CONDITION = r"condition=%([\w.\-]+)"
@@ -226,7 +226,9 @@ class _Reader:
 
 
 def product_flops(line: Instruction, computation: Computation) -> int | float:
-    """Return the operations of a `dot`, or of a library's matrix product; 0 for another call.
+    """Return the operations of a `dot`, of a library's matrix product, or of attention over pages.
+
+    They are 0 for any other call.
 
     Args:
         line: the instruction.
@@ -239,6 +241,9 @@ def product_flops(line: Instruction, computation: Computation) -> int | float:
     elif GROUPED.search(line.attribute(r'op_name="([^"]*)"')):
         # each row is multiplied by one of the matrices, or with one other row
         return 2.0 * math.prod(computation[line.operands[0]].dims) * line.dims[-1]
+    elif is_attention_over_pages(line):
+        queries, table, keys = (computation[line.operands[i]].dims for i in (0, 1, 4))
+        return 2.0 * math.prod(queries[:3]) * table[1] * keys[3] * (queries[3] + line.dims[-1])
     else:
         return 0.0
     sizes = computation[line.operands[0]].dims

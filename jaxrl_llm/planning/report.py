@@ -29,7 +29,8 @@ def describe_run(shapes: RunShapes) -> list[str]:
         lines.append(f"{name:10}{sizes(role.layout)}; {rows}")
     running = shapes.config.rollout.max_running_sequences
     slots = f"{running} slots for {longest(shapes.config)} tokens at most"
-    return [*lines, f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}"]
+    lines.append(f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}")
+    return [*lines, f"{'':10}{shapes.engine.choice}"]
 
 
 def describe_compiler(gpu: str | None) -> list[str]:
@@ -41,7 +42,7 @@ def describe_compiler(gpu: str | None) -> list[str]:
         ]
     return [
         f"programs  of XLA's compiler for {gpu}, nothing timed: matrix products are cuBLAS's,",
-        "          attention is XLA's; cuDNN's is not in the figures",
+        "          attention in rows is XLA's; cuDNN's is not in the figures",
     ]
 
 

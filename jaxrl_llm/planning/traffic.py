@@ -2,8 +2,11 @@
 
 A kernel is taken to read each operand once and to write each result once; what it computes between
 stays on the chip. Of an array that it only takes slices of, it reads these; of one that it updates
-in place, it writes the update.
+in place, it writes the update. Attention over pages in place reads all pages in its table.
 """
+
+import math
+import re
 
 from jaxrl_llm.planning.hlo import Computation, Instruction, Program
 
@@ -12,6 +15,8 @@ SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write into their first operand, and which of their operands is written."""
 CALLED = r"calls=%([\w.\-]+)"
+ATTEND_PAGES = re.compile("/attend_pages/pallas_call$")
+"""The kernel of `models.paged_triton`, by its place in the traced program."""
 
 
 def kernel_bytes(line: Instruction, computation: Computation, program: Program) -> int:
@@ -32,7 +37,27 @@ def kernel_bytes(line: Instruction, computation: Computation, program: Program) 
         return line.size
     if line.attribute(r'custom_call_target="(__cublas)'):  # the rest of its results is workspace
         return sum(operand.size for operand in operands) + line.sizes[0]
+    if is_attention_over_pages(line):
+        queries, table, *others = operands
+        return queries.size + table.size + _read_by(table, others) + line.size
     return sum(operand.size for operand in operands) + line.size
+
+
+def is_attention_over_pages(line: Instruction) -> bool:
+    """Tell whether an instruction is the call of `models.paged_triton`.
+
+    Its first operands are queries [B, K, G, H] and a table [B, n] of pages.
+    """
+    return bool(ATTEND_PAGES.search(line.attribute(r'op_name="([^"]*)"')))
+
+
+def _read_by(table: Instruction, arrays: list[Instruction]) -> int:
+    """Return the bytes read of arrays [pages, …] by a table; of vectors those of all."""
+    pages = math.prod(table.dims)
+    return sum(
+        x.size if len(x.dims) == 1 else x.size // x.dims[0] * pages  # one page each time
+        for x in arrays
+    )
 
 
 def _read(inside: Computation) -> int:

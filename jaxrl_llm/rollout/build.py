@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.kernels import this_device
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
+from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -64,17 +65,31 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
         )
 
 
-def native_engine(config: TrainConfig, spec: ModelSpec, layout: Layout) -> NativeEngine:
-    """Build the native engine for the longest prompt and answer of a run."""
+def native_engine(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, *, choice: PagedChoice | None = None
+) -> NativeEngine:
+    """Build the native engine for the longest prompt and answer of a run.
+
+    Args:
+        config: of the run.
+        spec: the model.
+        layout: how sequences and weights are split.
+        choice: how it reads its cache; None: `choose_cache_kernel`.
+    """
     spec, settings = without_adapter(spec), engine_settings(config)
     layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
-    kernel = choose_cache_kernel(config.model.attention, spec, layout, settings.dtype).kernel
+    if choice is None:
+        choice = choose_cache_kernel(config.model.attention, spec, layout, settings.dtype)
     with config_errors_at("rollout"):
-        return NativeEngine(model_of(spec), settings, layout=layout, kernel=kernel)
+        return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
+
+
+_DECIDED: dict[tuple[Any, ...], PagedChoice] = {}
+_DECIDING = threading.Lock()  # the engine's programs are also lowered by a thread that goes ahead
 
 
 def choose_cache_kernel(asked: str, spec: ModelSpec, layout: Layout, dtype: str) -> PagedChoice:
-    """Decide how the native engine reads its cache, and log it.
+    """Decide how the native engine reads its cache, and log it, once.
 
     Several processes decide alike: the kernel is taken where it is possible in all of them.
 
@@ -84,13 +99,15 @@ def choose_cache_kernel(asked: str, spec: ModelSpec, layout: Layout, dtype: str)
         layout: how sequences are split.
         dtype: of the cache.
     """
-    own = choose_paged_kernel(asked, spec, layout, dtype, device=this_device())
-    others = distributed.all_gather((own.kernel is not None, own.reason))
-    against = [reason for is_possible, reason in others if not is_possible]
-    choice = PagedChoice(against[0]) if against else own
-    how = "pages in place" if choice.kernel else "rows gathered from pages"
-    log.info("decoding over %s: %s", how, choice.reason)
-    return choice
+    case = asked, dtype, paged_heads(spec, layout)
+    with _DECIDING:
+        if case not in _DECIDED:
+            own = choose_paged_kernel(asked, spec, layout, dtype, device=this_device())
+            others = distributed.all_gather((own.kernel is not None, own.reason))
+            against = [reason for is_possible, reason in others if not is_possible]
+            _DECIDED[case] = PagedChoice(against[0]) if against else own
+            log.info("decoding over %s", _DECIDED[case])
+        return _DECIDED[case]
 
 
 def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:

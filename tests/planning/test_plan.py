@@ -157,8 +157,8 @@ def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offl
 def test_prompts_are_read_in_as_many_runs_as_the_engines_program_takes(configure):
     shapes = plan_shapes(configure("batch.prompts_per_step=512"))
     work = workload(shapes, StepId(ENGINE, StepKind.PREFILL))
-    assert 1 < work.runs == -(-512 * 16 // shapes.prefill_tokens)
-    tokens = shapes.prefill_tokens
+    assert 1 < work.runs == -(-512 * 16 // shapes.engine.prefill_tokens)
+    tokens = shapes.engine.prefill_tokens
     assert work.flops == forward_flops(shapes.spec, tokens, tokens * 16 / 2)
 
 
