@@ -186,11 +186,16 @@ def extend_pages(
         tokens: The rows' next tokens.
         positions: Their positions; negative in an empty row, of which nothing is written.
         dtype: Of the computation.
-        layout: How rows, and parts of the pool, are split over a mesh.
+        layout: How rows, and parts of the pool, are split over a mesh; None: there is one part.
 
     Returns:
         Hidden states after the final norm, and the pool with the tokens' keys and values.
+
+    Raises:
+        ValueError: There is no layout for several parts.
     """
+    if layout is None and pool.keys[0].shape[0] != 1:
+        raise ValueError(f"expected a pool of one part without a layout, got {len(pool.keys[0])}")
     latent = spec.latent if _keys_are_values(spec) else None
 
     def attention(

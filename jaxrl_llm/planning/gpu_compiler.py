@@ -23,6 +23,12 @@ UNTUNED: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_auto
 On a GPU XLA times Triton's and cuBLAS's matrix products and takes the faster one. Without one it
 would take Triton's in sizes that nobody has timed; so the calls of cuBLAS are taken.
 """
+UNMERGED: Mapping[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""More of them, for decoding: products of one operand, as of q, k and v, are not merged.
+
+Triton's merged product reads the weights where they are. For cuBLAS XLA concatenates them for each
+token, those of all layers before the first one is used.
+"""
 NOTE = b"Could not find cuda drivers on your machine"
 NOTE_HEAD = b"All log messages before absl::InitializeLog"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.planning.estimate import PER_NODE, Gpu, StepSeconds, estimate_seconds
+from jaxrl_llm.planning.gpu_compiler import UNMERGED
 from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
 from jaxrl_llm.planning.memory import RunShapes, Work, workload
 from jaxrl_llm.planning.program import Loop, OperationCounts, count_operations, list_loops
@@ -55,7 +56,8 @@ def compile_planned_steps(
         if options is None:
             compiled = with_float16(lowered).compile()
         else:
-            compiled = lowered.compile(compiler_options=dict(options))
+            more = UNMERGED if step.kind is StepKind.DECODE else {}
+            compiled = lowered.compile(compiler_options={**options, **more})
         log.info("compiled %s in %.0f s", step, time.perf_counter() - begun)
         steps.append(analyze_step(step, compiled, workload(shapes, step), gpu))
     return steps

@@ -48,7 +48,8 @@ def is_attention_over_pages(line: Instruction) -> bool:
 
     Its first operands are queries [B, K, G, H] and a table [B, n] of pages.
     """
-    return bool(ATTEND_PAGES.search(line.attribute(r'op_name="([^"]*)"')))
+    source = line.attribute(r'op_name="([^"]*)"')
+    return line.operation == "custom-call" and bool(ATTEND_PAGES.search(source))
 
 
 def _read_by(table: Instruction, arrays: list[Instruction]) -> int:

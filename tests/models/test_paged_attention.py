@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.paged_attention import Pages, attend_gathered
+from jaxrl_llm.models.paged_attention import Pages, attend_gathered, attend_in_turn
 from jaxrl_llm.models.paged_triton import Blocks, attend_pages, choose_blocks
 from tests.guarded import NATIVE
 
@@ -67,9 +67,10 @@ def check(given, options=FULL, *, value_width=None, blocks=None):
     expected = looped(*given, options, value_width)
     bound = ROUNDING[dtype.name]
     np.testing.assert_allclose(got, expected, atol=bound, rtol=bound)
-    gathered = attend_gathered(*given, options, value_width=value_width).astype(jnp.float32)
     real = np.asarray(given[2]) >= 0
-    np.testing.assert_allclose(got[real], np.asarray(gathered)[real], atol=bound, rtol=bound)
+    for gather in (attend_gathered, attend_in_turn):
+        gathered = gather(*given, options, value_width=value_width).astype(jnp.float32)
+        np.testing.assert_allclose(got[real], np.asarray(gathered)[real], atol=bound, rtol=bound)
 
 
 CASES = {

@@ -17,6 +17,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.collectives import Collective
@@ -25,6 +26,7 @@ from jaxrl_llm.planning.hlo import parse_program
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.planning.program import count_operations, list_loops, product_flops
+from jaxrl_llm.planning.traffic import is_attention_over_pages, kernel_bytes
 from tests.guarded import MODEL, NATIVE, UPDATE
 
 pytestmark = [
@@ -37,6 +39,7 @@ SCHEDULERS = (
     "xla_gpu_enable_latency_hiding_scheduler",
     "xla_gpu_enable_analytical_sol_latency_estimator",  # which brings one with it
 )
+PASSED_ON = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional")
 UPDATE_STEP, DECODE_STEP = StepId("actor", StepKind.ACCUMULATE), StepId(ENGINE, StepKind.DECODE)
 APPLY_STEP = StepId("actor", StepKind.APPLY)
 SPEC = ModelSpec(
@@ -55,7 +58,7 @@ SPEC = ModelSpec(
 YAML = """
 run_dir: runs/a
 steps: 1
-model: {path: PATH, random_init: true, dtype: bfloat16, remat: full, attention: xla}
+model: {path: PATH, random_init: true, dtype: bfloat16, remat: full, attention: ATTENTION}
 data: {train: t.parquet, max_prompt_tokens: 128}
 rollout: {samples_per_prompt: 2, max_new_tokens: 128, max_running_sequences: 64}
 batch: {prompts_per_step: 16, max_tokens_per_device: 1024}
@@ -75,20 +78,25 @@ def compiler():
 def compiled(tmp_path_factory):
     """Returns the shapes of a run on so many GPUs, and one of its steps compiled."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "run.yaml").write_text(YAML.replace("PATH", str(folder)))
 
     @functools.cache
-    def shapes(devices, spec):
+    def shapes(devices, spec, attention):
         (folder / "config.json").write_text(json.dumps(make_config(spec)))
-        config = load(TrainConfig, folder / "run.yaml", [])
+        config = load(TrainConfig, write_run(folder, attention), [])
         return plan_shapes(config, gpu_devices("H200", devices))
 
     @functools.cache
-    def compile_step(devices, step, spec=SPEC):
-        run = shapes(devices, spec)
+    def compile_step(devices, step, spec=SPEC, attention="auto"):
+        run = shapes(devices, spec, attention)
         return run, run.trace[step]().lower().compile(compiler_options=OPTIONS)
 
     return compile_step
+
+
+def write_run(folder, attention="auto"):
+    path = folder / f"{attention}.yaml"
+    path.write_text(YAML.replace("PATH", str(folder)).replace("ATTENTION", attention))
+    return path
 
 
 def axes_of(devices):
@@ -228,11 +236,21 @@ def products_during(text, kind):
 # ------------------------------------------------------------------------------------------- decode
 
 
+def test_the_engine_reads_pages_in_place_unless_told_otherwise(compiled):
+    in_place, gathered = (compiled(1, DECODE_STEP, attention=x)[0] for x in ("auto", "xla"))
+    assert in_place.engine.choice.kernel is attend_pages
+    assert (in_place.engine.rows, gathered.engine.choice.kernel) == ([], None)
+    pages, rows = map(bytes_per_device, (gathered.engine.pages, gathered.engine.rows))
+    assert (in_place.cache, gathered.cache) == (pages, pages + rows)
+    assert rows > 0.9 * pages
+
+
+@pytest.mark.parametrize("attention", ["auto", "xla"])
 @pytest.mark.parametrize("devices", [1, 8])
-def test_the_cache_is_written_in_place(compiled, devices):
-    run, decode = compiled(devices, DECODE_STEP)
-    assert decode.memory_analysis().alias_size_in_bytes >= run.cache / 2  # the rows
-    layer = run.cache / 2 / SPEC.layers / 2
+def test_the_cache_is_written_in_place(compiled, devices, attention):
+    run, decode = compiled(devices, DECODE_STEP, attention=attention)
+    assert decode.memory_analysis().alias_size_in_bytes >= run.cache
+    layer = keys_of_a_layer(run) * 0.9  # rows have no room for what is being written
     program = parse_program(decode.as_text())
     copied = [
         line.type
@@ -241,6 +259,50 @@ def test_the_cache_is_written_in_place(compiled, devices):
         if line.size >= layer and copies(program, line)
     ]
     assert copied == []
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_no_page_is_gathered_into_rows(compiled, devices):
+    run, decode = compiled(devices, DECODE_STEP)
+    program, layer = parse_program(decode.as_text()), keys_of_a_layer(run)
+    made = {
+        line.operation
+        for _, line in program.instructions()
+        if line.sizes and line.sizes[0] >= layer / 2 and line.operation not in PASSED_ON
+    }
+    assert made <= {"fusion", "scatter", "dynamic-update-slice"}  # of the newest token
+    kernels = [line for _, line in program.instructions() if is_attention_over_pages(line)]
+    assert len(kernels) == SPEC.layers
+    cublas = 32 * 2**20  # its workspace, whatever the model
+    assert decode.memory_analysis().temp_size_in_bytes - cublas < layer / 2
+
+
+def test_a_token_copies_nothing_as_large_as_its_logits(compiled):
+    """No array above 30 MB of Qwen3-1.7B with 64 sequences, whose logits have 39 MB."""
+    program = parse_program(compiled(1, DECODE_STEP)[1].as_text())
+    moves = ("copy", "transpose", "concatenate")  # those in fusions, too
+    copied = [line.size for _, line in program.instructions() if line.operation in moves]
+    assert 0 < max(copied) < 3 / 4 * 64 * SPEC.vocab_size * 4
+
+
+def test_a_plan_counts_the_pages_that_attention_reads(compiled):
+    text = compiled(1, DECODE_STEP)[1].as_text()
+    program, sequences, tokens = parse_program(text), 64, 256
+    (body,) = (
+        computation
+        for computation in program.computations.values()
+        if any(is_attention_over_pages(line) for line in computation.values())
+    )
+    line = next(line for line in body.values() if is_attention_over_pages(line))
+    heads, width = SPEC.kv_heads, SPEC.head_dim
+    assert product_flops(line, body) == 4 * sequences * SPEC.heads * tokens * width
+    pages = 2 * 2 * sequences * tokens * heads * width  # keys and values in bfloat16
+    assert pages < kernel_bytes(line, body, program) < 1.1 * pages
+
+
+def keys_of_a_layer(run):
+    """Bytes of a device."""
+    return bytes_per_device(run.engine.pages.keys[0])
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -305,11 +367,17 @@ def copies(program, line):
 
 def test_a_plan_is_of_the_gpus_programs(capfd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(make_config(SPEC)))
-    (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
-    command = ["--config", str(tmp_path / "run.yaml"), "--devices", "1", "--compile-for", "H200"]
+    config = str(write_run(tmp_path, "cudnn"))  # which nobody can compile without a GPU
+    command = ["--config", config, "--devices", "1", "--compile-for", "H200"]
     assert planner.main(command) == 0
     plan, noise = capfd.readouterr()
-    for words in ("of XLA's compiler for H200", "kernels of a device", "on H200", "while"):
+    for words in (
+        "pages in place: ",
+        "of XLA's compiler for H200",
+        "kernels of a device",
+        "on H200",
+        "while",
+    ):
         assert words in plan, words
     assert "cuda drivers" not in noise
 

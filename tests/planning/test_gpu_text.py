@@ -237,3 +237,27 @@ ENTRY %main (a: bf16[32,16], b: bf16[4,16,8], i: s32[5]) -> bf16[32,8] {{
     assert counted.flops == 2 * 32 * 16 * 8
     assert counted.kernels == 2  # the product, and the question whether there is another round
     assert counted.moved == 2 * (32 * 16 + 4 * 16 * 8 + 32 * 8) + 4 * 5 + (2 * 2 * 32 * 8 + 1)
+
+
+def test_attention_over_pages_reads_those_of_its_table_and_multiplies_by_them():
+    """Three sequences of two pages; of the pool's seven pages no others are read."""
+    kernel = (
+        'custom_call_target="__gpu$xla.gpu.triton", '
+        'metadata={op_name="jit(run)/while/body/attention/attend_pages/pallas_call"}'
+    )
+    text = f"""
+ENTRY %main (q: bf16[3,4,2,32], t: s32[3,2], e: s32[3], k: bf16[7,4,32,16], v: bf16[7,4,16,8]) -> (f32[3,4,5,2,8], f32[3,4,5,2]) {{
+  %q = bf16[3,4,2,32]{{3,2,1,0}} parameter(0)
+  %t = s32[3,2]{{1,0}} parameter(1)
+  %e = s32[3]{{0}} parameter(2)
+  %k = bf16[7,4,32,16]{{3,2,1,0}} parameter(3)
+  %v = bf16[7,4,16,8]{{3,2,1,0}} parameter(4)
+  ROOT %a = (f32[3,4,5,2,8]{{4,3,2,1,0}}, f32[3,4,5,2]{{3,2,1,0}}) custom-call(%q, %t, %e, %e, %k, /*index=5*/%v), {kernel}
+}}
+"""  # noqa: E501
+    counted = count_operations(text, {"data": 1})
+    assert counted.flops == 2 * 3 * 8 * (2 * 16) * (32 + 8)
+    pages = 2 * 3 * 2 * (4 * 16 * (32 + 8))
+    results = 4 * 3 * 4 * 5 * 2 * (8 + 1)
+    assert counted.moved == 2 * 3 * 8 * 32 + 4 * (6 + 3 + 3) + pages + results
+    assert counted.kernels == 1

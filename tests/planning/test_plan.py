@@ -18,6 +18,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.kernels import cuda_device
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
@@ -141,6 +142,26 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure):
     assert shapes.cache == on_first_device((pool, gathered)) == bytes_per_device(cache)
     held = {held.label: held.size for held in shapes.throughout}
     assert held["engine weights"] == bytes_per_device(weights)
+
+
+def test_a_plan_for_gpus_holds_pages_alone(configure):
+    """What stands for the kernel on CPUs gathers less than a layer, and computes as much."""
+    gpu, spec = cuda_device(GPUS["H100"].capability), dataclasses.replace(DENSE, head_dim=16)
+    words = "rollout.max_running_sequences=64", "rollout.max_new_tokens=48"
+    in_place = plan_shapes(configure(*words, spec=spec), None, gpu)
+    gathered = plan_shapes(configure(*words, "model.attention=xla", spec=spec), None, gpu)
+    pages = bytes_per_device(in_place.engine.pages)
+    assert (in_place.gpu, in_place.cache) == (gpu, pages)
+    assert bytes_per_device(gathered.engine.pages) == pages
+    assert gathered.cache == pages + bytes_per_device(gathered.engine.rows) > 1.7 * pages
+    assert str(gathered.engine.choice) == "rows gathered from pages: XLA's attention was asked for"
+    assert workload(in_place, DECODE_STEP) == workload(gathered, DECODE_STEP)
+    for shapes in (in_place, gathered):
+        compiled = shapes.trace[DECODE_STEP]().lower().compile()
+        assert compiled.memory_analysis().alias_size_in_bytes == shapes.cache
+        assert compiled.memory_analysis().temp_size_in_bytes < pages / spec.layers
+        flops = count_operations(compiled.as_text(), shapes.layouts.rollout.mesh.shape).flops
+        assert flops == pytest.approx(workload(shapes, DECODE_STEP).flops / 8, rel=0.3)
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
@@ -282,7 +303,14 @@ def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8"]
     assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3"]) == 0
     text = capsys.readouterr().out
-    for word in ("reference weights", "scratch", "cache", "all-reduce", "the CPU's compiler"):
+    for word in (
+        "reference weights",
+        "scratch",
+        "cache",
+        "all-reduce",
+        "the CPU's compiler",
+        "heads are 8 wide",
+    ):
         assert word in text, word
     assert planner.main([*command, "mesh.train.fsdp=3"]) == 2
     assert "mesh.train" in capsys.readouterr().err

@@ -87,6 +87,12 @@ def test_answers(expected, devices, axes, kernel):
             np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=1e-5)
 
 
+@pytest.fixture
+def undecided(monkeypatch):
+    monkeypatch.setattr(build, "_DECIDED", {})
+
+
+@pytest.mark.usefixtures("undecided")
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [("auto", "the devices are cpu, not cuda"), ("xla", "XLA's attention was asked for")],
@@ -94,15 +100,18 @@ def test_answers(expected, devices, axes, kernel):
 def test_on_a_cpu_pages_are_gathered(asked, reason, caplog):
     layout = Layout(make_mesh({}, jax.devices()[:1]))
     with caplog.at_level("INFO"):
-        assert choose_cache_kernel(asked, SPEC, layout, "float32") == (reason, None)
+        for _ in range(2):  # it is decided and logged once
+            assert choose_cache_kernel(asked, SPEC, layout, "float32") == (reason, None)
     assert caplog.messages == [f"decoding over rows gathered from pages: {reason}"]
 
 
+@pytest.mark.usefixtures("undecided")
 def test_a_process_without_the_kernel_decides_for_all(monkeypatch):
     """Pages are read in place where every process can."""
     can = PagedChoice("it agrees", attend_gathered)
     monkeypatch.setattr(build, "choose_paged_kernel", lambda *_, **__: can)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
     assert choose_cache_kernel("auto", SPEC, layout, "float32") == can
+    build._DECIDED.clear()
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, (False, "no memory")])
     assert choose_cache_kernel("auto", SPEC, layout, "float32") == ("no memory", None)

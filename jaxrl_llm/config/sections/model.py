@@ -50,7 +50,8 @@ class ModelConfig(Section):
         default="auto",
         description=(
             "attention kernel in training: xla, cudnn (Hopper GPUs and later), or "
-            "auto, which takes cudnn if it is possible and agrees with xla"
+            "auto, which takes cudnn if it is possible and agrees with xla; the native engine "
+            "reads pages of its cache in place where it can, unless it is xla"
         ),
     )
     experts: Literal["auto", "xla", "triton"] = Field(

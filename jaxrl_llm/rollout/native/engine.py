@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
@@ -72,7 +72,8 @@ class NativeEngine:
 
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
-            or contexts, or a cache in which the longest sequence has no room.
+            or contexts, a cache in which the longest sequence has no room, or a kernel for a model
+            that is no `PagedModel`.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class NativeEngine:
         kernel: Callable[..., jax.Array] | None = None,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
+        if kernel is not None and not isinstance(model, PagedModel):
+            raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
         sizes = _choose_sizes(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
         self.programs = Programs(model, layout, sizes, settings.dtype, kernel)
