@@ -159,7 +159,7 @@ def test_a_plan_for_gpus_holds_pages_alone(configure):
     for shapes in (in_place, gathered):
         compiled = shapes.trace[DECODE_STEP]().lower().compile()
         assert compiled.memory_analysis().alias_size_in_bytes == shapes.cache
-        assert compiled.memory_analysis().temp_size_in_bytes < pages / spec.layers
+        assert compiled.memory_analysis().temp_size_in_bytes < pages / 2
         flops = count_operations(compiled.as_text(), shapes.layouts.rollout.mesh.shape).flops
         assert flops == pytest.approx(workload(shapes, DECODE_STEP).flops / 8, rel=0.3)
 

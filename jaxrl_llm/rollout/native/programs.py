@@ -313,15 +313,21 @@ class Programs:
     def _trace_decode(self, rows: int, width: int, has_extras: bool) -> Any:
         state, extras = self._decode_inputs(rows, width)
         params, pool = self.shapes()
-        given = (state, extras if has_extras else None)
+        given = (params, pool, state, extras if has_extras else None)
+        homes: tuple[Any, ...] = (self._pool_layout, self.by_row)
         if self.kernel is not None:
-            homes = (self._pool_layout, self.by_row)
-            run = self._jit(self._decode_in_place, donate_argnums=1, out_shardings=homes)
-            return run.trace(params, pool, *given, self._input((rows, width // PAGE)))
-        homes = (self._pool_layout, self._rows_layout, self.by_row)
-        run = self._jit(self._decode_rows, donate_argnums=(1, 2), out_shardings=homes)
-        targets = self._input((rows, touched(self.sizes.steps)))
-        return run.trace(params, pool, self.row_shapes(rows, width), *given, targets)
+            arrays = (*given, self._input((rows, width // PAGE)))
+            decode_some, donated = self._decode_in_place, (1,)
+        else:
+            targets = self._input((rows, touched(self.sizes.steps)))
+            arrays = (params, pool, self.row_shapes(rows, width), *given[2:], targets)
+            homes = (self._pool_layout, self._rows_layout, self.by_row)
+            decode_some, donated = self._decode_rows, (1, 2)
+
+        def decode_chunk(*arrays: Any) -> tuple[Any, ...]:  # names the program
+            return decode_some(*arrays)
+
+        return self._jit(decode_chunk, donate_argnums=donated, out_shardings=homes).trace(*arrays)
 
     def _decode_rows(
         self,
