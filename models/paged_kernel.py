@@ -161,7 +161,6 @@ def choose_paged_kernel(
     *,
     device: DeviceInfo,
     kernel: Kernel | None = None,
-    tries: bool = True,
 ) -> PagedChoice:
     """Decide how a model reads its cache in decoding.
 
@@ -170,9 +169,8 @@ def choose_paged_kernel(
         spec: the model.
         layout: where it decodes.
         dtype: of the cache.
-        device: the devices.
+        device: the devices; where these are not here, nothing is tried.
         kernel: what is tried; None: `models.paged_triton.attend_pages`.
-        tries: whether the kernel runs here before it is taken; plans are for other devices.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 11, 2))
@@ -189,7 +187,7 @@ def choose_paged_kernel(
     try:
         if kernel is None:  # not above: a jax to come will have no Pallas for Triton
             from jaxrl_llm.models.paged_triton import attend_pages as kernel
-        if not tries:
+        if not device.is_here:
             return PagedChoice("nothing speaks against the kernel, which was not tried", kernel)
         off = paged_difference(kernel, heads, dtype)
     except Exception as error:  # whatever stops a kernel speaks against it

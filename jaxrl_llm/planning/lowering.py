@@ -310,7 +310,6 @@ def planned_choice(
         config.model.dtype,
         device=gpu,
         kernel=attend_in_turn if is_for_cpu else None,
-        tries=False,
     )
 
 

@@ -11,7 +11,7 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.kernels import DeviceInfo, cuda_device
+from jaxrl_llm.models.kernels import DeviceInfo, device_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import (
     ENGINE,
@@ -101,7 +101,7 @@ def plan_shapes(
         ConfigError: the run could not be built.
     """
     functions, layouts = resolve_functions(config), open_layouts(config.mesh, devices)
-    gpu = cuda_device(devices[0].compute_capability) if devices else gpu
+    gpu = device_of(layouts.rollout) if devices else gpu
     with config_errors_at("model.path"):
         base = read_spec(config.model.path)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
