@@ -324,8 +324,9 @@ def test_kernels_are_planned_where_they_compile(configure, tmp_path, monkeypatch
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8", "model.experts=triton"]
     assert planner.main([*command, "model.attention=cudnn"]) == 0
     assert planner.main([*command, "--compile-for", "H200"]) == 0
-    assert [model.experts for model in planned] == ["xla", "triton"]
-    assert [model.attention for model in planned] == ["xla", "xla"]
+    assert planner.main([*command, "--compile-for", "H200", "model.attention=xla"]) == 0
+    assert [model.experts for model in planned] == ["xla", "triton", "triton"]
+    assert [model.attention for model in planned] == ["auto", "auto", "xla"]
 
 
 def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(

@@ -230,9 +230,8 @@ class Programs:
     def warm_up(self) -> None:
         """Compile everything but what few requests ask for, several programs at a time."""
         keys = list(self._keys())
-        at_once = (
-            1 if distributed.process_count() > 1 else os.cpu_count()
-        )  # several keep the same order
+        # several keep the same order
+        at_once = 1 if distributed.process_count() > 1 else os.cpu_count()
         with ThreadPoolExecutor(at_once) as threads:
             compiled = [threads.submit(self.trace(*key).lower().compile) for key in keys]
         self._compiled |= {key: one.result() for key, one in zip(keys, compiled, strict=True)}
