@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.quantization import QuantizedMatrix, quantized_product
 from jaxrl_llm.models.spec import ModelSpec
 
 
@@ -77,12 +78,14 @@ class Sharded:
     keep: bool = False
 
 
-def project(x: Float[Array, "R L ..."], matrix: Array | Sharded, *, inputs: int = 1) -> Array:
+def project(
+    x: Float[Array, "R L ..."], matrix: Array | Sharded | QuantizedMatrix, *, inputs: int = 1
+) -> Array:
     """Contract the last `inputs` dimensions of x with the first ones of a matrix.
 
-    The matrix is cast to the dtype of x, and then gathered where it has to be; the backward pass
-    gathers it again, unless it is to be kept. Its gradient is summed over the tokens in float32,
-    also over those of other devices.
+    A matrix in float8 is multiplied by `quantized_product`. Another is cast to the dtype of x, and
+    then gathered where it has to be; the backward pass gathers it again, unless it is to be kept.
+    Its gradient is summed over the tokens in float32, also over those of other devices.
 
     It is one product of two flat matrices, which XLA's CPU backend computes and differentiates
     faster than the same contraction over rows of tokens.
@@ -90,6 +93,8 @@ def project(x: Float[Array, "R L ..."], matrix: Array | Sharded, *, inputs: int 
     >>> project(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 7)), inputs=2).shape
     (2, 3, 7)
     """
+    if isinstance(matrix, QuantizedMatrix):
+        return quantized_product(x, matrix)
     if isinstance(matrix, Sharded):
         return _product(x, matrix.held, _Product(matrix.home, inputs, matrix.keep))
     return _product(x, matrix, _Product(None, inputs))

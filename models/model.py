@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.models import heads, parameters, transformer
+from jaxrl_llm.models import heads, parameters, quantization, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
 from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
 from jaxrl_llm.models.gather import SplitMatrix
@@ -68,6 +68,14 @@ class Model(Protocol):
 
         Args:
             dtype: Of the computation.
+        """
+        ...
+
+    def declare_quantized(self) -> Declarations:
+        """Declare the arrays that `extend` takes in float8, in place of those that it replaces.
+
+        A matrix [in… out…] is replaced by a `QuantizedMatrix` of two declarations, of its values
+        and its scales. A model without float8 declares none, as `declare()`.
         """
         ...
 
@@ -248,6 +256,10 @@ class Decoder:
     def compute_dtypes(self, dtype: DTypeLike) -> Any:
         """See `models.parameters.compute_dtypes`."""
         return parameters.compute_dtypes(self.spec, dtype)
+
+    def declare_quantized(self) -> Declarations:
+        """See `models.quantization.declare_quantized`."""
+        return quantization.declare_quantized(self.spec)
 
     def hidden_states(
         self,

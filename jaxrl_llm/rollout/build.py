@@ -124,6 +124,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
         max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
         cache_gb=rollout.kv_cache_gb,
         dtype=config.model.dtype,
+        quantization=rollout.quantization,
     )
 
 

@@ -27,12 +27,14 @@ class EngineSettings:
         cache_gb: GB of each device for keys and values at most; None is enough for the longest
             sequence in every slot.
         dtype: of weights, cache and computation.
+        quantization: `fp8` for the layers' matrices in float8; `none`.
     """
 
     max_running_sequences: int
     max_tokens: int
     cache_gb: int | float | None = None
     dtype: str = "float32"
+    quantization: str = "none"
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import to_device, to_host
 from jaxrl_llm.training.batch_metrics import batch_metrics, check_agreement, system_metrics
 from jaxrl_llm.training.layouts import minibatch_size
+from jaxrl_llm.training.low_precision import agreement_tolerance
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.algorithm import AlgorithmStage
 from jaxrl_llm.training.stages.models import ModelsStage, States
@@ -152,7 +153,7 @@ def update_models(
             metrics |= means
         if policy_stats:
             probe = batch.add(**policy_stats)
-            metrics |= check_agreement(probe, step, config.rollout.logprob_tolerance)
+            metrics |= check_agreement(probe, step, agreement_tolerance(config.rollout))
             batch = batch.add(old_logprobs=policy_stats["logprobs"])
     return states, batch, metrics
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, call, fields_of_model, name_of
-from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
@@ -31,6 +30,7 @@ from jaxrl_llm.training.load_functions import (
     find_kl,
     update_spec,
 )
+from jaxrl_llm.training.low_precision import corrections
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 
 
@@ -325,15 +325,6 @@ def with_key(select: Function, key: Any) -> Function:
     """Return a selector with its random key bound, if it takes one."""
     takes_key = "key" in inspect.signature(select).parameters
     return functools.partial(select, key=key) if takes_key else select
-
-
-def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
-    """Return the off-policy corrections of a run; vLLM computes otherwise than the trainer."""
-    algorithm = config.algorithm
-    if algorithm.correction is not None:
-        return algorithm.correction
-    other = config.rollout.engine == "vllm" and not algorithm.use_rollout_logprobs
-    return (FunctionSpec("truncated_token"),) if other else ()
 
 
 def beta_of(function: Function) -> float | None:

@@ -61,6 +61,9 @@ class Perceptron:
     def compute_dtypes(self, dtype):
         return jax.tree.map(lambda _: jnp.dtype(dtype), self.declare())
 
+    def declare_quantized(self):
+        return self.declare()
+
     def hidden_states(self, params, tokens, positions, segment_ids, *, dtype, remat, layout):
         del positions, segment_ids, remat
         x = params["table"][tokens].astype(dtype)
@@ -162,6 +165,11 @@ def test_values_are_read_by_the_models_own_head(params, batch):
     expected = (hidden_alone(params, batch.tokens) @ params["value"])[:, :-1, 0]
     inside = np.arange(1, 8) < SIZES[:, None]
     np.testing.assert_allclose(values[:, 1:][inside], expected[inside], rtol=1e-5)
+
+
+def test_an_engine_refuses_float8_where_there_is_none(layout):
+    with pytest.raises(ValueError, match="expected a model with matrices in float8"):
+        NativeEngine(MODEL, EngineSettings(8, 16, quantization="fp8"), layout=layout)
 
 
 def test_the_engine_samples_it_and_the_trainer_says_the_same(params, layout):

@@ -31,7 +31,7 @@ class AlgorithmConfig(Section):
         kinds.CORRECTIONS,
         None,
         "functions in algorithms.correction, whose importance weights multiply "
-        "the loss; null: truncated_token with vLLM, none with the native engine",
+        "the loss; null: truncated_token with vLLM and with a quantized engine, else none",
     )
     use_rollout_logprobs: bool = Field(
         default=False,

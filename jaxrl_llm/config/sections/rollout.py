@@ -12,6 +12,9 @@ CACHE_GB = (
     "running sequences have the longest length"
 )
 
+TOLERANCE, WIDE_TOLERANCE = 0.05, 0.2
+"""Mean differences of log-probs, in nats, at which a run stops: by default, and if quantized."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class VllmConfig(Section):
@@ -84,11 +87,18 @@ class RolloutConfig(Section):
         default=256, ge=1, description="sequences that the engine decodes at once"
     )
     kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
-    logprob_tolerance: Number = Field(
-        default=0.05,
+    quantization: Literal["none", "fp8"] = Field(
+        default="none",
         description=(
-            "largest mean difference of the engine's and the trainer's log-probs; "
-            "above it the run stops"
+            "of the engine's matrices: none, or fp8, in which both engines hold half of the bytes "
+            "of bfloat16 and multiply by float8 tensor cores"
+        ),
+    )
+    logprob_tolerance: Number | None = Field(
+        default=None,
+        description=(
+            "largest mean difference of the engine's and the trainer's log-probs; above it the "
+            f"run stops; null: {TOLERANCE}, or {WIDE_TOLERANCE} with a quantized engine"
         ),
     )
     dump_every: int = Field(

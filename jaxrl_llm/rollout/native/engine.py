@@ -21,10 +21,12 @@ from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
+from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, Sizes, choose_sizes
 from jaxrl_llm.rollout.native.scheduler import SequenceState
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
+from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 
@@ -72,8 +74,9 @@ class NativeEngine:
 
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
-            or contexts, a cache in which the longest sequence has no room, or a kernel for a model
-            that is no `PagedModel`.
+            or contexts, a cache in which the longest sequence has no room, a kernel for a model
+            that is no `PagedModel`, or a model or GPUs without the float8 products that are asked
+            for.
     """
 
     def __init__(
@@ -87,11 +90,14 @@ class NativeEngine:
         kernel: Callable[..., jax.Array] | None = None,
     ) -> None:
         """Compile nothing yet; the first `load` does."""
+        quantized = settings.quantization == "fp8"
+        if quantized:
+            check_fp8(model, layout.mesh.devices.flat[0])
         if kernel is not None and not isinstance(model, PagedModel):
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
         sizes = _choose_sizes(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
-        self.programs = Programs(model, layout, sizes, settings.dtype, kernel)
+        self.programs = Programs(model, layout, sizes, settings.dtype, kernel, quantized=quantized)
         self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
@@ -137,9 +143,9 @@ class NativeEngine:
         with self._claimed():
             first = self._params is None and self._version < 0
             self._params = None  # free the old copy before the new one is made
-            self._params = self.programs.load(params, donate=donate)
+            self._params, moved = self.programs.weights.load(params, donate=donate)
             self._version = version
-            receipt = self.programs.receipt(params, self._params, version)
+            receipt = Receipt(version, int(jax.jit(checksum)(self._params)), moved)
             if recompute:
                 self._runner.preempt_all()
             self._runner.reset_prefix_cache()
@@ -155,7 +161,7 @@ class NativeEngine:
     @property
     def weights_layout(self) -> Any:
         """The sharding of each array of the weights, nested as the model's declarations."""
-        return self.programs.stacked_layout
+        return self.programs.weights.given_layout
 
     def pause(self) -> None:
         """Decode nothing until `resume`; what is in flight keeps its place and its cache."""

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.compiler_options import Task, compiler_options
-from jaxrl_llm.models.arrays import ArrayDecl, by_layer
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.native.decode import (
@@ -29,12 +28,10 @@ from jaxrl_llm.rollout.native.decode import (
     scatter_pages,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.types import Receipt
+from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
-from jaxrl_llm.sharding.reshard import moved_bytes, reshard
 
 PAGE = 16
 """Tokens that a page holds."""
@@ -145,6 +142,10 @@ class Programs:
         shapes: of all programs.
         dtype: of weights, cache and computation.
         kernel: what attends over pages in place; None where pages are gathered into rows.
+        quantized: hold the layers' matrices in float8.
+
+    Attributes:
+        weights: where they lie.
     """
 
     def __init__(
@@ -154,41 +155,20 @@ class Programs:
         shapes: Sizes,
         dtype: Any,
         kernel: Callable[..., jax.Array] | None = None,
+        *,
+        quantized: bool = False,
     ) -> None:
         """Compile nothing yet."""
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
-        self._declared = model.declare()
-        self._dtypes = model.compute_dtypes(self.dtype)
-        self.stacked_layout = layout.of(self._declared)
-        self._layers_layout = jax.tree.map(self._home_by_layer, self._declared, self.stacked_layout)
+        self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
         self.by_row = over_batch(layout.mesh)
         pool = jax.eval_shape(self._empty_pool)
         heads = [self._split_heads(pages.shape[2]) for pages in jax.tree.leaves(pool)]
         place = functools.partial(jax.tree.unflatten, jax.tree.structure(pool))
         self._pool_layout = place([layout.sharding(BATCH, None, split) for split in heads])
         self._rows_layout = place([layout.sharding(BATCH, split) for split in heads])
-        homes = jax.tree.structure(self._declared).flatten_up_to(self._layers_layout)
-        self._unstack = [
-            jax.jit(tuple, out_shardings=home) if isinstance(home, tuple) else None
-            for home in homes
-        ]
         self._compiled: dict[tuple[Any, ...], Any] = {}
-
-    def load(self, params: Any, *, donate: bool = False) -> Any:
-        """Copy weights into the engine's layout and dtype, each layer's arrays apart."""
-        whole = reshard(params, self.stacked_layout, dtype=self._dtypes, donate=donate)
-        arrays, tree = jax.tree.flatten(whole)
-        del whole
-        for i, split in enumerate(self._unstack):
-            if split is not None:
-                arrays[i] = split(arrays[i])
-        return jax.tree.unflatten(tree, arrays)
-
-    def receipt(self, params: Any, weights: Any, version: int) -> Receipt:
-        """Say what was loaded."""
-        moved = moved_bytes(params, self.stacked_layout, dtype=self._dtypes)
-        return Receipt(version, int(jax.jit(checksum)(weights)), moved)
 
     def make_pool(self) -> Cache:
         """Make an empty pool."""
@@ -253,17 +233,13 @@ class Programs:
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""
-        stacked = jax.tree.map(
-            lambda d, dtype: jax.ShapeDtypeStruct(d.shape, dtype), self._declared, self._dtypes
-        )
-        weights = jax.eval_shape(lambda arrays: by_layer(arrays, self._declared), stacked)
         pool = jax.eval_shape(self._empty_pool)
-        return _placed((weights, pool), (self._layers_layout, self._pool_layout))
+        return self.weights.shapes(), as_shapes(pool, self._pool_layout)
 
     def row_shapes(self, rows: int, width: int) -> Cache:
         """Return rows as shapes in their layout."""
         table = self._input((rows, width // PAGE))
-        return _placed(jax.eval_shape(gather_pages, self.shapes()[1], table), self._rows_layout)
+        return as_shapes(jax.eval_shape(gather_pages, self.shapes()[1], table), self._rows_layout)
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
@@ -373,12 +349,6 @@ class Programs:
         shapes = self.sizes
         return make_pool(self.model, shapes.parts, shapes.pages, PAGE, dtype=self.dtype)
 
-    def _home_by_layer(self, declared: ArrayDecl, home: Any) -> Any:
-        """Return the layout of an array, or of each layer's where it is a stack of layers."""
-        if not declared.is_stack:
-            return home
-        return (self.layout.sharding(*home.spec[1:]),) * declared.shape[0]
-
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
         return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
@@ -391,10 +361,3 @@ def touched(tokens: int) -> int:
     (2, 1)
     """
     return (tokens + PAGE - 2) // PAGE + 1
-
-
-def _placed(tree: Any, layout: Any) -> Any:
-    """Return arrays as shapes in a layout."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
-    )

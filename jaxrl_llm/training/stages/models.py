@@ -19,6 +19,7 @@ from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
+from jaxrl_llm.training.low_precision import agreement_tolerance
 from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.update import TrainState
@@ -102,7 +103,7 @@ def old_logprob_pass(config: TrainConfig, actor: Role) -> ModelPass:
     def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
         with on_device(states[actor.name].params) as params:
             batch, probe = add(params, batch)
-        return batch, check_agreement(probe, step, config.rollout.logprob_tolerance)
+        return batch, check_agreement(probe, step, agreement_tolerance(config.rollout))
 
     return ModelPass("old_log_prob", run)
 

@@ -14,7 +14,9 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
-from jaxrl_llm.models.parameters import compute_dtypes
+from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.quantization import declare_quantized, quantize_params
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.sampling import Rollouts, sample
@@ -98,7 +100,12 @@ def build_rollout(
         sample_greedy=greedy_sampler(config, sampler, stops),
         sample_validation=validation_sampler(config, sampler, stops),
         merge_for_engine=merge_for_engine(model, config.model.dtype),
-        engine_checksum=engine_checksum(model, config.model.dtype),
+        engine_checksum=engine_checksum(
+            without_adapter(model.spec),
+            config.model.dtype,
+            # vLLM quantizes what its host was sent, of which the checksum is
+            quantized=config.rollout.engine == "native" and config.rollout.quantization == "fp8",
+        ),
     )
 
 
@@ -186,7 +193,12 @@ def merge_for_engine(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
     return lambda adapter: merged(adapter, frozen)
 
 
-def engine_checksum(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
-    """Return the checksum of a model's parameters after the engine's cast."""
-    dtypes = compute_dtypes(without_adapter(model.spec), dtype)
-    return jax.jit(lambda params: checksum(cast_tree(params, dtypes)))
+def engine_checksum(spec: ModelSpec, dtype: str, *, quantized: bool) -> Callable[[Any], Any]:
+    """Return the checksum of a model's parameters as the engine casts or quantizes them."""
+    dtypes = compute_dtypes(spec, dtype)
+    declared = declare_quantized(spec) if quantized else declare(spec)
+
+    def engines_checksum(params: Any) -> Any:
+        return checksum(quantize_params(cast_tree(params, dtypes), declared, dtypes))
+
+    return jax.jit(engines_checksum)

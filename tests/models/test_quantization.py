@@ -1,0 +1,164 @@
+"""Float8 matrices against numpy loops of their formula."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.linear import linear, project
+from jaxrl_llm.models.mla import LatentSpec
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
+from jaxrl_llm.models.quantization import (
+    QuantizedMatrix,
+    declare_quantized,
+    quantize_matrix,
+    quantize_params,
+    quantize_stack,
+    quantized_dtypes,
+)
+from tests.specs import tiny_spec
+
+E4M3 = ml_dtypes.float8_e4m3fn
+RNG = np.random.default_rng(0)
+
+
+def round_loop(numbers):
+    """Return e4m3 numbers and the scale of a vector."""
+    scale = np.float32(max(abs(n) for n in numbers)) * np.float32(1 / 448)
+    scale = scale if scale > 0 else np.float32(1)
+    return np.array([np.float32(n) / scale for n in numbers]).astype(E4M3), scale
+
+
+def draw(*shape):
+    """Numbers of many magnitudes."""
+    return (RNG.normal(size=shape) * np.exp(2 * RNG.normal(size=shape))).astype(np.float32)
+
+
+@pytest.mark.parametrize(("shape", "inputs"), [((5, 7), 1), ((5, 2, 4), 1), ((2, 4, 5), 2)])
+def test_a_matrix_is_rounded_by_channel(shape, inputs):
+    matrix = draw(*shape)
+    matrix[..., 1] = 0
+    got = quantize_matrix(jnp.asarray(matrix), inputs)
+    assert got.inputs == inputs
+    assert got.values.shape == (*shape[inputs:], *shape[:inputs])
+    for channel in itertools.product(*map(range, shape[inputs:])):
+        values, scale = round_loop(matrix[(..., *channel)].ravel())
+        assert got.scale[channel] == scale
+        np.testing.assert_array_equal(np.asarray(got.values[channel]).ravel(), values)
+
+
+def test_a_number_is_off_by_a_sixteenth_at_most():
+    matrix = draw(64, 32)
+    got = quantize_matrix(jnp.asarray(matrix))
+    back = (np.asarray(got.values).astype(np.float32) * np.asarray(got.scale)[:, None]).T
+    smallest = np.asarray(got.scale) * 2.0**-10  # half of the smallest subnormal
+    bound = np.maximum(np.abs(matrix) / 16, smallest) * (1 + 1e-6)
+    assert np.all(np.abs(back - matrix) <= bound)
+    assert np.abs(back - matrix).max() > 0
+    assert np.isfinite(np.asarray(got.values).astype(np.float32)).all()
+
+
+def test_what_is_no_number_stays_none():
+    matrix = jnp.ones((4, 2)).at[1, 0].set(jnp.nan)
+    got = quantize_matrix(matrix)
+    assert np.isnan(np.asarray(got.values).astype(np.float32)).tolist() == [
+        [False, True, False, False],
+        [False] * 4,
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.float32, 20), (jnp.bfloat16, 7)])
+@pytest.mark.parametrize(("shape", "inputs"), [((6, 10), 1), ((6, 2, 5), 1), ((3, 2, 10), 2)])
+def test_a_product_is_the_loops(shape, inputs, dtype, bits):
+    matrix, x = draw(*shape), draw(2, 3, *shape[:inputs])
+    x[0, 1] = 0
+    x = jnp.asarray(x, dtype)
+    got = project(x, quantize_matrix(jnp.asarray(matrix), inputs), inputs=inputs)
+    assert got.dtype == dtype
+    assert got.shape == (2, 3, *shape[inputs:])
+    columns = matrix.reshape(-1, int(np.prod(shape[inputs:]))).T
+    for token in itertools.product(range(2), range(3)):
+        numbers, step = round_loop(np.asarray(x[token], np.float32).ravel())
+        expected, room = [], []
+        for column in columns:
+            values, scale = round_loop(column)
+            pairs = [float(a) * float(b) for a, b in zip(numbers, values, strict=True)]
+            expected.append(sum(pairs) * float(step) * float(scale))
+            room.append(sum(map(abs, pairs)) * float(step) * float(scale) * 2.0**-20)
+        difference = np.abs(np.asarray(got[token], np.float64).ravel() - expected)
+        assert np.all(difference <= np.abs(expected) * 2.0**-bits + room)
+
+
+def test_bias_is_added_to_the_product():
+    weights = {"up": quantize_matrix(jnp.ones((4, 6))), "up_bias": jnp.ones(6)}
+    y = linear(weights, tiny_spec(), "up", jnp.ones((1, 1, 4)))
+    np.testing.assert_allclose(y, np.full((1, 1, 6), 5.0), rtol=1e-6)
+
+
+LATENT = LatentSpec(query_rank=6, kv_rank=4, nope_width=2, rope_width=2, value_width=2)
+MIXTURE = MoeSpec(experts=4, experts_per_token=2, ff_width=6, shared_ff_width=6, dense_layers=1)
+SPECS = {
+    "dense": (tiny_spec(qkv_bias=True), "query key value output gate up down"),
+    "mixture": (
+        tiny_spec(layers=2, moe=MIXTURE),
+        "query key value output gate up down shared_gate shared_up shared_down",
+    ),
+    "latent": (
+        tiny_spec(latent=LATENT, kv_heads=2, head_dim=4, qk_norm=False),
+        "query_a query_b kv_a output gate up down",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_only_matrices_of_layers_are_in_float8(name):
+    spec, expected = SPECS[name]
+    declared, plain = declare_quantized(spec), declare(spec)
+    names = set()
+    for stack in spec.stacks:
+        for key, decl in declared[stack].items():
+            if isinstance(decl, QuantizedMatrix):
+                names.add(key)
+                assert sorted(decl.values.axes) == sorted(plain[stack][key].axes)
+            else:
+                assert decl.axes == plain[stack][key].axes
+    assert names == set(expected.split())
+    others = [name for name in plain if name not in spec.stacks]
+    assert [declared[name].axes for name in others] == [plain[name].axes for name in others]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_models_weights_have_the_declared_forms(name):
+    spec, _ = SPECS[name]
+    declared, dtypes = declare_quantized(spec), compute_dtypes(spec, "bfloat16")
+    params = init_params(spec, key=jax.random.key(0))
+    held = quantize_params(params, declared, dtypes)
+    kinds = quantized_dtypes(declared, dtypes)
+
+    for stack in spec.stacks:
+        for key, decl in declared[stack].items():
+            got = held[stack][key]
+            if not isinstance(decl, QuantizedMatrix):
+                assert got is params[stack][key]
+                continue
+            assert (got.values.shape, got.scale.shape) == (decl.values.shape, decl.scale.shape)
+            assert (got.values.dtype, got.scale.dtype) == (
+                kinds[stack][key].values,
+                kinds[stack][key].scale,
+            )
+            last = params[stack][key][-1].astype(jnp.bfloat16)
+            alone = quantize_matrix(last, decl.inputs)
+            np.testing.assert_array_equal(got[-1].values, alone.values)
+            np.testing.assert_array_equal(got[-1].scale, alone.scale)
+
+
+def test_a_stack_is_rounded_to_its_dtype_first():
+    matrix = jnp.asarray(draw(1, 8, 4))
+    narrow = quantize_stack(matrix, 1, jnp.bfloat16)
+    again = quantize_stack(matrix.astype(jnp.bfloat16).astype(jnp.float32), 1, jnp.float32)
+    np.testing.assert_array_equal(narrow.values, again.values)
+    np.testing.assert_array_equal(narrow.scale, again.scale)
