@@ -140,12 +140,22 @@ def quantize_matrix(matrix: Float[Array, "..."], inputs: int = 1) -> QuantizedMa
     """
     outputs = matrix.ndim - inputs
     turned = jnp.moveaxis(matrix, range(inputs, matrix.ndim), range(outputs))
-    values, scale = _round(turned, tuple(range(outputs, matrix.ndim)))
+    values, scale = round_to_fp8(turned, tuple(range(outputs, matrix.ndim)))
     return QuantizedMatrix(values, scale.reshape(scale.shape[:outputs]))
 
 
-def _round(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Array, Float32[Array, "..."]]:
-    """Round to float8 by the largest number along some axes; return it with the scales."""
+def round_to_fp8(
+    x: Float[Array, "..."], axes: tuple[int, ...]
+) -> tuple[Array, Float32[Array, "..."]]:
+    """Round to float8 by the largest number along some axes.
+
+    Returns:
+        The numbers and the scales, which have a size of 1 along the axes; 1 where all is 0.
+
+    >>> numbers, scale = round_to_fp8(jnp.array([[1.0, -4.0]]), (1,))
+    >>> numbers.astype(float).tolist(), scale.shape
+    ([[112.0, -448.0]], (1, 1))
+    """
     wide = x.astype(jnp.float32)
     scale = jnp.abs(wide).max(axes, keepdims=True) * np.float32(1 / FP8_MAX)
     scale = jnp.where(scale > 0, scale, 1)
@@ -164,7 +174,7 @@ def quantized_product(x: Float[Array, "R L ..."], matrix: QuantizedMatrix) -> Ar
     [[[1.0, 0.5], [-8.0, 4.0]]]
     """
     width = math.prod(x.shape[x.ndim - matrix.inputs :])
-    numbers, steps = _round(x.reshape(-1, width), (1,))
+    numbers, steps = round_to_fp8(x.reshape(-1, width), (1,))
     product = jax.lax.dot_general(
         numbers,
         matrix.values.reshape(-1, width),

@@ -14,11 +14,13 @@ import numpy as np
 
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf.config import config_to_save
+from jaxrl_llm.models.hf.fp8 import quantization_config
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.rollout.vllm.environment import (
+    check_fp8_vllm,
     engine_arguments,
     environment,
     find_python,
@@ -64,7 +66,8 @@ class VllmEngine:
 
     Raises:
         EngineError: there is no environment with vLLM, or not enough memory for the weights.
-        ValueError: a number of sequences that the sidecars can't share evenly.
+        ValueError: a number of sequences that the sidecars can't share evenly, or float8 that this
+            vLLM has no kernels for.
     """
 
     _config: VllmConfig
@@ -91,8 +94,12 @@ class VllmEngine:
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
         config_json = config_to_save(spec, source, np.dtype(settings.dtype))
+        quantized = settings.quantization == "fp8"
+        if quantized:
+            check_fp8_vllm(spec, config, settings.dtype, cpu=self._on_cpu)
+            config_json["quantization_config"] = quantization_config(spec)
         (model / "config.json").write_text(json.dumps(config_json))
-        self._buffer = WeightBuffer(spec, settings.dtype)
+        self._buffer = WeightBuffer(spec, settings.dtype, quantized=quantized)
         self._commands = [[*prefix, python] for prefix in prefixes(config)]
         self._arguments = engine_arguments(
             spec,

