@@ -1,0 +1,167 @@
+"""Float8 weights in real vLLM on the CPU, by a kernel of the tests: vLLM's own need GPUs or AMX."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.hf.fp8 import quantize_blocks
+from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.vllm import environment, process
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.guards("jaxrl_llm/rollout/vllm/", "models/hf/fp8.py", "models/quantization.py"),
+]
+
+KERNELS = Path(__file__).parent / "vllm_kernels"
+SPEC = ModelSpec(
+    vocab_size=96,
+    hidden_size=256,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    ff_width=384,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=False,
+    max_positions=256,
+)
+PROMPT = tuple(range(7, 27))
+NEW = 24
+ALONE = """
+import json, sys
+import torch_fp8
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+llm = LLM(sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, max_model_len=128, block_size=32,
+    max_num_seqs=4, enforce_eager=True, kv_cache_memory_bytes=2**26, generation_config="vllm",
+    enable_chunked_prefill=False)
+[[answer]] = [output.outputs for output in llm.generate(
+    [TokensPrompt(prompt_token_ids=json.loads(sys.argv[2]))],
+    SamplingParams(temperature=0.0, max_tokens=int(sys.argv[3]), logprobs=0, detokenize=False,
+        ignore_eos=True), use_tqdm=False)]
+steps = zip(answer.logprobs, answer.token_ids)
+print(json.dumps([list(answer.token_ids), [step[token].logprob for step, token in steps]]))
+"""
+
+
+def draw(seed):
+    """Parameters under which the next token is far from uniform."""
+    drawn = init_params(SPEC, key=jax.random.key(seed))
+    return jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 1 and leaf.size > 500 else leaf, drawn)
+
+
+FIRST, SECOND = draw(0), draw(1)
+
+
+def by_blocks(params):
+    """Return the weights that float8 blocks stand for."""
+
+    def one(decl, leaf):
+        if not decl.is_stack or len(decl.hf_axes) != 2:
+            return leaf
+        layers = []
+        for layer in leaf:
+            inputs = int(np.prod(layer.shape[: -len(decl.hf_axes[0])]))
+            matrix = layer.reshape(inputs, -1).T.astype(jnp.bfloat16)
+            values, scale = map(np.asarray, quantize_blocks(matrix))
+            scale = scale.repeat(128, 0).repeat(128, 1)
+            back = values.astype(np.float32) * scale[: values.shape[0], : values.shape[1]]
+            layers.append(back.T.reshape(layer.shape))
+        return jnp.asarray(np.stack(layers))
+
+    return jax.tree.map(one, declare(SPEC), params)
+
+
+def logprobs_of(params, answer):
+    whole = jnp.asarray([[*PROMPT, *answer]])
+    place = jnp.arange(whole.shape[1])[None]
+    hidden = forward(params, SPEC, whole, place, jnp.ones_like(place))
+    scores = jax.nn.log_softmax(logits(params, SPEC, hidden)[0])
+    return np.asarray(scores)[len(PROMPT) - 1 : -1][np.arange(len(answer)), np.asarray(answer)]
+
+
+def write_checkpoint(folder, source, params):
+    """Write what is pushed as a directory that vLLM loads by itself."""
+    buffer = WeightBuffer(SPEC, "bfloat16", quantized=True)
+    for _ in buffer.write(params, version=0):
+        pass
+    arrays = {entry.name: np.array(buffer._array(entry)) for entry in buffer.entries}
+    buffer.close()
+    folder.mkdir()
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
+
+
+def sampled_alone(folder):
+    """Return greedy tokens and log-probs of a vLLM that loads a checkpoint by its own loader."""
+    paths = os.pathsep.join(map(str, (KERNELS, process.CODE)))
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    env |= environment.environment(VllmConfig(), 0, cpu=True) | {"PYTHONPATH": paths}
+    python = environment.find_python(None)
+    command = [python, "-c", ALONE, str(folder), json.dumps(PROMPT), str(NEW)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(environment, "has_amx", lambda: True)
+        config = VllmConfig(
+            launch=(f"env PYTHONPATH={KERNELS}",),
+            engine_args={"worker_extension_cls": "torch_fp8.Worker"},
+            start_timeout_s=240.0,
+        )
+        made = VllmEngine(
+            SPEC,
+            EngineSettings(4, 128, dtype="bfloat16", quantization="fp8"),
+            source=None,
+            config=config,
+            folder=tmp_path_factory.mktemp("vllm"),
+        )
+    yield made
+    made.close()
+
+
+def ask(engine):
+    [answer] = engine.sample([Request(PROMPT, SamplingParams(NEW, temperature=0.0), 0)])
+    return answer
+
+
+def test_two_pushes_are_two_checkpoints(engine, tmp_path):
+    """The second is loaded into layers whose weights the kernel has laid out anew."""
+    for version, params in enumerate((FIRST, SECOND)):
+        receipt = engine.load(params, version)
+        answer = ask(engine)
+        wide = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+        assert receipt.moved_bytes < 0.6 * wide
+        expected = logprobs_of(by_blocks(params), answer.tokens)
+        exact = logprobs_of(params, answer.tokens)
+        gap, rounding = (np.abs(x - answer.logprobs).mean() for x in (expected, exact))
+        print("gap", gap, rounding)
+        assert gap < 0.03 < rounding
+    other = logprobs_of(by_blocks(FIRST), answer.tokens)
+    assert np.abs(other - answer.logprobs).mean() > 0.5
+    write_checkpoint(tmp_path / "second", engine._folder / "model", SECOND)
+    tokens, logprobs = sampled_alone(tmp_path / "second")
+    assert answer.tokens.tolist() == tokens
+    np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-6)
