@@ -121,8 +121,11 @@ def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, floa
             "run the model that is trained (dtype, weights, temperature?)"
         )
     mismatch = _mismatch(batch["logprobs"], batch["rollout_logprobs"], mask)
-    entropy = {"actor/entropy": float(batch["entropy"][mask].mean())}
-    return entropy | {name: float(value) for name, value in mismatch.items()}
+    own = {
+        "actor/entropy": float(batch["entropy"][mask].mean()),
+        "training/rollout_logprobs_diff_mean": difference,
+    }
+    return own | {name: float(value) for name, value in mismatch.items()}
 
 
 _mismatch = jax.jit(mismatch_metrics)

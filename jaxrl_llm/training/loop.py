@@ -14,12 +14,12 @@ from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import to_device, to_host
 from jaxrl_llm.training.batch_metrics import batch_metrics, check_agreement, system_metrics
 from jaxrl_llm.training.layouts import minibatch_size
-from jaxrl_llm.training.low_precision import agreement_tolerance
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.algorithm import AlgorithmStage
 from jaxrl_llm.training.stages.models import ModelsStage, States

@@ -7,6 +7,7 @@ for `values`, a reference where one asks for `ref_logprobs`, and so on.
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +18,12 @@ import jax.numpy as jnp
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, call, fields_of_model, name_of
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.training.load_functions import (
     Function,
     UpdateSpec,
@@ -30,8 +33,9 @@ from jaxrl_llm.training.load_functions import (
     find_kl,
     update_spec,
 )
-from jaxrl_llm.training.low_precision import corrections
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,6 +329,22 @@ def with_key(select: Function, key: Any) -> Function:
     """Return a selector with its random key bound, if it takes one."""
     takes_key = "key" in inspect.signature(select).parameters
     return functools.partial(select, key=key) if takes_key else select
+
+
+def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
+    """Return the off-policy corrections of a run.
+
+    vLLM, and an engine in low precision, compute otherwise than the trainer.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.correction is not None:
+        return algorithm.correction
+    differs = rollout.engine == "vllm" or is_low_precision(rollout)
+    if not differs or algorithm.use_rollout_logprobs:
+        return ()
+    if is_low_precision(rollout):
+        log.info("algorithm.correction is truncated_token: the engine is in low precision")
+    return (FunctionSpec("truncated_token"),)
 
 
 def beta_of(function: Function) -> float | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jaxrl_llm.training.low_precision import corrections
 from safetensors.numpy import load_file
 
 from jaxrl_llm.config.errors import ConfigError
@@ -40,7 +41,6 @@ from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, 
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
-from jaxrl_llm.training.low_precision import corrections
 from tests.waiting import wait_until
 
 SPEC = ModelSpec(

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
@@ -19,7 +20,6 @@ from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
-from jaxrl_llm.training.low_precision import agreement_tolerance
 from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.update import TrainState

@@ -1,0 +1,15 @@
+"""What follows for a run from an engine that computes with fewer bits than the trainer."""
+
+from jaxrl_llm.config.sections.rollout import TOLERANCE, WIDE_TOLERANCE, RolloutConfig
+
+
+def is_low_precision(rollout: RolloutConfig) -> bool:
+    """Return whether an engine holds numbers of fewer bits than the trainer."""
+    return rollout.quantization != "none"
+
+
+def agreement_tolerance(rollout: RolloutConfig) -> int | float:
+    """Return the largest mean difference of engine's and trainer's log-probs, in nats."""
+    if rollout.logprob_tolerance is not None:
+        return rollout.logprob_tolerance
+    return WIDE_TOLERANCE if is_low_precision(rollout) else TOLERANCE
