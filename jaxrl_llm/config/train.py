@@ -80,6 +80,7 @@ class TrainConfig(Section):
             something_scores,
             components_are_reported,
             vllm_keys_have_vllm,
+            float8_of_vllm_has_bfloat16,
             sidecars_share_evenly,
             launch_commands_fit,
             engines_have_nodes,
@@ -174,6 +175,13 @@ def vllm_keys_have_vllm(config: TrainConfig) -> Iterator[str]:
             "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove "
             "rollout.vllm"
         )
+
+
+def float8_of_vllm_has_bfloat16(config: TrainConfig) -> Iterator[str]:
+    """Refuse a dtype that vLLM does not compute in beside float8."""
+    rollout, dtype = config.rollout, config.model.dtype
+    if (rollout.engine, rollout.quantization) == ("vllm", "fp8") and dtype != "bfloat16":
+        yield f"rollout.quantization=fp8 with vLLM needs model.dtype: bfloat16, got {dtype}"
 
 
 def sidecars_share_evenly(config: TrainConfig) -> Iterator[str]:

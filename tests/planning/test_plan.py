@@ -164,6 +164,14 @@ def test_a_plan_for_gpus_holds_pages_alone(configure):
         assert flops == pytest.approx(workload(shapes, DECODE_STEP).flops / 8, rel=0.3)
 
 
+def test_float8_halves_the_engines_matrices_in_the_plan(configure):
+    def held(*overrides):
+        shapes = plan_shapes(configure("model.dtype=bfloat16", *overrides))
+        return {held.label: held.size for held in shapes.throughout}["engine weights"]
+
+    assert 0.5 * held() < held("rollout.quantization=fp8") < 0.67 * held()  # the embedding stays
+
+
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offload):
     whole = memory_by_phase(plan_shapes(configure()), {})

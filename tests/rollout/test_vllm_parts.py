@@ -24,7 +24,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jaxrl_llm.training.low_precision import corrections
 from safetensors.numpy import load_file
 
 from jaxrl_llm.config.errors import ConfigError
@@ -36,11 +35,13 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings
+from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+from jaxrl_llm.training.resolve import corrections
 from tests.waiting import wait_until
 
 SPEC = ModelSpec(
@@ -568,9 +569,52 @@ def test_vllms_answers_are_corrected_unless_the_config_says_otherwise():
     assert own.fn == "icepop"
 
 
+LOW = {"rollout": {"quantization": "fp8"}}
+
+
+def test_answers_in_float8_are_corrected_unless_the_config_says_otherwise(caplog):
+    with caplog.at_level("INFO"):
+        assert [f.fn for f in corrections(config_with(**LOW))] == ["truncated_token"]
+    assert "the engine is in low precision" in caplog.text
+    assert corrections(config_with(**LOW, algorithm={"correction": []})) == ()
+    assert corrections(config_with(**LOW, algorithm={"use_rollout_logprobs": True})) == ()
+    [own] = corrections(config_with(**LOW, algorithm={"correction": "icepop"}))
+    assert own.fn == "icepop"
+
+
+def test_log_probs_in_float8_may_differ_more():
+    def tolerance(**rollout):
+        return agreement_tolerance(config_with(rollout=rollout).rollout)
+
+    assert tolerance() == 0.05 < tolerance(quantization="fp8")
+    assert tolerance(quantization="fp8", logprob_tolerance=0.01) == 0.01
+    assert tolerance(logprob_tolerance=0.3) == 0.3
+
+
+def test_float8_that_this_vllm_cannot_compute_is_refused_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.rollout.vllm.engine.is_cpu_build", lambda _: True)
+    monkeypatch.setattr(environment, "has_amx", lambda: False)
+    settings = EngineSettings(4, 32, dtype="bfloat16", quantization="fp8")
+    config, options = VllmConfig(python=sys.executable), {"source": None, "folder": tmp_path}
+    with pytest.raises(ValueError, match=r"float8 needs GPUs, or a processor with AMX"):
+        VllmEngine(SPEC, settings, config=config, **options)
+    monkeypatch.setattr(environment, "has_amx", lambda: True)
+    with pytest.raises(ValueError, match="expected a multiple of it as the width of the queries"):
+        VllmEngine(SPEC, settings, config=config, **options)
+
+
+@pytest.mark.parametrize(("flags", "there"), [("avx2 amx_tile amx_bf16", True), ("avx2", False)])
+def test_amx_is_read_of_the_processors_flags(tmp_path, flags, there):
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
+    assert environment.has_amx(tmp_path / "cpuinfo") is there
+    assert not environment.has_amx(tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("rollout", "told"),
     [
+        ({"engine": "vllm", "quantization": "fp8"}, "needs model.dtype: bfloat16, got float32"),
+        ({"quantization": "int4"}, "rollout.quantization: expected none or fp8, got 'int4'"),
         ({"engine": "sglang"}, "expected native or vllm"),
         ({"vllm": {"sidecars": 2}}, "rollout.engine is native"),
         ({"engine": "vllm", "vllm": {"sidecars": 0}}, "rollout.vllm.sidecars: expected 1 or more"),

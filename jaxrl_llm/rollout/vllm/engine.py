@@ -96,7 +96,7 @@ class VllmEngine:
         config_json = config_to_save(spec, source, np.dtype(settings.dtype))
         quantized = settings.quantization == "fp8"
         if quantized:
-            check_fp8_vllm(spec, config, settings.dtype, cpu=self._on_cpu)
+            check_fp8_vllm(spec, config, cpu=self._on_cpu)
             config_json["quantization_config"] = quantization_config(spec)
         (model / "config.json").write_text(json.dumps(config_json))
         self._buffer = WeightBuffer(spec, settings.dtype, quantized=quantized)

@@ -53,20 +53,17 @@ def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return cpuinfo.exists() and "amx_tile" in cpuinfo.read_text()
 
 
-def check_fp8_vllm(spec: ModelSpec, config: VllmConfig, dtype: str, *, cpu: bool) -> None:
+def check_fp8_vllm(spec: ModelSpec, config: VllmConfig, *, cpu: bool) -> None:
     """Refuse float8 that vLLM can't compute.
 
     Args:
         spec: the model.
         config: of the sidecars.
-        dtype: of the computation.
         cpu: whether vLLM was built for CPUs.
 
     Raises:
         ValueError: there are no kernels for it.
     """
-    if dtype != "bfloat16":
-        raise ValueError(f"vLLM's float8 needs model.dtype: bfloat16, got {dtype}")
     if cpu and not has_amx():
         raise ValueError(
             "vLLM's float8 needs GPUs, or a processor with AMX, which this one has not: expected "
