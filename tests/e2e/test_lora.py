@@ -237,6 +237,16 @@ def test_a_critic_beside_an_adapter_is_trained_in_full(workshop):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [LORA, ()], ids=["adapter", "whole"])
+def test_a_float8_engine_gets_the_merged_weights_and_is_corrected(workshop, words):
+    """A sync whose checksum were not that of what the trainer would quantize stops the run."""
+    result = workshop(*words, "rollout.quantization=fp8", "steps=2").ok()
+    for line in result.metrics[1:]:
+        assert 1e-4 < line["training/rollout_logprobs_diff_mean"] < 0.2
+        assert line["rollout_corr/weight/max"] != 1.0
+
+
+@pytest.mark.slow
 def test_a_base_in_bfloat16(workshop, tmp_path):
     result = workshop(*LORA, "model.dtype=bfloat16", "algorithm.kl_loss=k3").ok()
     assert result.metrics[1]["actor/kl"] == 0.0

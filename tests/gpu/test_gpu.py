@@ -25,6 +25,7 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_kernel import PagedHeads, choose_paged_kernel, paged_difference
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.quantization import quantize_matrix, quantized_product
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -231,3 +232,16 @@ def test_log_probs_with_the_packed_kernel_equal_those_without():
     )
     again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
     assert np.abs(again["logprobs"] - logprobs)[batch["mask"]].mean() < 5e-3
+
+
+@pytest.mark.parametrize("rows", [8, 256])
+def test_float8_products_are_those_of_a_cpu(rows):
+    """Up to the rounding of bfloat16 and the tensor cores' shorter sums."""
+    keys = jax.random.split(jax.random.key(0))
+    matrix = quantize_matrix(jax.random.normal(keys[0], (1024, 512)))
+    x = jax.random.normal(keys[1], (rows, 1, 1024), jnp.bfloat16)
+    on_gpu, on_cpu = (
+        np.asarray(jax.jit(quantized_product)(*jax.device_put((x, matrix), device)), np.float32)
+        for device in (jax.devices("gpu")[0], jax.devices("cpu")[0])
+    )
+    assert np.abs(on_gpu - on_cpu).max() < 2**-6 * np.abs(on_cpu).max()
