@@ -1,6 +1,6 @@
 """What follows for a run from an engine that computes with fewer bits than the trainer."""
 
-from jaxrl_llm.config.sections.rollout import TOLERANCE, WIDE_TOLERANCE, RolloutConfig
+from jaxrl_llm.config.sections.rollout import FP8_TOLERANCE, TOLERANCE, RolloutConfig
 
 
 def is_low_precision(rollout: RolloutConfig) -> bool:
@@ -12,4 +12,4 @@ def agreement_tolerance(rollout: RolloutConfig) -> int | float:
     """Return the largest mean difference of engine's and trainer's log-probs, in nats."""
     if rollout.logprob_tolerance is not None:
         return rollout.logprob_tolerance
-    return WIDE_TOLERANCE if is_low_precision(rollout) else TOLERANCE
+    return FP8_TOLERANCE if rollout.quantization == "fp8" else TOLERANCE
