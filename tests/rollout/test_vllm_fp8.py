@@ -157,7 +157,6 @@ def test_two_pushes_are_two_checkpoints(engine, tmp_path):
         expected = logprobs_of(by_blocks(params), answer.tokens)
         exact = logprobs_of(params, answer.tokens)
         gap, rounding = (np.abs(x - answer.logprobs).mean() for x in (expected, exact))
-        print("gap", gap, rounding)
         assert gap < 0.03 < rounding
     other = logprobs_of(by_blocks(FIRST), answer.tokens)
     assert np.abs(other - answer.logprobs).mean() > 0.5
