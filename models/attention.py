@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Real
+
+from jaxrl_llm.models.int8 import Scales, mix_scaled, scaled_scores
 
 
 class Attending(NamedTuple):
@@ -100,7 +102,11 @@ class _Scoring(NamedTuple):
 def _scores(
     scoring: _Scoring, q: Float[Array, "R K Q H"], k: Float[Array, "R K H S"]
 ) -> Float32[Array, "R K Q S"]:
-    raw = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scoring.scale
+    return _capped(scoring, jnp.matmul(q, k, preferred_element_type=jnp.float32))
+
+
+def _capped(scoring: _Scoring, products: Float32[Array, "R K Q S"]) -> Float32[Array, "R K Q S"]:
+    raw = products * scoring.scale
     return raw if scoring.softcap is None else scoring.softcap * jnp.tanh(raw / scoring.softcap)
 
 
@@ -174,10 +180,11 @@ _attend.defvjp(_attend_forward, _attend_backward)
 @jax.named_scope("attention")
 def attend_cache(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K H S"],
-    v: Float[Array, "B K S V"],
+    k: Real[Array, "B K H S"],
+    v: Real[Array, "B K S V"],
     positions: Int[Array, "B T"],
     options: Attending = PLAIN,
+    scales: Scales | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attend with queries at given positions over the slots of a cache up to each of them.
 
@@ -189,9 +196,10 @@ def attend_cache(
         v: Cached values.
         positions: Of the queries; their own keys and values are in the cache.
         options: Scale, window and soft-cap of the scores.
+        scales: Of keys and values in int8; keys of two scales are cut at the width of a value.
 
     Returns:
-        The mixed values, in the dtype of `v`.
+        The mixed values, in the dtype of `v`; in that of `q` where there are scales.
 
     >>> k, v = jnp.ones((2, 1, 4, 5)), jnp.ones((2, 1, 5, 4))
     >>> attend_cache(jnp.ones((2, 1, 3, 4)), k, v, jnp.array([[0], [3]])).shape
@@ -206,9 +214,17 @@ def attend_cache(
     grouped = q.reshape(batch, length, -1, shared, width).swapaxes(1, 2)
     grouped = grouped.reshape(batch, -1, length * shared, width)
     scale = width**-0.5 if options.scale is None else options.scale
-    scores = _scores(_Scoring(scale, options.softcap, 0), grouped, k)
+    scoring = _Scoring(scale, options.softcap, 0)
+    if scales is None:
+        scores = _scores(scoring, grouped, k)
+    else:
+        scores = _capped(scoring, scaled_scores(grouped, k, scales.keys, v.shape[3]))
     allowed = jnp.repeat(allowed, shared, axis=1)[:, None]
     weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    mixed = mixed.astype(v.dtype).reshape(batch, -1, length, shared, v.shape[3])
+    dtype = v.dtype if scales is None else q.dtype
+    if scales is None:
+        mixed = jnp.matmul(weights.astype(dtype), v, preferred_element_type=jnp.float32)
+    else:
+        mixed = mix_scaled(weights, v, scales.values, dtype)
+    mixed = mixed.astype(dtype).reshape(batch, -1, length, shared, v.shape[3])
     return mixed.swapaxes(1, 2).reshape(batch, length, heads, v.shape[3])

@@ -6,16 +6,17 @@ taking a layer out of stacked arrays would copy it at every step.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
+from jaxrl_llm.models.int8 import make_scales, quantize
 from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.models.spec import ModelSpec
@@ -24,20 +25,51 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
 
 
+class LayerCache(NamedTuple):
+    """What `Cache` holds of one layer."""
+
+    keys: Real[Array, "*B K H S"]
+    values: Real[Array, "*B K S value"]
+    key_scales: Float[Array, "*B K G S"] | None = None
+    value_scales: Float[Array, "*B K S scale"] | None = None
+
+
 class Cache(NamedTuple):
     """Keys (after rotation) and values of each layer; slot s of row b holds position s of row b.
 
     The slots of keys come last: scores are then a product without a transposed factor, which on a
     CPU is several times as fast. Latent attention in its absorbed form has the keys as values too;
     `values` then has width 0.
+
+    Attributes:
+        keys: in the dtype of the computation, or int8.
+        values: likewise.
+        key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
+        value_scales: likewise, of width 0 where values are.
     """
 
-    keys: tuple[Float[Array, "B K H S"], ...]
-    values: tuple[Float[Array, "B K S value"], ...]
+    keys: tuple[Real[Array, "B K H S"], ...]
+    values: tuple[Real[Array, "B K S value"], ...]
+    key_scales: tuple[Float[Array, "B K G S"], ...] = ()
+    value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Return the dtype of the computation."""
+        return (self.key_scales or self.keys)[0].dtype
+
+    def layer(self, number: int) -> LayerCache:
+        """Return what is held of a layer."""
+        return LayerCache(*(arrays[number] for arrays in self if arrays))
 
 
 def init_cache(
-    spec: ModelSpec, batch: int, length: int, *, dtype: DTypeLike = jnp.float32
+    spec: ModelSpec,
+    batch: int,
+    length: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    kv_cache_dtype: str = "auto",
 ) -> Cache:
     """Make an empty cache.
 
@@ -45,22 +77,74 @@ def init_cache(
         spec: The model.
         batch: Rows B.
         length: Slots S per row, in tokens.
-        dtype: Of keys and values.
+        dtype: Of the computation.
+        kv_cache_dtype: Of keys and values: auto, that of the computation, or int8.
 
     Returns:
         Zeros.
 
+    Raises:
+        ValueError: Keys and values can't be kept so.
+
     >>> spec = tiny_spec()
     >>> init_cache(spec, 3, 5).keys[0].shape
     (3, 1, 2, 5)
+    >>> init_cache(spec, 3, 5, kv_cache_dtype="int8").key_scales[0].shape
+    (3, 1, 1, 5)
     """
+    if kv_cache_dtype not in ("auto", "int8"):
+        raise ValueError(f"kv_cache_dtype: expected auto or int8, got {kv_cache_dtype!r}")
 
-    def zeros(*shape: int) -> tuple[Array, ...]:
+    def zeros(*shape: int, dtype: DTypeLike) -> tuple[Array, ...]:
         whole = (batch, spec.kv_heads, *shape)
         return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers))
 
-    values = 0 if _keys_are_values(spec) else spec.head_dim
-    return Cache(zeros(spec.head_dim, length), zeros(length, values))
+    is_int8 = kv_cache_dtype == "int8"
+    of_cache = jnp.int8 if is_int8 else dtype
+    has_values = not _keys_are_values(spec)
+    keys = zeros(spec.head_dim, length, dtype=of_cache)
+    values = zeros(length, spec.head_dim * has_values, dtype=of_cache)
+    if not is_int8:
+        return Cache(keys, values)
+    key_scales = zeros(len(_scaled_widths(spec)), length, dtype=dtype)
+    return Cache(keys, values, key_scales, zeros(length, int(has_values), dtype=dtype))
+
+
+def _scaled_widths(spec: ModelSpec) -> tuple[int, ...]:
+    """Cut a key into parts with a scale each: a latent is normed, its rotated part is not."""
+    if not _keys_are_values(spec) or spec.latent is None:
+        return (spec.head_dim,)
+    return spec.latent.kv_rank, spec.latent.rope_width
+
+
+def _write(
+    spec: ModelSpec,
+    held: LayerCache,
+    k: Float[Array, "*T K H"],
+    v: Float[Array, "*T K V"],
+    at: tuple[tuple[Any, ...], tuple[Any, ...]],
+) -> LayerCache:
+    """Write keys and values of tokens.
+
+    Args:
+        spec: The model.
+        held: Where they are written.
+        k: Keys.
+        v: Values; not written where keys are values.
+        at: Indices of the tokens in arrays of keys and of values; those out of bounds are dropped.
+    """
+    new = LayerCache(k, v)
+    if held.key_scales is not None:
+        k, of_keys = quantize(k, _scaled_widths(spec), held.key_scales.dtype)
+        v, of_values = quantize(v, v.shape[-1:], held.key_scales.dtype)
+        new = LayerCache(k, v, of_keys, of_values)
+
+    def written(old: Array | None, x: Array | None, at: tuple[Any, ...]) -> Any:
+        if old is None or x is None or old.shape[-1] == 0:
+            return old
+        return old.at[at].set(x.astype(old.dtype), mode="drop")
+
+    return LayerCache(*map(written, held, new, at * 2))
 
 
 def _keys_are_values(spec: ModelSpec) -> bool:
@@ -112,17 +196,21 @@ def extend(
     >>> hidden.shape
     (1, 3, 4)
     """
-    rows = jnp.arange(tokens.shape[0])[:, None]
+    rows, every = jnp.arange(tokens.shape[0])[:, None], slice(None)
+    at = (rows, every, every, positions), (rows, every, positions)
 
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        keys = cache.keys[number].at[rows, :, :, positions].set(k.astype(cache.keys[0].dtype))
-        values = cache.values[number]
-        if not _keys_are_values(spec):
-            values = values.at[rows, :, positions].set(v.astype(values.dtype))
-        mixed_in = keys.swapaxes(2, 3) if _keys_are_values(spec) else values
-        return attend_cache(q, keys, mixed_in, positions, options), (keys, values)
+    ) -> tuple[Array, LayerCache]:
+        layer = _write(spec, cache.layer(number), k, v, at)
+        mixed_in, of_values = layer.values, layer.value_scales
+        if _keys_are_values(spec):
+            mixed_in, of_values = layer.keys.swapaxes(2, 3), None
+        if layer.key_scales is None:
+            return attend_cache(q, layer.keys, mixed_in, positions, options), layer
+        scales = make_scales(layer.key_scales, of_values)
+        mixed_in = mixed_in[..., : _scaled_widths(spec)[0]]
+        return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
     return _run(params, spec, attention, tokens, positions, dtype=dtype, layout=layout)
 
@@ -130,7 +218,7 @@ def extend(
 def _run(
     params: Params,
     spec: ModelSpec,
-    attention: Callable[..., tuple[Array, tuple[Array, Array]]],
+    attention: Callable[..., tuple[Array, LayerCache]],
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     *,
@@ -146,8 +234,8 @@ def _run(
         x, of_layer, _ = decoder_layer(weights, spec, x, by.of(layer), attend_slots, layout=layout)
         x = constrain(x)
         kept.append(of_layer)
-    keys, values = zip(*kept, strict=True)
-    return final_norm(params, spec, x), Cache(keys, values)
+    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True) if of_layers[0] is not None]
+    return final_norm(params, spec, x), Cache(*arrays)
 
 
 class PageTables(NamedTuple):
@@ -196,17 +284,14 @@ def extend_pages(
     """
     if layout is None and pool.keys[0].shape[0] != 1:
         raise ValueError(f"expected a pool of one part without a layout, got {len(pool.keys[0])}")
-    latent = spec.latent if _keys_are_values(spec) else None
 
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        on_device = functools.partial(
-            _attend_part, tables.kernel, options, latent.kv_rank if latent else None
-        )
-        arrays = (pool.keys[number], pool.values[number], tables.table, positions)
-        mixed, keys, values = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), arrays)
-        return mixed[:, None], (keys, values)
+    ) -> tuple[Array, LayerCache]:
+        on_device = functools.partial(_attend_part, spec, tables.kernel, options)
+        where = (pool.layer(number), tables.table, positions)
+        mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
+        return mixed[:, None], layer
 
     hidden, pool = _run(
         params, spec, attention, tokens[:, None], positions[:, None], dtype=dtype, layout=layout
@@ -216,13 +301,16 @@ def extend_pages(
 
 def _on_each(
     layout: Layout | None,
-    function: Callable[..., tuple[Array, Array, Array]],
+    function: Callable[..., tuple[Array, LayerCache]],
     heads: tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
-    arrays: tuple[Array, ...],
-) -> tuple[Array, Array, Array]:
+    layer: LayerCache,
+    table: Int[Array, "B n"],
+    positions: Int[Array, " B"],
+) -> tuple[Array, LayerCache]:
     """Call a function on the part of each device: rows by part, heads as they are split."""
+    arrays = (*heads, layer, table, positions)
     if layout is None:
-        return function(*heads, *arrays)
+        return function(*arrays)
     rows = PartitionSpec(BATCH)
     split = "tensor" if heads[1].shape[1] % layout.mesh.shape["tensor"] == 0 else None
     queries, keys = PartitionSpec(BATCH, "tensor"), PartitionSpec(BATCH, split)
@@ -230,29 +318,31 @@ def _on_each(
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, pages, pages, rows, rows),
-        out_specs=(queries, pages, pages),
+        in_specs=(queries, keys, keys, pages, rows, rows),
+        out_specs=(queries, pages),
         check_vma=False,  # a kernel does not say along which axes its results vary
-    )(*heads, *arrays)
+    )(*arrays)
 
 
 def _attend_part(
+    spec: ModelSpec,
     kernel: Callable[..., Array],
     options: Attending,
-    latent_width: int | None,
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K V"],
-    *arrays: Array,
-) -> tuple[Float[Array, "B N W"], Array, Array]:
+    *held: Any,
+) -> tuple[Float[Array, "B N W"], LayerCache]:
     """Write one token of each row into the pages of one part, and attend over them."""
-    keys, values, table, positions = arrays
-    size, count = keys.shape[4], keys.shape[1]
+    layer, table, positions = held
+    size, count = layer.keys.shape[4], layer.keys.shape[1]
     own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
     page, slot = jnp.where(positions < 0, count, own), positions % size
-    keys = keys.at[0, page, :, :, slot].set(k.astype(keys.dtype), mode="drop")
-    if latent_width is None:
-        values = values.at[0, page, :, slot].set(v.astype(values.dtype), mode="drop")
-    pages = Pages(keys[0], values[0] if latent_width is None else None, table)
-    mixed = kernel(q, pages, positions, options, value_width=latent_width)
-    return mixed, keys, values
+    every = slice(None)
+    layer = _write(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
+    arrays: list[Any] = [None if x is None else x[0] for x in layer]
+    keys, values, *scales = arrays
+    if _keys_are_values(spec) and spec.latent is not None:
+        pages = Pages(keys, None, table, scales[0])
+        return kernel(q, pages, positions, options, value_width=spec.latent.kv_rank), layer
+    return kernel(q, Pages(keys, values, table, *scales), positions, options), layer

@@ -166,11 +166,22 @@ class Model(Protocol):
         """
         ...
 
-    def init_cache(self, batch: int, length: int, *, dtype: DTypeLike) -> Cache:
+    def init_cache(
+        self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str
+    ) -> Cache:
         """Make an empty cache of `batch` rows with `length` slots.
 
         The engine cuts it into pages: a slot must hold all that is kept of a position. A model that
         keeps nothing has one layer of heads of width 0.
+
+        Args:
+            batch: Rows.
+            length: Slots of each.
+            dtype: Of the computation.
+            kv_cache_dtype: Of keys and values: auto, that of the computation, or int8.
+
+        Raises:
+            ValueError: Keys and values can't be kept so.
         """
         ...
 
@@ -309,9 +320,12 @@ class Decoder:
         """See `models.heads.sequence_scores`."""
         return heads.sequence_scores(params, hidden, row, start, size)
 
-    def init_cache(self, batch: int, length: int, *, dtype: DTypeLike) -> Cache:
+    def init_cache(
+        self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str = "auto"
+    ) -> Cache:
         """See `models.cache.init_cache`."""
-        return init_cache(self.spec.for_decoding, batch, length, dtype=dtype)
+        spec = self.spec.for_decoding
+        return init_cache(spec, batch, length, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
     def extend(
         self,

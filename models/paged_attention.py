@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from jaxrl_llm.models.attention import PLAIN, Attending, attend_cache
+from jaxrl_llm.models.int8 import make_scales
 
 AT_ONCE = 4
 """Sequences that `attend_in_turn` gathers at once."""
@@ -24,11 +25,15 @@ class Pages(NamedTuple):
         values: likewise; None: they are the first numbers of the keys, as of an absorbed latent.
         table: the pages of each sequence, in order: token j is in page j // S of them. What stands
             past the sequence's end is not read.
+        key_scales: of keys in int8, as `models.int8.Scales`; None: they are no int8.
+        value_scales: likewise; None: they are those of the keys, or there are none.
     """
 
-    keys: Float[Array, "pages K H S"]
-    values: Float[Array, "pages K S V"] | None
+    keys: Real[Array, "pages K H S"]
+    values: Real[Array, "pages K S V"] | None
     table: Int[Array, "B n"]
+    key_scales: Float[Array, "pages K G S"] | None = None
+    value_scales: Float[Array, "pages K S 1"] | None = None
 
 
 def attend_gathered(
@@ -53,15 +58,18 @@ def attend_gathered(
     >>> attend_gathered(jnp.ones((2, 3, 16)), Pages(k, v, table), positions).shape
     (2, 3, 16)
     """
-    keys, values, table = pages
-    k = keys.at[table].get(mode="fill", fill_value=0)
-    k = jax.lax.collapse(jnp.moveaxis(k, 1, 3), 3, 5)
-    if values is None:
+    k = _rows(pages.keys, pages.table, 3)
+    if pages.values is None:
         v = k.swapaxes(2, 3)[..., :value_width]
     else:
-        v = values.at[table].get(mode="fill", fill_value=0)
-        v = jax.lax.collapse(jnp.moveaxis(v, 1, 2), 2, 4)
-    return attend_cache(q[:, None].astype(k.dtype), k, v, positions[:, None], options)[:, 0]
+        v = _rows(pages.values, pages.table, 2)
+    if pages.key_scales is None:
+        scales, q = None, q.astype(k.dtype)
+    else:
+        of_values = pages.value_scales
+        of_values = None if of_values is None else _rows(of_values, pages.table, 2)
+        scales = make_scales(_rows(pages.key_scales, pages.table, 3), of_values)
+    return attend_cache(q[:, None], k, v, positions[:, None], options, scales)[:, 0]
 
 
 def attend_in_turn(
@@ -95,3 +103,9 @@ def attend_in_turn(
         return attend_gathered(q, own, position, options, value_width=value_width)[0]
 
     return jax.lax.map(attend_one, (q, pages.table, positions), batch_size=AT_ONCE)
+
+
+def _rows(pages: Array, table: Int[Array, "B n"], axis: int) -> Array:
+    """Lay the pages of each sequence side by side, along the axis of their tokens."""
+    rows = pages.at[table].get(mode="fill", fill_value=0)
+    return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.int8 import quantize
 from jaxrl_llm.models.kernels import TOLERANCE, DeviceInfo
 from jaxrl_llm.models.layers import Layer, attending
 from jaxrl_llm.models.paged_attention import Pages, attend_gathered
@@ -39,6 +40,7 @@ class PagedHeads(NamedTuple):
         width: of a key.
         latent: width of the values where they are the first numbers of the keys, else None.
         options: of each kind of layer.
+        is_int8: whether keys and values are in int8.
     """
 
     queries: int
@@ -46,6 +48,7 @@ class PagedHeads(NamedTuple):
     width: int
     latent: int | None
     options: tuple[Attending, ...]
+    is_int8: bool = False
 
 
 class PagedChoice(NamedTuple):
@@ -100,7 +103,7 @@ def paged_objection(heads: PagedHeads, dtype: DTypeLike, device: DeviceInfo) -> 
         f"compute capability {capability}, it needs {least} (Ampere) or later": (
             device.capability < LEAST_CAPABILITY
         ),
-        f"the cache's dtype is {jnp.dtype(dtype)}, it needs one of {', '.join(DTYPES)}": (
+        f"the engine's dtype is {jnp.dtype(dtype)}, it needs one of {', '.join(DTYPES)}": (
             jnp.dtype(dtype).name not in DTYPES
         ),
         f"heads are {wide} wide, it needs a multiple of {WIDTHS}": wide is not None,
@@ -130,19 +133,24 @@ def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> flo
     table = jax.random.permutation(keys[3], count).reshape(len(positions), -1)
     page = (count, heads.keys, heads.width, TRIED_PAGE)
     shapes = (len(positions), heads.queries, heads.width), page, (*page[:2], TRIED_PAGE, page[2])
-    given = [
+    q, k, v = (
         jax.random.normal(key, shape).astype(dtype)
         for key, shape in zip(keys[:3], shapes, strict=True)
-    ]
+    )
+    pages = Pages(k, v if heads.latent is None else None, table)
+    if heads.is_int8:
+        pages = _quantized(pages, heads.latent, dtype)
 
     def results(kernel: Kernel, dtype: DTypeLike, options: Attending) -> np.ndarray:
         @jax.jit
-        def run(q: Array, keys: Array, values: Array, table: Array, positions: Array) -> Array:
-            pages = Pages(keys, values if heads.latent is None else None, table)
+        def run(q: Array, pages: Pages, positions: Array) -> Array:
             return kernel(q, pages, positions, options, value_width=heads.latent)
 
-        arrays = (x.astype(dtype) for x in given)
-        return np.asarray(run(*arrays, table, positions).astype(jnp.float32))[:-1]
+        def cast(x: Array) -> Array:
+            return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        given = jax.tree.map(cast, (q, pages, positions))
+        return np.asarray(run(*given).astype(jnp.float32))[:-1]
 
     furthest = 0.0
     for options in heads.options:
@@ -153,6 +161,18 @@ def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> flo
     return furthest
 
 
+def _quantized(pages: Pages, latent: int | None, dtype: DTypeLike) -> Pages:
+    """Return pages in int8."""
+    width = pages.keys.shape[2]
+    widths = (width,) if latent is None else (latent, width - latent)
+    keys, of_keys = quantize(pages.keys.swapaxes(2, 3), widths, dtype)
+    pages = pages._replace(keys=keys.swapaxes(2, 3), key_scales=of_keys.swapaxes(2, 3))
+    if pages.values is None:
+        return pages
+    values, of_values = quantize(pages.values, (width,), dtype)
+    return pages._replace(values=values, value_scales=of_values)
+
+
 def choose_paged_kernel(
     asked: str,
     spec: ModelSpec,
@@ -160,6 +180,7 @@ def choose_paged_kernel(
     dtype: DTypeLike,
     *,
     device: DeviceInfo,
+    is_int8: bool = False,
     kernel: Kernel | None = None,
 ) -> PagedChoice:
     """Decide how a model reads its cache in decoding.
@@ -168,8 +189,9 @@ def choose_paged_kernel(
         asked: `xla`, or anything else: the kernel where it is possible.
         spec: the model.
         layout: where it decodes.
-        dtype: of the cache.
+        dtype: of the computation.
         device: the devices; where these are not here, nothing is tried.
+        is_int8: whether keys and values are in int8.
         kernel: what is tried; None: `models.paged_triton.attend_pages`.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
@@ -182,6 +204,7 @@ def choose_paged_kernel(
     heads = paged_heads(spec, layout)
     if isinstance(heads, str):
         return PagedChoice(heads)
+    heads = heads._replace(is_int8=is_int8)
     if against := paged_objection(heads, dtype, device):
         return PagedChoice(against)
     try:

@@ -117,7 +117,8 @@ def attend_pages(
     a part c of the pages, by the online softmax of FlashAttention
     (https://arxiv.org/abs/2205.14135, algorithm 1). Where there are several parts,
     $o = \sum_c w_c o_c / \sum_c w_c$ with $w_c = e^{m_c} l_c$ joins them (Flash-Decoding,
-    https://pytorch.org/blog/flash-decoding/). Pages out of the window are not read.
+    https://pytorch.org/blog/flash-decoding/). Pages out of the window are not read. Keys and values
+    in int8 are converted on the chip, and their scales multiply scores and weights.
 
     Args:
         q: Queries, rotated.
@@ -130,7 +131,7 @@ def attend_pages(
         interpret: Whether to compute it on any device, slowly, as tests do.
 
     Returns:
-        The mixed values, in the dtype of the keys.
+        The mixed values, in the dtype of the keys; in that of the queries where there are scales.
 
     Raises:
         ValueError: A width is not a multiple of 16, or S is not a power of two.
@@ -142,9 +143,10 @@ def attend_pages(
     (2, 3, 16)
     """
     batch, heads, width = q.shape
-    keys, values, table = pages
+    keys, values, table, *_ = pages
     page, shared = keys.shape[3], heads // keys.shape[1]
     mixed = values.shape[3] if values is not None else (value_width or width)
+    q = q if pages.key_scales is not None else q.astype(keys.dtype)
     sizes = _sizes_of(q, pages, options, mixed, interpret)
     if blocks is None:
         blocks = _blocks_for(q, pages, options.window, mixed)
@@ -152,15 +154,15 @@ def attend_pages(
     ends = positions.astype(jnp.int32) + 1
     starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
     run = _call(sizes, blocks, q, pages, interpret)
-    grouped = q.astype(keys.dtype).reshape(batch, -1, shared, width)
-    held = (keys,) if values is None else (keys, values)
-    results = run(grouped, table.astype(jnp.int32), starts, ends, *held)
-    joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(keys.dtype)
+    grouped = q.reshape(batch, -1, shared, width)
+    held = pages._replace(table=None)
+    results = run(grouped, table.astype(jnp.int32), starts, ends, held)
+    joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(q.dtype)
     return joined.reshape(batch, heads, mixed)
 
 
 def _sizes_of(q: Array, pages: Pages, options: Attending, mixed: int, interpret: bool) -> "_Sizes":
-    width, page, dtype = q.shape[2], pages.keys.shape[3], pages.keys.dtype
+    width, page = q.shape[2], pages.keys.shape[3]
     if page != _power(page):
         raise ValueError(f"expected pages of a power of two of tokens, got {page}")
     return _Sizes(
@@ -168,10 +170,21 @@ def _sizes_of(q: Array, pages: Pages, options: Attending, mixed: int, interpret:
         page,
         width**-0.5 if options.scale is None else options.scale,
         options.softcap,
-        width_parts(width),
+        _key_parts(width, width if pages.values is not None else mixed),
         width_parts(mixed),
-        jax.lax.Precision.HIGHEST if interpret or dtype != jnp.float32 else FLOAT32,
+        jax.lax.Precision.HIGHEST if interpret or q.dtype != jnp.float32 else FLOAT32,
     )
+
+
+def _key_parts(width: int, first: int) -> tuple[tuple[int, int, int], ...]:
+    """Cut a key as `width_parts`: start, size and number of the scale.
+
+    Where its first numbers are the value, these are cut as the value is, and have the first scale.
+    """
+    parts = [(start, size, 0) for start, size in width_parts(first)]
+    if first < width:
+        parts += [(first + start, size, 1) for start, size in width_parts(width - first)]
+    return tuple(parts)
 
 
 def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:
@@ -188,14 +201,14 @@ def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:
 
 def _call(sizes: "_Sizes", blocks: Blocks, q: Array, pages: Pages, interpret: bool) -> Any:
     """Return the kernel for arrays: one result where pages are not split, else those of `_join`."""
-    kv_heads, dtype = pages.keys.shape[1], pages.keys.dtype
+    kv_heads, dtype = pages.keys.shape[1], q.dtype
     mixed = sum(size for _, size in sizes.value_parts)
     whole = blocks.splits == 1
     shape = (q.shape[0], kv_heads, blocks.splits, sizes.shared)
     out = jax.ShapeDtypeStruct((*shape, mixed), dtype if whole else jnp.float32)
     warps = _warps(mixed * dtype.itemsize)
     return pl.pallas_call(
-        functools.partial(_kernel, sizes, blocks, pages.values is None),
+        functools.partial(_kernel, sizes, blocks),
         grid=(q.shape[0], kv_heads * -(-sizes.shared // blocks.queries), blocks.splits),
         out_shape=(out,) if whole else (out, jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
@@ -216,7 +229,7 @@ class _Sizes(NamedTuple):
     page: int
     scale: float
     softcap: float | None
-    key_parts: tuple[tuple[int, int], ...]
+    key_parts: tuple[tuple[int, int, int], ...]
     value_parts: tuple[tuple[int, int], ...]
     precision: Any
 
@@ -229,18 +242,25 @@ class _Sums(NamedTuple):
     total: Float32[Array, " Q"]
 
 
-def _kernel(sizes: _Sizes, blocks: Blocks, shares_keys: bool, *refs: Any) -> None:
+def _kernel(
+    sizes: _Sizes,
+    blocks: Blocks,
+    q_ref: Any,
+    table_ref: Any,
+    starts_ref: Any,
+    ends_ref: Any,
+    held: Pages,
+    *out_refs: Any,
+) -> None:
     """Attend over one part of the pages of a sequence, with some of the heads that share keys."""
-    q_ref, table_ref, starts_ref, ends_ref, keys_ref, *others = refs
-    values_ref = None if shares_keys else others.pop(0)
     row, split = pl.program_id(0), pl.program_id(2)
     groups = -(-sizes.shared // blocks.queries)
     head, group = pl.program_id(1) // groups, pl.program_id(1) % groups
     heads = group * blocks.queries + jnp.arange(blocks.queries)
     is_head = heads < sizes.shared
     q = [
-        triton.load(_at(q_ref, row, head, heads, dims), mask=is_head[:, None], other=0.0)
-        for dims in map(_numbers, sizes.key_parts)
+        triton.load(_at(q_ref, row, head, heads, _numbers(part)), mask=is_head[:, None], other=0)
+        for part in sizes.key_parts
     ]
     start, end = starts_ref[row], ends_ref[row]
     first = start // sizes.page + split * blocks.per_split
@@ -251,44 +271,84 @@ def _kernel(sizes: _Sizes, blocks: Blocks, shares_keys: bool, *refs: Any) -> Non
         at = first + i * blocks.pages + jnp.arange(blocks.pages)
         is_page = at < last
         pages = triton.load(_at(table_ref, row, at), mask=is_page, other=0)
-        of_pages = functools.partial(triton.load, mask=is_page[:, None, None], other=0.0)
-        k = [
-            of_pages(_at(keys_ref, pages, head, dims, slots)).transpose(1, 0, 2)
-            for dims in map(_numbers, sizes.key_parts)
-        ]
-        k = [part.reshape(part.shape[0], -1) for part in k]
-        if values_ref is None:
-            v = [k[i].T for i, _ in enumerate(sizes.value_parts)]
-        else:
-            v = [
-                of_pages(_at(values_ref, pages, head, slots, dims)).reshape(-1, dims.size)
-                for dims in map(_numbers, sizes.value_parts)
-            ]
+        block = _load(sizes, held, pages, is_page, head, q_ref.dtype)
         place = ((at * sizes.page)[:, None] + slots[None, :]).reshape(-1)
         allowed = (place >= start) & (place < end) & (place < last * sizes.page)
-        scores = sum(_product(sizes, *pair) for pair in zip(q, k, strict=True)) * sizes.scale
+        scores = sizes.scale * _products(sizes, q, block)
         if sizes.softcap is not None:
             scores = sizes.softcap * jnp.tanh(scores / sizes.softcap)
-        return _add(sizes, sums, jnp.where(allowed[None, :], scores, MASKED), v)
+        return _add(sizes, sums, jnp.where(allowed[None, :], scores, MASKED), block)
 
     none = jnp.zeros(blocks.queries, jnp.float32)
     mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in sizes.value_parts)
     trips = pl.cdiv(jnp.maximum(last - first, 0), blocks.pages)
     sums = jax.lax.fori_loop(0, trips, body, _Sums(mixed, none + MASKED, none))
-    _store(sizes, sums, is_head, (row, head, split, heads), *others)
+    _store(sizes, sums, is_head, (row, head, split, heads), *out_refs)
 
 
-def _numbers(part: tuple[int, int]) -> Int[Array, " part"]:
+class _Block(NamedTuple):
+    """Keys and values on the chip, by parts of their widths, and the scales of int8."""
+
+    keys: list[Float[Array, "part T"]]
+    values: list[Float[Array, "T part"]]
+    key_scales: list[Float32[Array, " T"]]
+    value_scales: Float32[Array, " T"] | None
+
+
+def _load(
+    sizes: _Sizes, held: Pages, pages: Array, is_page: Array, head: Array, dtype: Any
+) -> _Block:
+    """Load the keys and values of a head from some pages."""
+    slots = jnp.arange(sizes.page)
+    of_pages = functools.partial(triton.load, mask=is_page[:, None, None], other=0)
+    keys = [
+        of_pages(_at(held.keys, pages, head, _numbers(part), slots)).transpose(1, 0, 2)
+        for part in sizes.key_parts
+    ]
+    keys = [part.astype(dtype).reshape(part.shape[0], -1) for part in keys]
+    if held.values is None:
+        values = [keys[i].T for i, _ in enumerate(sizes.value_parts)]
+    else:
+        values = [
+            of_pages(_at(held.values, pages, head, slots, _numbers(part)))
+            for part in sizes.value_parts
+        ]
+        values = [part.astype(dtype).reshape(-1, part.shape[2]) for part in values]
+    if held.key_scales is None:
+        return _Block(keys, values, [], None)
+
+    def scales(ref: Any, *index: Any) -> Array:
+        loaded = triton.load(_at(ref, pages, head, *index), mask=is_page[:, None], other=0)
+        return loaded.astype(jnp.float32).reshape(-1)
+
+    of_keys = [scales(held.key_scales, g, slots) for g in range(1 + sizes.key_parts[-1][2])]
+    if held.value_scales is None:
+        return _Block(keys, values, of_keys, of_keys[0])
+    return _Block(keys, values, of_keys, scales(held.value_scales, slots, 0))
+
+
+def _products(sizes: _Sizes, q: list[Array], block: _Block) -> Float32[Array, "Q T"]:
+    """Multiply queries and keys, those of each scale apart."""
+    products: dict[int, Any] = {}
+    for (_, _, scale), *pair in zip(sizes.key_parts, q, block.keys, strict=True):
+        products[scale] = products.get(scale, 0) + _product(sizes, *pair)
+    if block.key_scales:
+        products = {g: x * block.key_scales[g][None, :] for g, x in products.items()}
+    total: Any = sum(products.values())
+    return total
+
+
+def _numbers(part: tuple[int, ...]) -> Int[Array, " part"]:
     """Return the numbers of a part of a width."""
     return part[0] + jnp.arange(part[1])
 
 
-def _at(ref: Any, *index: Array) -> Any:
+def _at(ref: Any, *index: Any) -> Any:
     """Refer to the product of numbers along each axis of an array; a scalar takes its axis away."""
-    axes = [i for i, numbers in enumerate(index) if numbers.ndim]
+    axes = [i for i, numbers in enumerate(index) if jnp.ndim(numbers)]
     shape = tuple(index[i].size for i in axes)
 
-    def spread(i: int) -> Array:
+    def spread(i: int) -> Any:
         if i not in axes:
             return index[i]
         return jax.lax.broadcast_in_dim(index[i], shape, (axes.index(i),))
@@ -296,14 +356,16 @@ def _at(ref: Any, *index: Array) -> Any:
     return ref.at[tuple(map(spread, range(len(index))))]
 
 
-def _add(sizes: _Sizes, sums: _Sums, scores: Float32[Array, "Q T"], v: list[Array]) -> _Sums:
+def _add(sizes: _Sizes, sums: _Sums, scores: Float32[Array, "Q T"], block: _Block) -> _Sums:
     """Add tokens to the online softmax; at least one of them is allowed."""
     largest = jnp.maximum(sums.largest, scores.max(axis=1))
     kept = jnp.exp2((sums.largest - largest) * LOG2_E)
     weights = jnp.exp2((scores - largest[:, None]) * LOG2_E)
+    scales = block.value_scales
+    scaled = weights if scales is None else weights * scales[None, :]
     mixed = tuple(
-        old * kept[:, None] + _product(sizes, weights.astype(part.dtype), part)
-        for old, part in zip(sums.mixed, v, strict=True)
+        old * kept[:, None] + _product(sizes, scaled.astype(part.dtype), part)
+        for old, part in zip(sums.mixed, block.values, strict=True)
     )
     return _Sums(mixed, largest, sums.total * kept + weights.sum(axis=1))
 

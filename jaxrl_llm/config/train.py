@@ -20,7 +20,7 @@ from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.config.sections.reward import RewardConfig
-from jaxrl_llm.config.sections.rollout import RolloutConfig, VllmConfig
+from jaxrl_llm.config.sections.rollout import KV_CACHE_DTYPES, RolloutConfig, VllmConfig
 from jaxrl_llm.config.sections.validation import ValidationConfig
 from jaxrl_llm.config.shared import (
     COMPILATION_CACHE,
@@ -81,6 +81,7 @@ class TrainConfig(Section):
             components_are_reported,
             vllm_keys_have_vllm,
             float8_of_vllm_has_bfloat16,
+            cache_is_of_the_engine,
             sidecars_share_evenly,
             launch_commands_fit,
             engines_have_nodes,
@@ -182,6 +183,14 @@ def float8_of_vllm_has_bfloat16(config: TrainConfig) -> Iterator[str]:
     rollout, dtype = config.rollout, config.model.dtype
     if (rollout.engine, rollout.quantization) == ("vllm", "fp8") and dtype != "bfloat16":
         yield f"rollout.quantization=fp8 with vLLM needs model.dtype: bfloat16, got {dtype}"
+
+
+def cache_is_of_the_engine(config: TrainConfig) -> Iterator[str]:
+    """Refuse a dtype of keys and values that the engine does not have."""
+    engine, dtype = config.rollout.engine, config.rollout.kv_cache_dtype
+    if dtype not in KV_CACHE_DTYPES[engine]:
+        expected = " or ".join(KV_CACHE_DTYPES[engine])
+        yield f"rollout.kv_cache_dtype: expected {expected} with the {engine} engine, got {dtype!r}"
 
 
 def sidecars_share_evenly(config: TrainConfig) -> Iterator[str]:

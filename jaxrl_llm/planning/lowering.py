@@ -24,7 +24,7 @@ from jaxrl_llm.models.paged_attention import attend_in_turn
 from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.build import choose_cache_kernel, native_engine
+from jaxrl_llm.rollout.build import choose_cache_kernel, engine_settings, native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.forward import ForwardConfig
@@ -283,7 +283,7 @@ def plan_engine(
     choice = None if gpu is None else planned_choice(config, spec, layout, gpu)
     if choice is None:
         own = without_adapter(spec)
-        choice = choose_cache_kernel(config.model.attention, own, layout, config.model.dtype)
+        choice = choose_cache_kernel(config.model.attention, own, layout, engine_settings(config))
     engine = native_engine(config, spec, layout, choice=choice)
     engine.close()
     trace = {
@@ -309,6 +309,7 @@ def planned_choice(
         layout,
         config.model.dtype,
         device=gpu,
+        is_int8=config.rollout.kv_cache_dtype == "int8",
         kernel=attend_in_turn if is_for_cpu else None,
     )
 

@@ -65,7 +65,8 @@ class EngineSpeed(NamedTuple):
 
 def cache_bytes(spec: ModelSpec) -> int:
     """Return the bytes of a token's keys and values, in bfloat16."""
-    cache = jax.eval_shape(lambda: model_of(spec).init_cache(1, 1, dtype="bfloat16"))
+    model, dtypes = model_of(spec), {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    cache = jax.eval_shape(lambda: model.init_cache(1, 1, **dtypes))
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
 
 

@@ -79,7 +79,7 @@ def native_engine(
     spec, settings = without_adapter(spec), engine_settings(config)
     layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
     if choice is None:
-        choice = choose_cache_kernel(config.model.attention, spec, layout, settings.dtype)
+        choice = choose_cache_kernel(config.model.attention, spec, layout, settings)
     with config_errors_at("rollout"):
         return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
 
@@ -88,7 +88,9 @@ _DECIDED: dict[tuple[Any, ...], PagedChoice] = {}
 _DECIDING = threading.Lock()  # the engine's programs are also lowered by a thread that goes ahead
 
 
-def choose_cache_kernel(asked: str, spec: ModelSpec, layout: Layout, dtype: str) -> PagedChoice:
+def choose_cache_kernel(
+    asked: str, spec: ModelSpec, layout: Layout, settings: EngineSettings
+) -> PagedChoice:
     """Decide how the native engine reads its cache, and log it, once.
 
     Several processes decide alike: the kernel is taken where it is possible in all of them.
@@ -97,12 +99,15 @@ def choose_cache_kernel(asked: str, spec: ModelSpec, layout: Layout, dtype: str)
         asked: `model.attention`: xla, or else the kernel where it is possible.
         spec: the model.
         layout: how sequences are split.
-        dtype: of the cache.
+        settings: of the engine.
     """
-    case = asked, dtype, paged_heads(spec, layout)
+    dtype, is_int8 = settings.dtype, settings.kv_cache_dtype == "int8"
+    case = asked, dtype, is_int8, paged_heads(spec, layout)
     with _DECIDING:
         if case not in _DECIDED:
-            own = choose_paged_kernel(asked, spec, layout, dtype, device=this_device())
+            own = choose_paged_kernel(
+                asked, spec, layout, dtype, device=this_device(), is_int8=is_int8
+            )
             others = distributed.all_gather((own.kernel is not None, own.reason))
             against = [reason for is_possible, reason in others if not is_possible]
             _DECIDED[case] = PagedChoice(against[0]) if against else own
@@ -125,6 +130,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
         cache_gb=rollout.kv_cache_gb,
         dtype=config.model.dtype,
         quantization=rollout.quantization,
+        kv_cache_dtype=rollout.kv_cache_dtype,
     )
 
 
@@ -152,7 +158,7 @@ def loaded_engine(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
-    kernel = choose_cache_kernel("auto", spec, layout, settings.dtype).kernel
+    kernel = choose_cache_kernel("auto", spec, layout, settings).kernel
     with config_errors_at("the engine"):
         engine = NativeEngine(
             model_of(spec), settings, layout=layout, detokenize=detokenize, kernel=kernel

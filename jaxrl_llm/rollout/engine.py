@@ -28,6 +28,7 @@ class EngineSettings:
             sequence in every slot.
         dtype: of weights, cache and computation.
         quantization: `fp8` for the layers' matrices in float8; `none`.
+        kv_cache_dtype: of the cache, where it is not auto: int8 of the native engine, or vLLM's.
     """
 
     max_running_sequences: int
@@ -35,6 +36,7 @@ class EngineSettings:
     cache_gb: int | float | None = None
     dtype: str = "float32"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 @runtime_checkable

@@ -220,6 +220,18 @@ def test_profiled_steps_are_steps_of_the_run(cls):
             ["algorithm.kl_loss=k3", "algorithm.kl_reward=k1"],
             "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null",
         ),
+        (
+            ["rollout.kv_cache_dtype=fp8"],
+            "rollout.kv_cache_dtype: expected auto or int8 with the native engine, got 'fp8'",
+        ),
+        (
+            ["rollout.kv_cache_dtype=int8", "rollout.engine=vllm"],
+            "rollout.kv_cache_dtype: expected auto or fp8 with the vllm engine, got 'int8'",
+        ),
+        (
+            ["rollout.kv_cache_dtype=int4"],
+            "rollout.kv_cache_dtype: expected auto, int8 or fp8, got 'int4' (str)",
+        ),
     ],
 )
 def test_contradictions_between_keys(overrides, expected):

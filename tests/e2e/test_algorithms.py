@@ -188,6 +188,12 @@ def test_corrections_multiply_the_policy_loss(run, workshop):
     assert halved["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 4, rel=1e-3)
 
 
+def test_low_precision_in_the_cache_is_measured_and_corrected(run):
+    _, line = run("rollout.kv_cache_dtype=int8", "steps=1").ok().metrics
+    assert 1e-5 < line["training/rollout_logprobs_diff_mean"] < 0.1
+    assert line["rollout_corr/weight/min"] < 1 < line["rollout_corr/weight/max"] <= 2
+
+
 def test_bypass_trusts_the_engine_s_log_probs(run):
     plain, bypassed = (
         run(f"algorithm.use_rollout_logprobs={flag}").ok().metrics[1:] for flag in ("false", "true")

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.sections.rollout import CACHE_TOLERANCE
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.kernels import (
@@ -58,13 +59,13 @@ SPEC = ModelSpec(
 LENGTH = 128
 
 
-def _sequences(device, dtype, kernel=None):
+def _sequences(device, dtype, kernel=None, kv_cache_dtype="auto"):
     """Sample on a device; return the batch, the engine's log-probs and the trainer's."""
     mesh = make_mesh({}, [device])
     params = jax.device_put(
         init_params(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh)
     )
-    settings = EngineSettings(32, LENGTH, dtype=dtype)
+    settings = EngineSettings(32, LENGTH, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     engine = NativeEngine(model_of(SPEC), settings, layout=Layout(mesh), kernel=kernel)
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
@@ -104,17 +105,32 @@ def test_decoding_over_pages_in_place_agrees_with_the_forward_pass(dtype, tolera
     assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["rows", "pages"])
+def test_int8_keys_and_values_agree_with_the_forward_pass(in_place):
+    device = jax.devices("gpu")[0]
+    layout = Layout(make_mesh({}, [device]))
+    asked = "auto" if in_place else "xla"
+    choice = choose_paged_kernel(
+        asked, SPEC, layout, "bfloat16", device=this_device(), is_int8=True
+    )
+    assert (choice.kernel is not None) == in_place, choice.reason
+    _, _, batch, reported, logprobs = _sequences(device, "bfloat16", choice.kernel, "int8")
+    assert np.abs(reported - logprobs)[batch["mask"]].mean() < CACHE_TOLERANCE
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(("heads", "keys", "width"), [(16, 8, 128), (7, 1, 80), (8, 4, 256)])
-def test_the_kernel_over_pages_is_exact(heads, keys, width):
+def test_the_kernel_over_pages_is_exact(heads, keys, width, is_int8):
     kinds = (Attending(), Attending(window=100, softcap=5.0))
-    asked = PagedHeads(heads, keys, width, None, kinds)
+    asked = PagedHeads(heads, keys, width, None, kinds, is_int8)
     assert paged_difference(attend_pages, asked, "float32") < 1e-4
     assert paged_difference(attend_pages, asked, "bfloat16") < TOLERANCE
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_the_kernel_over_latents_is_exact(heads):
-    asked = PagedHeads(heads, 1, 576, 512, (Attending(0.07),))
+def test_the_kernel_over_latents_is_exact(heads, is_int8):
+    asked = PagedHeads(heads, 1, 576, 512, (Attending(0.07),), is_int8)
     assert paged_difference(attend_pages, asked, "bfloat16") < TOLERANCE
 
 

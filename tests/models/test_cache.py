@@ -110,7 +110,7 @@ def test_only_the_slots_of_tokens_are_written(run, filled):
     hidden, after = run(filled, jnp.full((3, 4), 3), positions)
     assert jnp.isfinite(hidden).all()
     expected = (np.arange(SLOTS) == positions[:, :, None]).any(axis=1)
-    for others, before, then in zip(((1, 2), (1, 3)), filled, after, strict=True):  # keys, values
+    for others, before, then in zip(((1, 2), (1, 3)), filled[:2], after[:2], strict=True):
         for old, new in zip(before, then, strict=True):
             changed = (np.asarray(old) != np.asarray(new)).any(axis=others)  # [B, S]
             np.testing.assert_array_equal(changed, expected)

@@ -18,7 +18,16 @@ FULL = Attending()
 ROUNDING = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
-def drawn(heads, kv_heads, width, dtype="float32", *, value_width=None, positions=POSITIONS):
+def drawn(
+    heads,
+    kv_heads,
+    width,
+    dtype="float32",
+    *,
+    value_width=None,
+    positions=POSITIONS,
+    is_int8=False,
+):
     """Return queries, pages and positions."""
     rng = np.random.default_rng(0)
     count = len(positions) * PAGES + 1
@@ -27,19 +36,45 @@ def drawn(heads, kv_heads, width, dtype="float32", *, value_width=None, position
     values = None
     if value_width is None:
         values = jnp.asarray(rng.normal(size=(count, kv_heads, PAGE, width)), dtype)
+    scales = ()
+    if is_int8:
+        keys, *scales = in_int8(keys, 2, value_width or width, dtype)
+        if value_width is None:
+            values, of_values = in_int8(values, 3, width, dtype)
+            scales.append(of_values)
     table = rng.permutation(count)[:-1].reshape(len(positions), PAGES).astype(np.int32)
     for row, position in zip(table, positions, strict=True):
         row[position // PAGE + 1 :] = count  # no page
-    pages = Pages(keys, values, jnp.array(table))
+    pages = Pages(keys, values, jnp.array(table), *scales)
     return q, pages, jnp.array(positions, jnp.int32)
+
+
+def in_int8(x, axis, first, dtype):
+    """Quantize along an axis by the formula, its first numbers and the others apart; zeros stay."""
+    x = np.array(x, np.float32)
+    x.swapaxes(axis, -1)[0, 0, 3] = 0.0
+    parts = [part for part in np.split(x, [first], axis=axis) if part.size]
+    scales = [np.abs(part).max(axis=axis, keepdims=True) / np.float32(127) for part in parts]
+    scales = [np.asarray(jnp.asarray(scale, dtype), np.float32) for scale in scales]
+    steps = [np.where(scale > 0, scale, 1) for scale in scales]
+    numbers = [np.round(part / step) for part, step in zip(parts, steps, strict=True)]
+    numbers = np.clip(np.concatenate(numbers, axis), -127, 127)
+    return jnp.asarray(numbers, jnp.int8), jnp.asarray(np.concatenate(scales, axis), dtype)
 
 
 def looped(q, pages, positions, options, value_width):
     """Attend with one head of one row after the other in float64."""
-    keys, values, table = pages
+    keys, values, table = pages[:3]
     out = np.zeros((*q.shape[:2], value_width or values.shape[3]))
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
     q, keys, table = np.asarray(q, float), np.asarray(keys, float), np.asarray(table)
+    values = None if values is None else np.asarray(values, float)
+    if pages.key_scales is not None:  # of products that are sums, as it is of factors
+        of_keys = np.asarray(pages.key_scales, float)
+        widths = [keys.shape[2]] if of_keys.shape[2] == 1 else [value_width, -1]
+        keys[:, :, : widths[0]] *= of_keys[:, :, :1]
+        keys[:, :, widths[0] :] *= of_keys[:, :, -1:]
+        values = None if values is None else values * np.asarray(pages.value_scales, float)
     for (row, position), head in itertools.product(
         enumerate(positions.tolist()), range(q.shape[1])
     ):
@@ -49,18 +84,18 @@ def looped(q, pages, positions, options, value_width):
         if not places:
             continue
         k = np.array([keys[page, kv, :, slot] for page, slot in places])
-        v = k if values is None else [np.asarray(values[page, kv, slot]) for page, slot in places]
+        v = k if values is None else [values[page, kv, slot] for page, slot in places]
         scores = scale * k @ q[row, head]
         if options.softcap is not None:
             scores = options.softcap * np.tanh(scores / options.softcap)
         weights = np.exp(scores - scores.max())
-        out[row, head] = weights @ np.asarray(v, float)[:, : out.shape[2]] / weights.sum()
+        out[row, head] = weights @ np.asarray(v)[:, : out.shape[2]] / weights.sum()
     return out
 
 
 def check(given, options=FULL, *, value_width=None, blocks=None):
     """Compare the kernel with loops and with what is gathered."""
-    dtype = given[1].keys.dtype
+    dtype = given[0].dtype
     got = attend_pages(*given, options, value_width=value_width, blocks=blocks, interpret=True)
     assert got.dtype == dtype
     got = np.asarray(got.astype(jnp.float32))
@@ -84,19 +119,23 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_pages_in_place(case):
+def test_pages_in_place(case, is_int8):
     heads, kv_heads, width, dtype, options, blocks = case
-    check(drawn(heads, kv_heads, width, dtype), options, blocks=blocks)
+    check(drawn(heads, kv_heads, width, dtype, is_int8=is_int8), options, blocks=blocks)
 
 
-def test_keys_that_are_values():
-    check(drawn(20, 1, 80, value_width=64), Attending(scale=0.1), value_width=64, blocks=SPLIT)
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("width", [64, 48])
+def test_keys_that_are_values(width, is_int8):
+    given = drawn(20, 1, 80, value_width=width, is_int8=is_int8)
+    check(given, Attending(scale=0.1), value_width=width, blocks=SPLIT)
 
 
 def test_nothing_is_read_of_other_sequences():
     """Who else lies in the pool cannot change a result, not even by NaN."""
-    q, (keys, values, table), positions = drawn(2, 1, 16)
+    q, (keys, values, table, *_), positions = drawn(2, 1, 16)
     own = np.unique(np.asarray(table[:2]))
     others = np.setdiff1d(np.arange(len(keys)), own)
     pages = Pages(keys, values, table)
@@ -107,7 +146,7 @@ def test_nothing_is_read_of_other_sequences():
 
 
 def test_what_cannot_be_read_is_refused():
-    q, (keys, values, table), positions = drawn(2, 1, 16)
+    q, (keys, values, table, *_), positions = drawn(2, 1, 16)
     with pytest.raises(ValueError, match="a power of two of tokens, got 12"):
         pages = Pages(keys[..., :12], values[:, :, :12], table)
         attend_pages(q, pages, positions, interpret=True)

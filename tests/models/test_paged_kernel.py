@@ -40,10 +40,26 @@ def test_a_kernel_that_agrees_is_taken():
     assert choice.reason.startswith("its results differ from XLA's in float32 by up to 0.")
 
 
-def test_the_kernel_agrees_where_it_can_be_interpreted():
-    heads = PagedHeads(4, 2, 16, None, (Attending(softcap=3.0, window=20),))
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+def test_the_kernel_agrees_where_it_can_be_interpreted(is_int8):
+    heads = PagedHeads(4, 2, 16, None, (Attending(softcap=3.0, window=20),), is_int8)
     kernel = functools.partial(attend_pages, interpret=True)
     assert paged_difference(kernel, heads, "float32") < 1e-5
+
+
+@pytest.mark.parametrize("latent", [None, 16])
+def test_scales_are_tried_with_int8(latent):
+    """A kernel that knows of no scales is right without int8, and is found out with it."""
+
+    def unscaled(q, pages, *arguments, **options):
+        ones = jax.tree.map(jnp.ones_like, (pages.key_scales, pages.value_scales))
+        pages = pages._replace(key_scales=ones[0], value_scales=ones[1])
+        return attend_gathered(q, pages, *arguments, **options)
+
+    heads = PagedHeads(4, 1, 32, latent, (Attending(),))
+    assert paged_difference(unscaled, heads, "float32") == 0
+    assert paged_difference(unscaled, heads._replace(is_int8=True), "float32") > 0.5
+    assert paged_difference(attend_gathered, heads._replace(is_int8=True), "float32") == 0
 
 
 @pytest.mark.parametrize(
@@ -54,9 +70,9 @@ def test_the_kernel_agrees_where_it_can_be_interpreted():
             {"device": DeviceInfo("cuda", (7, 5), (0, 11, 2))},
             "compute capability 7.5, it needs 8.0 (Ampere) or later",
         ),
-        "int8": (
+        "an odd dtype": (
             {"dtype": "int8"},
-            "the cache's dtype is int8, it needs one of bfloat16, float16, float32",
+            "the engine's dtype is int8, it needs one of bfloat16, float16, float32",
         ),
         "an odd width": (
             {"spec": dataclasses.replace(SPEC, head_dim=20)},

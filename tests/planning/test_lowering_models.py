@@ -121,10 +121,11 @@ def test_an_engine_on_one_device(tmp_path):
         assert {dtype for product in program.products for dtype, _ in product} == {"f32"}
 
 
-def test_the_engine_over_pages_in_place():
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_engine_over_pages_in_place(kv_cache_dtype):
     spec = spec_of("Gemma2", head_dim=16)  # windows and soft-caps
     mesh = make_mesh({"data": 4, "tensor": 2})
-    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
+    settings = EngineSettings(16, 256, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     layout = Layout(mesh, rules=ROLLOUT_RULES)
     engine = NativeEngine(model_of(spec), settings, layout=layout, kernel=attend_pages)
     engine.close()

@@ -34,7 +34,7 @@ from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.planning.steps import analyze_step
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.programs import PAGE
+from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
 from jaxrl_llm.training.load_model import open_model
@@ -130,10 +130,12 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     assert own.alias_size_in_bytes == on_first_device(total)
 
 
-def test_the_plan_of_the_engine_is_what_it_holds(configure):
-    config = configure()
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_plan_of_the_engine_is_what_it_holds(configure, kv_cache_dtype):
+    config = configure(f"rollout.kv_cache_dtype={kv_cache_dtype}")
     shapes = plan_shapes(config)
-    engine = NativeEngine(model_of(DENSE), EngineSettings(16, 32), layout=shapes.layouts.rollout)
+    settings = EngineSettings(16, 32, kv_cache_dtype=kv_cache_dtype)
+    engine = NativeEngine(model_of(DENSE), settings, layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
     pool, (rows, width) = engine._runner._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)

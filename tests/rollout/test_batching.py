@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.rollout.native import programs
+from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
 
@@ -78,7 +78,7 @@ def variant(build, params, small_cache):
             options, constants = variants[name]
             with pytest.MonkeyPatch.context() as patch:
                 for constant, value in constants.items():
-                    patch.setattr(programs, constant, value)
+                    patch.setattr(sizes, constant, value)
                 made[name] = build(**options)
             made[name].load(params, version=0)
         return made[name]

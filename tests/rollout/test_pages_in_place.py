@@ -101,7 +101,7 @@ def test_on_a_cpu_pages_are_gathered(asked, reason, caplog):
     layout = Layout(make_mesh({}, jax.devices()[:1]))
     with caplog.at_level("INFO"):
         for _ in range(2):  # it is decided and logged once
-            assert choose_cache_kernel(asked, SPEC, layout, "float32") == (reason, None)
+            assert choose_cache_kernel(asked, SPEC, layout, EngineSettings(4, 40)) == (reason, None)
     assert caplog.messages == [f"decoding over rows gathered from pages: {reason}"]
 
 
@@ -111,7 +111,7 @@ def test_a_process_without_the_kernel_decides_for_all(monkeypatch):
     can = PagedChoice("it agrees", attend_gathered)
     monkeypatch.setattr(build, "choose_paged_kernel", lambda *_, **__: can)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    assert choose_cache_kernel("auto", SPEC, layout, "float32") == can
+    assert choose_cache_kernel("auto", SPEC, layout, EngineSettings(4, 40)) == can
     build._DECIDED.clear()
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, (False, "no memory")])
-    assert choose_cache_kernel("auto", SPEC, layout, "float32") == ("no memory", None)
+    assert choose_cache_kernel("auto", SPEC, layout, EngineSettings(4, 40)) == ("no memory", None)

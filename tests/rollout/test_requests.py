@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.native import programs
+from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
 PROMPT = (4, 8, 15, 16, 23)
@@ -31,7 +31,7 @@ def after(next_logits, params, answer):
 def texts(build, params):
     """An engine of few steps whose tokens are letters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "PREFILL_LENGTHS", (32,))  # compile less
+        patch.setattr(sizes, "PREFILL_LENGTHS", (32,))  # compile less
         engine = build(steps=3, detokenize=lambda ids: "".join(LETTERS[i] for i in ids))
     engine.load(params, version=0)
     yield engine

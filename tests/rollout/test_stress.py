@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.native import programs
+from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
 COUNT = 300
@@ -38,8 +38,8 @@ def cramped(build, params):
     gb = 7.5 * 2 * page.programs.page_bytes() / 1e9
     page.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "PREFILL_LENGTHS", (16,))
-        patch.setattr(programs, "PREFILL_TOKENS", (64,))
+        patch.setattr(sizes, "PREFILL_LENGTHS", (16,))
+        patch.setattr(sizes, "PREFILL_TOKENS", (64,))
         engine = build(max_running_sequences=6, steps=3, cache_gb=gb)
     engine.load(params, version=0)
     yield engine

@@ -524,6 +524,15 @@ def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     assert arguments["max_num_batched_tokens"] == 64
 
 
+def test_the_dtype_of_keys_and_values_is_vllms():
+    options = {"model": "x", "cpu": False}
+    settings = EngineSettings(8, 60, kv_cache_dtype="fp8")
+    arguments = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
+    assert arguments["kv_cache_dtype"] == "fp8"
+    arguments = environment.engine_arguments(SPEC, VllmConfig(), EngineSettings(8, 60), **options)
+    assert arguments["kv_cache_dtype"] == "auto"
+
+
 @pytest.mark.parametrize("latent", [False, True])
 def test_the_cache_of_each_gpu_is_its_part_of_the_heads(latent):
     spec = LATENT if latent else SPEC
@@ -608,6 +617,20 @@ def test_amx_is_read_of_the_processors_flags(tmp_path, flags, there):
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
     assert environment.has_amx(tmp_path / "cpuinfo") is there
     assert not environment.has_amx(tmp_path / "none")
+
+
+def test_answers_over_a_cache_in_low_precision_are_corrected_and_may_differ_more():
+    def config(**rollout):
+        return config_with(rollout=rollout)
+
+    def tolerance(**rollout):
+        return agreement_tolerance(config(**rollout).rollout)
+
+    assert [f.fn for f in corrections(config(kv_cache_dtype="int8"))] == ["truncated_token"]
+    low = {"engine": "vllm", "kv_cache_dtype": "fp8"}
+    assert tolerance() < tolerance(kv_cache_dtype="int8") == tolerance(**low)
+    assert tolerance(kv_cache_dtype="int8", logprob_tolerance=0.01) == 0.01
+    assert tolerance(kv_cache_dtype="int8", quantization="fp8") == tolerance(quantization="fp8")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Perceptron:
     def sequence_scores(self, params, hidden, row, start, size):
         raise KeyError("score")
 
-    def init_cache(self, batch, length, *, dtype):
+    def init_cache(self, batch, length, *, dtype, kv_cache_dtype):
         nothing = jnp.zeros((batch, 1, 0, length), dtype)
         return Cache((nothing,), (nothing.swapaxes(2, 3),))
 

@@ -31,7 +31,7 @@ class AlgorithmConfig(Section):
         kinds.CORRECTIONS,
         None,
         "functions in algorithms.correction, whose importance weights multiply "
-        "the loss; null: truncated_token with vLLM and with a quantized engine, else none",
+        "the loss; null: truncated_token with vLLM and with an engine in low precision, else none",
     )
     use_rollout_logprobs: bool = Field(
         default=False,

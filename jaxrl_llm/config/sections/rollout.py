@@ -12,8 +12,12 @@ CACHE_GB = (
     "running sequences have the longest length"
 )
 
-TOLERANCE, FP8_TOLERANCE = 0.05, 0.4
-"""Mean differences of log-probs, in nats, at which a run stops: by default, with fp8 matrices."""
+TOLERANCE, FP8_TOLERANCE, CACHE_TOLERANCE = 0.05, 0.4, 0.1
+"""Mean differences of log-probs, in nats, at which a run stops: by default, with fp8 matrices, and
+with low precision in the cache, where int8 made 0.026 (docs/performance.md)."""
+
+KV_CACHE_DTYPES = {"native": ("auto", "int8"), "vllm": ("auto", "fp8")}
+"""Of keys and values, by engine."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -87,6 +91,13 @@ class RolloutConfig(Section):
         default=256, ge=1, description="sequences that the engine decodes at once"
     )
     kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto",
+        description=(
+            "of keys and values: auto, that of the engine; int8 with a scale for each token and "
+            "head (native) or vLLM's fp8 hold about twice the tokens of bfloat16"
+        ),
+    )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
         description=(
@@ -98,7 +109,8 @@ class RolloutConfig(Section):
         default=None,
         description=(
             "largest mean difference of the engine's and the trainer's log-probs; above it the "
-            f"run stops; null: {TOLERANCE}, or {FP8_TOLERANCE} with quantization: fp8"
+            f"run stops; null: {TOLERANCE}, or {FP8_TOLERANCE} with quantization: fp8, or "
+            f"{CACHE_TOLERANCE} with int8 or fp8 in the cache"
         ),
     )
     dump_every: int = Field(

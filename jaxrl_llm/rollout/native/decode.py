@@ -24,8 +24,8 @@ from jaxrl_llm.rollout.native.sampler import (
 )
 from jaxrl_llm.sharding.layout import Layout
 
-POSITIONS = (3, 2)
-"""Along which axis of keys and of values positions lie."""
+POSITIONS = (3, 2, 3, 2)
+"""Along which axis of keys, of values and of the scales of both positions lie."""
 
 MOST_TOP_LOGPROBS = 20
 """The most of the likeliest tokens that are reported."""
@@ -104,10 +104,16 @@ class DecodeOutput(NamedTuple):
 
 
 def make_pool(
-    model: Model, parts: int, pages: int, size: int, *, dtype: DTypeLike = jnp.float32
+    model: Model,
+    parts: int,
+    pages: int,
+    size: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    kv_cache_dtype: str = "auto",
 ) -> Cache:
     """Make an empty pool of pages of `size` tokens."""
-    flat = model.init_cache(parts * pages, size, dtype=dtype)
+    flat = model.init_cache(parts * pages, size, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
 
 
@@ -139,7 +145,8 @@ def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
         rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
         return jax.lax.collapse(rows, 0, 2)
 
-    return Cache(*(tuple(of_all(x, axis) for x in pool[i]) for i, axis in enumerate(POSITIONS)))
+    axes = zip(pool, POSITIONS, strict=True)
+    return Cache(*(tuple(of_all(x, axis) for x in arrays) for arrays, axis in axes))
 
 
 def scatter_pages(
@@ -192,7 +199,7 @@ def prefill(
     index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
     positions = chunk.start[:, None] + index
     positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
-    dtype = rows.keys[0].dtype
+    dtype = rows.compute_dtype
     _, rows = model.extend(params, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
     return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets)
 
@@ -262,7 +269,7 @@ def _extend_by_one(
     layout: Layout | None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Run the newest token of each row that goes on."""
-    going, dtype = state.left > 0, cache.keys[0].dtype
+    going, dtype = state.left > 0, cache.compute_dtype
     if tables is not None:
         assert isinstance(model, PagedModel)  # for pyright; the engine asks
         at = jnp.where(going, state.positions, -1)

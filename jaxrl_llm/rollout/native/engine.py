@@ -23,8 +23,9 @@ from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request,
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
-from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, Sizes, choose_sizes
+from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.scheduler import SequenceState
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
@@ -75,8 +76,8 @@ class NativeEngine:
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
             or contexts, a cache in which the longest sequence has no room, a kernel for a model
-            that is no `PagedModel`, or a model or GPUs without the float8 products that are asked
-            for.
+            that is no `PagedModel`, a dtype in which the model keeps no cache, or a model or GPUs
+            without the float8 products that are asked for.
     """
 
     def __init__(
@@ -97,7 +98,15 @@ class NativeEngine:
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
         sizes = _choose_sizes(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
-        self.programs = Programs(model, layout, sizes, settings.dtype, kernel, quantized=quantized)
+        self.programs = Programs(
+            model,
+            layout,
+            sizes,
+            settings.dtype,
+            kernel,
+            quantized=quantized,
+            kv_cache_dtype=settings.kv_cache_dtype,
+        )
         self._reads_text = detokenize is not None
         self._params: Any = None
         self._version = -1
@@ -319,7 +328,8 @@ def _choose_sizes(
     )
     if settings.cache_gb is None:
         return sizes
-    page_bytes = Programs(model, layout, sizes, settings.dtype).page_bytes()
+    kind = settings.kv_cache_dtype
+    page_bytes = Programs(model, layout, sizes, settings.dtype, kv_cache_dtype=kind).page_bytes()
     affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
     sizes = sizes._replace(pages=min(affordable, sizes.pages))
     needed = -(-settings.max_tokens // PAGE) + 1

@@ -8,9 +8,10 @@ import numpy as np
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.rollout.native.decode import DecodeOutput, DecodeState, Extras, PrefillChunk
 from jaxrl_llm.rollout.native.pages import PagePool
-from jaxrl_llm.rollout.native.programs import BIASES, PAGE, STOP_IDS, Programs, touched
+from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.scheduler import Counts, Scheduler, SequenceState
+from jaxrl_llm.rollout.native.sizes import PAGE, touched
 from jaxrl_llm.sharding import distributed
 
 PREFILL_BETWEEN_CHUNKS = 4096

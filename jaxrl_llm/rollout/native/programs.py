@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,109 +28,17 @@ from jaxrl_llm.rollout.native.decode import (
     scatter_pages,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, touched
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
-
-PAGE = 16
-"""Tokens that a page holds."""
 
 STOP_IDS = 8
 """The most stop tokens of a request."""
 
 BIASES = 300
 """The most biased tokens of a request."""
-
-FEWEST_ROWS = 8
-SHORTEST_ROW = 128  # tokens
-PREFILL_LENGTHS = (32, 256)  # tokens of a prompt that are read at once
-PREFILL_TOKENS = (256, 1024)  # tokens of all prompts
-
-
-class Sizes(NamedTuple):
-    """The shapes of all programs.
-
-    Attributes:
-        parts: of a batch, each with pages of its own.
-        pages: of a part.
-        rows: how many sequences are decoded at once; one of these numbers.
-        widths: how many tokens a row holds; one of these numbers.
-        prefill_shapes: how many prompts are read at once, and of how many tokens.
-        steps: tokens that are decoded in a chunk.
-        has_rows: whether pages are gathered into rows, for which there is as much room again.
-    """
-
-    parts: int
-    pages: int
-    rows: tuple[int, ...]
-    widths: tuple[int, ...]
-    prefill_shapes: tuple[tuple[int, int], ...]
-    steps: int
-    has_rows: bool = True
-
-    @property
-    def capacity(self) -> int:
-        """Return how many tokens the pool holds, and the rows at most."""
-        return self.parts * self.pages * PAGE
-
-    def fits(self, rows: int, width: int) -> bool:
-        """Return whether so many rows may be decoded at once."""
-        return not self.has_rows or rows * width <= self.capacity or rows == self.rows[0]
-
-    @property
-    def largest(self) -> tuple[int, int]:
-        """Return rows and width of the most that is decoded at once."""
-        fitting = [(n, w) for n in self.rows for w in self.widths if self.fits(n, w)]
-        return max(fitting, key=lambda shape: (shape[0] * shape[1], shape[1]))
-
-    def width(self, length: int) -> int:
-        """Return the narrowest row that holds so many tokens."""
-        return next(width for width in self.widths if width >= length)
-
-
-def choose_sizes(
-    *,
-    parts: int,
-    max_running_sequences: int,
-    max_tokens: int,
-    steps: int,
-    pages: int | None = None,
-) -> Sizes:
-    """Choose few shapes: parts of the running sequences, and of the longest one.
-
-    Args:
-        parts: of a batch.
-        max_running_sequences: a multiple of the parts.
-        max_tokens: the longest sequence.
-        steps: tokens decoded in a chunk.
-        pages: of a part; None is enough for all.
-
-    >>> choose_sizes(parts=1, max_running_sequences=32, max_tokens=600, steps=16).rows
-    (8, 16, 32)
-    >>> choose_sizes(parts=1, max_running_sequences=32, max_tokens=600, steps=16).widths
-    (160, 304, 608)
-    """
-    longest, running = _up(max_tokens, PAGE), max_running_sequences
-    widths = {_up(longest / n, PAGE) for n in (4, 2) if longest >= n * SHORTEST_ROW}
-    rows = {_up(running / n, parts) for n in (16, 4, 2) if running >= n * FEWEST_ROWS}
-    lengths = {min(length, longest) for length in PREFILL_LENGTHS}
-    prefill_shapes = {
-        (_up(min(max(1, tokens // length), running), parts), length)
-        for tokens, length in itertools.product(PREFILL_TOKENS, lengths)
-    }
-    return Sizes(
-        parts,
-        running // parts * (longest // PAGE + 1) if pages is None else pages,
-        tuple(sorted(rows | {running})),
-        tuple(sorted(widths | {longest})),
-        tuple(sorted(prefill_shapes)),
-        steps,
-    )
-
-
-def _up(number: int | float, unit: int) -> int:
-    return math.ceil(number / unit) * unit
 
 
 class Programs:
@@ -141,6 +49,7 @@ class Programs:
         layout: how rows and weights are split.
         shapes: of all programs.
         dtype: of weights, cache and computation.
+        kv_cache_dtype: of the cache, where it is not auto.
         kernel: what attends over pages in place; None where pages are gathered into rows.
         quantized: hold the layers' matrices in float8.
 
@@ -157,8 +66,10 @@ class Programs:
         kernel: Callable[..., jax.Array] | None = None,
         *,
         quantized: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """Compile nothing yet."""
+        self.kv_cache_dtype = kv_cache_dtype
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
         self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
@@ -243,7 +154,7 @@ class Programs:
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
-        page = jax.eval_shape(lambda: make_pool(self.model, 1, 1, PAGE, dtype=self.dtype))
+        page = jax.eval_shape(lambda: self._empty_pages(1, 1))
         size = 0
         for x in jax.tree.leaves(page):
             shared = self.layout.mesh.shape["tensor"] if self._split_heads(x.shape[2]) else 1
@@ -347,17 +258,12 @@ class Programs:
 
     def _empty_pool(self) -> Cache:
         shapes = self.sizes
-        return make_pool(self.model, shapes.parts, shapes.pages, PAGE, dtype=self.dtype)
+        return self._empty_pages(shapes.parts, shapes.pages)
+
+    def _empty_pages(self, parts: int, pages: int) -> Cache:
+        dtypes = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
+        return make_pool(self.model, parts, pages, PAGE, **dtypes)
 
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
         return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
-
-
-def touched(tokens: int) -> int:
-    """Return how many pages so many tokens side by side touch at most.
-
-    >>> touched(16), touched(1)
-    (2, 1)
-    """
-    return (tokens + PAGE - 2) // PAGE + 1

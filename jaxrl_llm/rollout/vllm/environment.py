@@ -165,6 +165,7 @@ def engine_arguments(
         "max_model_len": settings.max_tokens,
         "max_num_seqs": settings.max_running_sequences,
         "kv_cache_memory_bytes": cache_bytes,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "enable_prefix_caching": True,
         "tensor_parallel_size": config.tensor_parallel,
         "enable_sleep_mode": config.sleep and not cpu,  # which vLLM refuses on CPUs

@@ -1,0 +1,107 @@
+"""The few shapes that the engine's programs have."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+PAGE = 16
+"""Tokens that a page holds."""
+
+FEWEST_ROWS = 8
+SHORTEST_ROW = 128  # tokens
+PREFILL_LENGTHS = (32, 256)  # tokens of a prompt that are read at once
+PREFILL_TOKENS = (256, 1024)  # tokens of all prompts
+
+
+class Sizes(NamedTuple):
+    """The shapes of all programs.
+
+    Attributes:
+        parts: of a batch, each with pages of its own.
+        pages: of a part.
+        rows: how many sequences are decoded at once; one of these numbers.
+        widths: how many tokens a row holds; one of these numbers.
+        prefill_shapes: how many prompts are read at once, and of how many tokens.
+        steps: tokens that are decoded in a chunk.
+        has_rows: whether pages are gathered into rows, for which there is as much room again.
+    """
+
+    parts: int
+    pages: int
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    prefill_shapes: tuple[tuple[int, int], ...]
+    steps: int
+    has_rows: bool = True
+
+    @property
+    def capacity(self) -> int:
+        """Return how many tokens the pool holds, and the rows at most."""
+        return self.parts * self.pages * PAGE
+
+    def fits(self, rows: int, width: int) -> bool:
+        """Return whether so many rows may be decoded at once."""
+        return not self.has_rows or rows * width <= self.capacity or rows == self.rows[0]
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Return rows and width of the most that is decoded at once."""
+        fitting = [(n, w) for n in self.rows for w in self.widths if self.fits(n, w)]
+        return max(fitting, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+    def width(self, length: int) -> int:
+        """Return the narrowest row that holds so many tokens."""
+        return next(width for width in self.widths if width >= length)
+
+
+def choose_sizes(
+    *,
+    parts: int,
+    max_running_sequences: int,
+    max_tokens: int,
+    steps: int,
+    pages: int | None = None,
+) -> Sizes:
+    """Choose few shapes: parts of the running sequences, and of the longest one.
+
+    Args:
+        parts: of a batch.
+        max_running_sequences: a multiple of the parts.
+        max_tokens: the longest sequence.
+        steps: tokens decoded in a chunk.
+        pages: of a part; None is enough for all.
+
+    >>> choose_sizes(parts=1, max_running_sequences=32, max_tokens=600, steps=16).rows
+    (8, 16, 32)
+    >>> choose_sizes(parts=1, max_running_sequences=32, max_tokens=600, steps=16).widths
+    (160, 304, 608)
+    """
+    longest, running = _up(max_tokens, PAGE), max_running_sequences
+    widths = {_up(longest / n, PAGE) for n in (4, 2) if longest >= n * SHORTEST_ROW}
+    rows = {_up(running / n, parts) for n in (16, 4, 2) if running >= n * FEWEST_ROWS}
+    lengths = {min(length, longest) for length in PREFILL_LENGTHS}
+    prefill_shapes = {
+        (_up(min(max(1, tokens // length), running), parts), length)
+        for tokens, length in itertools.product(PREFILL_TOKENS, lengths)
+    }
+    return Sizes(
+        parts,
+        running // parts * (longest // PAGE + 1) if pages is None else pages,
+        tuple(sorted(rows | {running})),
+        tuple(sorted(widths | {longest})),
+        tuple(sorted(prefill_shapes)),
+        steps,
+    )
+
+
+def _up(number: int | float, unit: int) -> int:
+    return math.ceil(number / unit) * unit
+
+
+def touched(tokens: int) -> int:
+    """Return how many pages so many tokens side by side touch at most.
+
+    >>> touched(16), touched(1)
+    (2, 1)
+    """
+    return (tokens + PAGE - 2) // PAGE + 1
