@@ -8,7 +8,8 @@ From the repository's root; the library need not be installed. It needs jax 0.11
 CUDA and the packages of `NEEDED`, and of `PEERS` for the comparison; no network. Models have the
 shape of Qwen3-1.7B and random weights. Each measurement runs in a process of its own, one at a
 time, so that none finds memory taken, and has a time limit; what runs out of memory or time is a
-row that says so. Results are written as they come, to `gpu.json` and `gpu.md` in `--out`.
+row that says so. Results are written as they come, to `gpu.json` and `gpu.md` in `--out`. The
+device's description for XLA's compiler goes to `target.txtpb` there.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from benchmarks.gpu.jobs import LIMITS, PARTS, Job, Row, merged
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("jax", "numpy", "optax", "orbax.checkpoint", "jaxtyping", "safetensors", "yaml", "rich")
 PEERS = ("torch", "transformers")
-SYSTEMS = {"ours": "jaxrl_llm", "theirs": "torch"}
+SYSTEMS = {"ours": "jaxrl_llm", "theirs": "torch", "parity": "both"}
 
 PROBE = """
 import importlib, json, sys
@@ -59,7 +60,7 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
     """Run a job in a process of its own and return a row for each of its cases."""
     given, results, log = (folder / name for name in ("job.json", "results.json", "log.txt"))
     results.unlink(missing_ok=True)
-    given.write_text(json.dumps({"do": job.do, "cases": job.cases}))
+    given.write_text(json.dumps({"do": job.do, "cases": job.cases, "dump": str(folder / "dump")}))
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -67,7 +68,10 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "passive",
     }
-    if job.do != "profile":  # a trace says less of a program that was read from there
+    if job.do == "target":
+        flags = f"{environment.get('XLA_FLAGS', '')} --xla_dump_to={folder / 'dump'}"
+        environment["XLA_FLAGS"] = flags.strip()
+    elif job.do != "profile":  # a trace says less of a program that was read from there
         environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
     command = [sys.executable, "-m", f"benchmarks.gpu.{job.system}", given, results]
     with log.open("w") as output:
@@ -99,7 +103,7 @@ def run_part(
     """Run a part's jobs while there is time, and yield their rows; the rest get a row, too."""
     for job in jobs:
         left = until - time.monotonic()
-        if job.system == "theirs" and missing:
+        if job.system != "ours" and missing:
             reason = f"not installed: {missing}"
         elif left < 5:
             reason = f"not begun: the {LIMITS[name]} s of this part were over"
@@ -195,6 +199,8 @@ def main(words: Sequence[str] | None = None) -> int:
             jobs = merged(jobs) if options.small else jobs
             for rows in run_part(name, jobs, ", ".join(absent), Path(folder), until):
                 results["rows"] += rows
+                for text in (row.pop("text") for row in rows if "text" in row):
+                    (options.out / "target.txtpb").write_text(text)
                 results["seconds"] = round(time.monotonic() - begun, 1)
                 (options.out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
                 (options.out / "gpu.md").write_text(page(results))

@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu.shapes import Sizes
 
-LIMITS = {"update": 640, "attention": 130, "logprobs": 60, "profile": 100, "decode": 240}
+LIMITS = {
+    "target": 20,
+    "parity": 120,
+    "update": 400,
+    "decode": 350,
+    "experts": 70,
+    "attention": 90,
+    "logprobs": 50,
+    "profile": 80,
+}
 """Seconds for each part; together less than 20 minutes."""
 
 Row = dict[str, Any]
@@ -83,6 +92,33 @@ def attention_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
         yield Job(system, "attention", cases)
 
 
+def experts_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
+    """Yield one process per way of multiplying groups of rows by a matrix each."""
+    for system, by in (
+        ("ours", "grouped"),
+        ("ours", "blocked"),
+        ("ours", "ragged_dot"),
+        ("theirs", "grouped_mm"),
+    ):
+        cases = [{"experts": case, "by": by, "runs": sizes.runs} for case in sizes.experts]
+        yield Job(system, "experts", cases)
+
+
+def parity_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
+    """Yield one process, in which transformers in float32 is computed once."""
+    common = {"shape": sizes.small_shape, "parity": sizes.parity}
+    low = common | {"dtype": "bfloat16"}
+    cases = [common | {"by": "trainer", "dtype": "float32"}]
+    cases += [low | {"by": by} for by in ("transformers", "trainer")]
+    cases += [low | {"by": "engine", "engine": name} for name in ENGINES]
+    yield Job("parity", "parity", cases)
+
+
+def target_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
+    """Yield what writes the device's description for XLA's compiler."""
+    yield Job("ours", "target", [{}])
+
+
 def logprob_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
     """Yield one process for all chunk sizes."""
     common = {"scored": sizes.scored, "runs": sizes.runs}
@@ -96,17 +132,22 @@ def profile_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
 
 
 def decode_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
-    """Yield each number of requests, for both systems."""
+    """Yield each number of requests, for both systems; the middle one with one engine of ours."""
     common = _of(
         shape=sizes.shape,
+        dtype="bfloat16",
         answer=sizes.answer,
         runs=2,
         read_bytes=sizes.read_bytes,
         bandwidth=sizes.bandwidth,
     )
-    for requests in sizes.decode:
-        for system in ("ours", "theirs"):
-            yield Job(system, "decode", [common | {"requests": requests}])
+    few, *middle, many = sizes.decode
+    for requests in (many, few, *middle):
+        case = common | {"requests": requests}
+        engines = list(ENGINES)[:1] if requests in middle else ENGINES
+        for name in engines:
+            yield Job("ours", "decode", [case | {"engine": name}])
+        yield Job("theirs", "decode", [case])
 
 
 def merged(jobs: Sequence[Job]) -> list[Job]:
@@ -122,11 +163,22 @@ def merged(jobs: Sequence[Job]) -> list[Job]:
     ]
 
 
+ENGINES = {
+    "pages": {},
+    "rows": {"attention": "xla"},
+    "int8 cache": {"settings": {"kv_cache_dtype": "int8"}},
+    "fp8 weights": {"settings": {"quantization": "fp8"}},
+}
+"""What the native engines differ in: how attention was chosen, and settings of the engine."""
+
 PARTS: dict[str, Callable[[Sizes, bool], Iterator[Job]]] = {
+    "target": target_jobs,
+    "parity": parity_jobs,
     "update": update_jobs,
+    "decode": decode_jobs,
+    "experts": experts_jobs,
     "attention": attention_jobs,
     "logprobs": logprob_jobs,
     "profile": profile_jobs,
-    "decode": decode_jobs,
 }
 """Functions of the sizes and of whether flash-attn is installed, by the part's name."""

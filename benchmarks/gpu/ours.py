@@ -57,6 +57,11 @@ def peak_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def layout_of() -> Layout:
+    """Return the layout of one device."""
+    return Layout(make_mesh({}, jax.devices()[:1]))
+
+
 def seconds(function: Callable[..., Any], *arguments: Any, runs: int) -> float:
     """Return the time of one run, of several that are queued one behind another."""
     jax.block_until_ready(function(*arguments))
@@ -87,8 +92,7 @@ def batch_of(job: dict[str, Any]) -> Batch:
 
 def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
     """Return a learner of the library, its state, and how it attends."""
-    spec, mesh = spec_of(job["shape"]), make_mesh({}, jax.devices()[:1])
-    layout = Layout(mesh)
+    spec, layout = spec_of(job["shape"]), layout_of()
     choice = choose_kernel(job["attention"], spec, layout, "bfloat16", device=this_device())
     split = layout.of(declare(spec))
     params = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)(jax.random.key(0))
@@ -106,7 +110,7 @@ def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
         optax.adamw(LEARNING_RATE),
         reduce=token_mean,
         shape=shape,
-        mesh=mesh,
+        mesh=layout.mesh,
         params_like=jax.tree.map(
             lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
         ),
@@ -210,6 +214,25 @@ def attention(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def experts(job: dict[str, Any]) -> dict[str, Any]:
+    """Time one grouped product, forward, and forward and backward, on groups of one size."""
+    rows, count, width, inner = job["experts"]
+    drawn = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(drawn[0], (rows, width), jnp.bfloat16)
+    matrices = jax.random.normal(drawn[1], (count, width, inner), jnp.bfloat16)
+    out = jax.random.normal(drawn[2], (rows, inner), jnp.bfloat16)
+    sizes = jnp.full(count, rows // count, jnp.int32)
+    multiply = {"ragged_dot": jax.lax.ragged_dot}[job["by"]]
+
+    def both(x: Any, matrices: Any, out: Any) -> Any:
+        product, backward = jax.vjp(lambda x, m: multiply(x, m, sizes), x, matrices)
+        return product, backward(out)
+
+    forward = seconds(jax.jit(lambda x, m: multiply(x, m, sizes)), x, matrices, runs=job["runs"])
+    whole = seconds(jax.jit(both), x, matrices, out, runs=job["runs"])
+    return {"forward_seconds": forward, "seconds": whole, "peak_bytes": peak_bytes()}
+
+
 def logprobs(job: dict[str, Any]) -> dict[str, Any]:
     """Time the gradient of log-probs and entropies at one chunk size."""
     tokens, width, vocabulary = job["scored"]
@@ -228,16 +251,22 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds(run, hidden, head, runs=job["runs"]), "scratch_bytes": scratch}
 
 
+def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
+    """Return a native engine with room for so many sequences of a length."""
+    spec, layout = spec_of(job["shape"]), layout_of()
+    settings = EngineSettings(requests, length, dtype=job["dtype"])
+    return NativeEngine(model_of(spec), settings, layout=layout)
+
+
 def decode(job: dict[str, Any]) -> dict[str, Any]:
     """Time the native engine on as many requests as it has slots, all of one length.
 
     What answers of half the length take has prefill in it, too: the difference is steps alone.
     """
-    spec, layout = spec_of(job["shape"]), Layout(make_mesh({}, jax.devices()[:1]))
-    (prompt, new), requests = job["answer"], job["requests"]
-    settings = EngineSettings(requests, prompt + new, dtype="bfloat16")
-    engine = NativeEngine(model_of(spec), settings, layout=layout)
-    draw = jax.jit(functools.partial(init_params, spec), out_shardings=layout.of(declare(spec)))
+    spec, (prompt, new), requests = spec_of(job["shape"]), job["answer"], job["requests"]
+    engine = engine_of(job, requests, prompt + new)
+    split = layout_of().of(declare(spec))
+    draw = jax.jit(functools.partial(init_params, spec), out_shardings=split)
     engine.load(draw(key=jax.random.key(0)), version=0)
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, spec.vocab_size, (requests, prompt)).tolist()
@@ -280,7 +309,17 @@ def read_rate(size: int) -> float:
     return size / min(seconds(total, array, runs=5) for _ in range(5))
 
 
-JOBS = {f.__name__: f for f in (update, profile, attention, logprobs, decode)}
+def target(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of the device that XLA's compiler writes with its dumps."""
+    begun, folder = time.perf_counter(), Path(job["dump"])
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.ones(8)))
+    texts = [path.read_text() for path in sorted(folder.rglob("*gpu_target_config*"))]
+    if not texts:
+        return {"error": "XLA has written no description of the device"}
+    return {"text": texts[0], "seconds": time.perf_counter() - begun}
+
+
+JOBS = {f.__name__: f for f in (update, profile, attention, experts, logprobs, decode, target)}
 
 
 if __name__ == "__main__":

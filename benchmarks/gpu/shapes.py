@@ -18,6 +18,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "qwen3-1.7b": Shape(151936, 2048, 28, 16, 8, 128, 6144),
+    "qwen3-1.7b, 4 layers": Shape(32768, 2048, 4, 16, 8, 128, 6144),
     "tiny": Shape(512, 64, 2, 4, 2, 16, 128),
 }
 
@@ -80,6 +81,9 @@ class Sizes(NamedTuple):
 
     Attributes:
         shape: Of the model.
+        small_shape: Of the model whose numbers are compared with transformers'.
+        parity: Sequences that are compared, and their tokens.
+        experts: Rows, experts, width of the rows and of the products.
         tokens: Of an update.
         micro: Tokens of its micro-batches, small, middle and large.
         length: Of each sequence where they are equal.
@@ -97,6 +101,9 @@ class Sizes(NamedTuple):
     """
 
     shape: str
+    small_shape: str
+    parity: tuple[int, int]
+    experts: tuple[tuple[int, int, int, int], ...]
     tokens: int
     micro: tuple[int, int, int]
     length: int
@@ -115,6 +122,9 @@ class Sizes(NamedTuple):
 
 FULL = Sizes(
     shape="qwen3-1.7b",
+    small_shape="qwen3-1.7b, 4 layers",
+    parity=(16, 512),
+    experts=((65536, 128, 2048, 768), (65536, 32, 4096, 1536), (1024, 128, 2048, 768)),
     tokens=32768,
     micro=(2048, 8192, 32768),
     length=1024,
@@ -130,6 +140,9 @@ FULL = Sizes(
 )
 SMALL = Sizes(
     shape="tiny",
+    small_shape="tiny",
+    parity=(4, 32),
+    experts=((256, 4, 64, 32),),
     tokens=512,
     micro=(64, 128, 512),
     length=32,

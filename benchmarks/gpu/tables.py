@@ -91,6 +91,53 @@ def logprobs_table(rows: Sequence[Row], peak: Peak | None) -> str:
     return markdown_table(["tokens × D × V", "chunk", "ms", "of peak", "scratch GB"], lines)
 
 
+def experts_table(rows: Sequence[Row], peak: Peak | None) -> str:
+    """Return grouped products: one forward, three with the backward pass."""
+    lines = []
+    for row in rows:
+        count, experts, width, inner = row["case"]["experts"]
+        labels = [f"{count} × {width} × {inner}", str(experts)]
+        labels.append(f"{row['system']} {row['case']['by']}")
+        if "error" in row:
+            lines.append([*labels, row["error"], "", "", ""])
+            continue
+        ops = 2 * count * width * inner
+        rates = ops / row["forward_seconds"], 3 * ops / row["seconds"]
+        lines.append(
+            [
+                *labels,
+                f"{1e3 * row['forward_seconds']:.3f}",
+                _share(rates[0], peak and peak.flops),
+                f"{1e3 * row['seconds']:.3f}",
+                _share(rates[1], peak and peak.flops),
+            ]
+        )
+    head = "rows × D × F, experts, by, forward ms, of peak, and backward ms, of peak"
+    return markdown_table(head.split(", "), lines)
+
+
+def parity_table(rows: Sequence[Row], peak: Peak | None) -> str:
+    """Return how far log-probs and gradients are from transformers' in float32."""
+    lines = []
+    for row in rows:
+        case = row["case"]
+        by = f"engine, {case['engine']}" if case["by"] == "engine" else case["by"]
+        labels = [by, case["dtype"], " × ".join(map(str, case["parity"]))]
+        if "error" in row:
+            lines.append([*labels, row["error"], "", ""])
+            continue
+        gradient = f"{row['gradient']:.2e}" if "gradient" in row else "-"
+        lines.append([*labels, f"{row['mean']:.2e}", f"{row['most']:.2e}", gradient])
+    head = ["by", "dtype", "sequences × tokens", "mean of log-probs", "most", "gradient"]
+    note = "Differences from transformers in float32; of the gradient, by its norm."
+    return f"{note}\n\n{markdown_table(head, lines)}"
+
+
+def target_table(rows: Sequence[Row], peak: Peak | None) -> str:
+    """Return where the device's description is."""
+    return "\n".join(row.get("error", "`target.txtpb`, beside this file") for row in rows)
+
+
 def profile_table(rows: Sequence[Row], peak: Peak | None) -> str:
     """Return where the time of an update went."""
     texts = []
@@ -112,7 +159,9 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
     lines = []
     for row in rows:
         (prompt, new), requests = row["case"]["answer"], row["case"]["requests"]
-        labels = [str(requests), f"{prompt} + {new}", row["system"]]
+        engine = row["case"].get("engine")
+        system = row["system"] if engine is None else f"{row['system']}, {engine}"
+        labels = [str(requests), f"{prompt} + {new}", system]
         if "error" in row:
             lines.append([*labels, row["error"], *[""] * 6])
             continue
@@ -152,11 +201,14 @@ def decoding_bytes(spec: ModelSpec, requests: int, prompt: int, new: int) -> int
 
 
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row], Peak | None], str]]] = {
+    "target": ("The device as XLA's compiler knows it", target_table),
+    "parity": ("Log-probs and gradients against transformers", parity_table),
     "update": ("Actor updates", update_table),
+    "decode": ("Generation", decode_table),
+    "experts": ("Grouped products of experts", experts_table),
     "attention": ("Causal attention over packed rows", attention_table),
     "logprobs": ("Gradient of log-probs, by chunk", logprobs_table),
     "profile": ("Where an update's time goes", profile_table),
-    "decode": ("Generation", decode_table),
 }
 """The title and table of each part."""
 

@@ -175,6 +175,32 @@ def attention(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def experts(job: dict[str, Any]) -> dict[str, Any]:
+    """Time torch's grouped product, on groups of one size."""
+    rows, count, width, inner = job["experts"]
+    torch.manual_seed(0)
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    x = torch.randn(rows, width, **kind).requires_grad_()
+    matrices = torch.randn(count, width, inner, **kind).requires_grad_()
+    out = torch.randn(rows, inner, **kind)
+    ends = torch.arange(1, count + 1, device=DEVICE, dtype=torch.int32) * (rows // count)
+
+    def multiply() -> torch.Tensor:
+        return torch._grouped_mm(x, matrices, offs=ends)
+
+    def forward() -> None:
+        with torch.no_grad():
+            multiply()
+
+    def both() -> None:
+        torch.autograd.grad(multiply(), (x, matrices), out)
+
+    return {
+        "forward_seconds": seconds(forward, runs=job["runs"]),
+        "seconds": seconds(both, runs=job["runs"]),
+    }
+
+
 def decode(job: dict[str, Any]) -> dict[str, Any]:
     """Time transformers' generate on a batch of prompts of one length."""
     model = model_of(job["shape"], "sdpa", torch.bfloat16).eval()
@@ -202,7 +228,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": whole, "half_seconds": half, "peak_bytes": peak_bytes()}
 
 
-JOBS = {f.__name__: f for f in (update, attention, decode)}
+JOBS = {f.__name__: f for f in (update, attention, experts, decode)}
 
 
 if __name__ == "__main__":
