@@ -95,7 +95,7 @@ def attention_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
 def experts_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
     """Yield one process per way of multiplying groups of rows by a matrix each."""
     for system, by in (
-        ("ours", "grouped"),
+        ("ours", "triton"),
         ("ours", "blocked"),
         ("ours", "ragged_dot"),
         ("theirs", "grouped_mm"),

@@ -37,6 +37,7 @@ from jaxrl_llm.models.kernels import (
     this_device,
 )
 from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.moe.grouped import BLOCKED, grouped_matmul
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -214,6 +215,16 @@ def attention(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def product_of(name: str) -> Callable[..., Any]:
+    """Return a grouped product (rows, matrices, sizes): by our kernels, our blocks, or XLA's."""
+    if name == "ragged_dot":
+        return jax.lax.ragged_dot
+    kernels = BLOCKED
+    if name == "triton":
+        from jaxrl_llm.models.moe.grouped_triton import TRITON as kernels
+    return functools.partial(grouped_matmul, kernels=kernels)
+
+
 def experts(job: dict[str, Any]) -> dict[str, Any]:
     """Time one grouped product, forward, and forward and backward, on groups of one size."""
     rows, count, width, inner = job["experts"]
@@ -222,7 +233,7 @@ def experts(job: dict[str, Any]) -> dict[str, Any]:
     matrices = jax.random.normal(drawn[1], (count, width, inner), jnp.bfloat16)
     out = jax.random.normal(drawn[2], (rows, inner), jnp.bfloat16)
     sizes = jnp.full(count, rows // count, jnp.int32)
-    multiply = {"ragged_dot": jax.lax.ragged_dot}[job["by"]]
+    multiply = product_of(job["by"])
 
     def both(x: Any, matrices: Any, out: Any) -> Any:
         product, backward = jax.vjp(lambda x, m: multiply(x, m, sizes), x, matrices)
