@@ -186,7 +186,7 @@ def experts(job: dict[str, Any]) -> dict[str, Any]:
     ends = torch.arange(1, count + 1, device=DEVICE, dtype=torch.int32) * (rows // count)
 
     def multiply() -> torch.Tensor:
-        return torch._grouped_mm(x, matrices, offs=ends)
+        return F.grouped_mm(x, matrices, offs=ends)
 
     def forward() -> None:
         with torch.no_grad():
