@@ -20,7 +20,8 @@ def compile_steps(order: dict) -> None:
 
     Args:
         order: `config`, `overrides`, `target` (a GpuTargetConfigProto as text), `topology`,
-            `steps`, `options` of the compiler, and the `folder` for the programs and their sizes.
+            `steps`, `options` of the compiler for each, and the `folder` for the programs and
+            their sizes.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jax.experimental import topologies
@@ -44,7 +45,7 @@ def compile_steps(order: dict) -> None:
         if name not in order["steps"] or file.exists():
             continue
         lowered, begun = trace().lower(), time.perf_counter()
-        compiled = lowered.compile(compiler_options=order["options"])
+        compiled = lowered.compile(compiler_options=order["options"][name])
         seconds = time.perf_counter() - begun
         with gzip.open(file.with_suffix(".hlo.gz"), "wt") as program:
             program.write(compiled.as_text())

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import markdown_table
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, describe_topology
+from jaxrl_llm.planning.gpu_compiler import UNMERGED, UNTUNED, describe_topology
 from jaxrl_llm.planning.program import count_operations, list_loops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +76,11 @@ def compile_case(case: Case, steps: Sequence[str], tree: Path, programs: Path) -
     target, topology = describe_topology("H200", case.devices)
     order = {
         "config": str(ROOT / "configs/plan" / f"{case.config}.yaml"),
-        "overrides": [*case.overrides, "model.attention=xla"],
+        "overrides": list(case.overrides),
         "target": target,
         "topology": topology,
         "steps": list(steps),
-        "options": dict(UNTUNED),
+        "options": {step: {**UNTUNED, **(UNMERGED if step == DECODE else {})} for step in steps},
         "folder": str((programs / case.name).resolve()),
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
