@@ -71,14 +71,6 @@ class Model(Protocol):
         """
         ...
 
-    def declare_quantized(self) -> Declarations:
-        """Declare the arrays that `extend` takes in float8, in place of those that it replaces.
-
-        A matrix [in… out…] is replaced by a `QuantizedMatrix` of two declarations, of its values
-        and its scales. A model without float8 declares none, as `declare()`.
-        """
-        ...
-
     def hidden_states(
         self,
         params: Params,
@@ -229,6 +221,19 @@ class PagedModel(Model, Protocol):
         layout: Layout | None,
     ) -> tuple[Float[Array, "B D"], Cache]:
         """Run the next token of each row over pages; see `models.cache.extend_pages`."""
+        ...
+
+
+@runtime_checkable
+class QuantizableModel(Model, Protocol):
+    """A model whose matrices the engine can also hold in float8."""
+
+    def declare_quantized(self) -> Declarations:
+        """Declare the arrays that `extend` takes in float8, in place of those that it replaces.
+
+        A matrix [in… out…] is replaced by a `QuantizedMatrix` of two declarations, of its values
+        and its scales.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from benchmarks.gpu.cases import run_cases
+from benchmarks.gpu.jobs import ENGINES
 from benchmarks.gpu.shapes import SHAPES, lengths_of
 from benchmarks.gpu.specs import spec_of
 from jaxrl_llm.algorithms.logprobs import token_stats
@@ -39,6 +40,7 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped import BLOCKED, grouped_matmul
 from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.rollout.build import choose_cache_kernel
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
@@ -263,10 +265,13 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
-    """Return a native engine with room for so many sequences of a length."""
-    spec, layout = spec_of(job["shape"]), layout_of()
-    settings = EngineSettings(requests, length, dtype=job["dtype"])
-    return NativeEngine(model_of(spec), settings, layout=layout)
+    """Return one of the native engines, with room for so many sequences of a length."""
+    spec, layout, variant = spec_of(job["shape"]), layout_of(), ENGINES[job["engine"]]
+    settings = EngineSettings(requests, length, dtype=job["dtype"], **variant.get("settings", {}))
+    choice = choose_cache_kernel(variant.get("attention", "auto"), spec, layout, settings)
+    if job["engine"] == "pages" and choice.kernel is None and jax.default_backend() == "gpu":
+        raise ValueError(f"expected a kernel over pages, got none: {choice.reason}")
+    return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 
-from benchmarks.gpu.jobs import Row
+from benchmarks.gpu.jobs import ENGINES, Row
 from benchmarks.gpu.shapes import Peak, lengths_of, peak_of
 from benchmarks.gpu.specs import spec_of
 from benchmarks.tables import markdown_table
@@ -165,7 +165,9 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
         if "error" in row:
             lines.append([*labels, row["error"], *[""] * 6])
             continue
-        read = decoding_bytes(spec_of(row["case"]["shape"]), requests, prompt, new)
+        settings = ENGINES.get(engine or "", {}).get("settings", {})
+        spec = spec_of(row["case"]["shape"])
+        read = decoding_bytes(spec, requests, prompt, new, **settings)
         steps = row["seconds"] - row["half_seconds"]
         lines.append(
             [
@@ -189,15 +191,26 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
     return f"{note}{nominal}\n\n{markdown_table(head.split(', '), lines)}"
 
 
-def decoding_bytes(spec: ModelSpec, requests: int, prompt: int, new: int) -> int:
-    """Count the bytes that the steps of an answer's second half have to read in bfloat16.
+def decoding_bytes(
+    spec: ModelSpec,
+    requests: int,
+    prompt: int,
+    new: int,
+    *,
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+) -> int:
+    """Count the bytes that the steps of an answer's second half have to read.
 
-    Each reads the weights once, and the keys and values of all tokens up to the one it is given.
+    Each reads the weights once, and the keys and values of all tokens up to the one it is given, in
+    bfloat16; layers in a byte a number with `fp8`, and keys and values with `int8`, with a scale of
+    two bytes for each head.
     """
     active, steps = active_parameters(spec), range(new // 2, new)
-    per_token = 2 * spec.layers * spec.kv_heads * spec.head_dim
-    cached = requests * per_token * sum(prompt + i for i in steps)
-    return 2 * (len(steps) * (active.layers + active.head) + cached)
+    weights = (1 if quantization == "fp8" else 2) * active.layers + 2 * active.head
+    head = spec.head_dim + 2 if kv_cache_dtype == "int8" else 2 * spec.head_dim
+    per_token = 2 * spec.layers * spec.kv_heads * head
+    return len(steps) * weights + requests * per_token * sum(prompt + i for i in steps)
 
 
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row], Peak | None], str]]] = {

@@ -1,6 +1,7 @@
 """What `benchmarks.gpu` counts, and what it says without a GPU."""
 
 import doctest
+import json
 
 import pytest
 
@@ -34,6 +35,10 @@ def test_decoding_reads_the_weights_and_the_cache_once_a_step():
     keys_and_values = 2 * 2 * 2 * 16
     cached = 3 * keys_and_values * (6 + 7)
     assert tables.decoding_bytes(spec, 3, 4, 4) == 2 * (2 * matrices + cached)
+    halved = tables.decoding_bytes(spec, 3, 4, 4, kv_cache_dtype="int8")
+    assert halved == 2 * 2 * matrices + cached + 2 * cached // 16
+    halved = tables.decoding_bytes(spec, 3, 4, 4, quantization="fp8")
+    assert halved == 2 * (matrices + 512 * 64) + 2 * cached
 
 
 def test_every_job_has_a_row_in_the_tables_whatever_came_of_it():
@@ -65,3 +70,25 @@ def test_a_job_that_dies_or_takes_too_long_is_a_row(tmp_path):
     assert "No module named" in row["error"]
     (row,) = benchmark.measure(jobs.Job("theirs", "update", [{}]), 0.01, tmp_path)
     assert row["error"] == "not done after 0 s"
+
+
+@pytest.mark.slow
+@pytest.mark.guards("benchmarks/gpu/", "jaxrl_llm/training/", "models/")
+def test_log_probs_and_gradients_are_those_of_transformers(tmp_path):
+    """All that needs no GPU, at the size for any device: about half a minute."""
+    words = ["--small", "--parts", "parity,experts", "--out", str(tmp_path)]
+    assert benchmark.main(words) == 0
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    errors = [row for row in rows if "error" in row]
+    assert [row["case"]["by"] for row in errors] == ["triton"], errors
+    parity = {
+        (row["case"].get("engine", row["case"]["by"]), row["case"]["dtype"]): row
+        for row in rows
+        if row["part"] == "parity"
+    }
+    exact, ours = parity["trainer", "float32"], parity["trainer", "bfloat16"]
+    theirs = parity["transformers", "bfloat16"]
+    assert max(exact["mean"], exact["gradient"]) < 1e-5
+    assert ours["mean"] < 1.5 * theirs["mean"]
+    assert ours["gradient"] < 1.5 * theirs["gradient"]
+    assert parity["rows", "bfloat16"]["mean"] < 1.5 * theirs["mean"]

@@ -61,9 +61,6 @@ class Perceptron:
     def compute_dtypes(self, dtype):
         return jax.tree.map(lambda _: jnp.dtype(dtype), self.declare())
 
-    def declare_quantized(self):
-        return self.declare()
-
     def hidden_states(self, params, tokens, positions, segment_ids, *, dtype, remat, layout):
         del positions, segment_ids, remat
         x = params["table"][tokens].astype(dtype)

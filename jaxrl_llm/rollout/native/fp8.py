@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.compiler_options import is_gpu
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, QuantizableModel
 from jaxrl_llm.models.quantization import is_quantized
 
 FP8_CAPABILITY = 8.9
@@ -21,8 +21,8 @@ def check_fp8(model: Model, device: Any) -> None:
     Raises:
         ValueError: there are none.
     """
-    declared = jax.tree.leaves(model.declare_quantized(), is_leaf=is_quantized)
-    if not any(map(is_quantized, declared)):
+    declared = model.declare_quantized() if isinstance(model, QuantizableModel) else {}
+    if not any(map(is_quantized, jax.tree.leaves(declared, is_leaf=is_quantized))):
         raise ValueError(f"expected a model with matrices in float8, got {type(model).__name__}")
     if not is_gpu(device):
         log.warning(
