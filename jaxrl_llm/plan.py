@@ -83,7 +83,8 @@ def plan_run(
     lines += ["", *report.describe_operations(steps), "", *report.describe_collectives(steps)]
     if compiled_for:
         lines += ["", *report.describe_kernels(steps)]
-    return "\n".join([*lines, "", *report.describe_time(steps, shapes, gpu)]) + "\n"
+    lines += ["", *report.describe_time(steps, shapes, gpu)]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
