@@ -28,7 +28,10 @@ if ON_CPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 
-collect_ignore = ["jaxrl_llm/rollout/vllm/sidecar"]  # it runs where vLLM is, and we are not
+collect_ignore = [  # they run where vLLM is, and we are not
+    "jaxrl_llm/rollout/vllm/sidecar",
+    "tests/rollout/vllm_kernels",
+]
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("fixed")
