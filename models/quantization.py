@@ -170,7 +170,7 @@ def quantized_product(x: Float[Array, "R L ..."], matrix: QuantizedMatrix) -> Ar
     float32; it is rounded to the dtype of x before it is scaled.
 
     >>> small = quantize_matrix(jnp.array([[1.0, 0.5], [-2.0, 1.0]]))
-    >>> quantized_product(jnp.array([[[1.0, 0.0], [0.0, 4.0]]]), small).tolist()
+    >>> quantized_product(jnp.array([[[1.0, 0.0], [0.0, 4.0]]]), small).round(4).tolist()
     [[[1.0, 0.5], [-8.0, 4.0]]]
     """
     width = math.prod(x.shape[x.ndim - matrix.inputs :])
