@@ -79,8 +79,10 @@ def _share_compiled(folder):
 
 
 @pytest.fixture
-def compiles_alone(monkeypatch):
+def compiles_alone(monkeypatch, tmp_path):
     """Has everything compiled that the test needs, here and in the processes that it starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
     names = ("jax_compilation_cache_dir", *SHARED_CACHE)
     before = {name: getattr(jax.config, name) for name in names}
     for name in names:

@@ -34,13 +34,14 @@ def serve(config: ServeConfig) -> None:
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
     from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
+    from jaxrl_llm.runs.compile_cache import use_compilation_cache
     from jaxrl_llm.serving.app import make_app
 
     quiet_libraries()
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if api_key is None and not is_loopback(config.host):
         log.warning("host=%s without an API key: whoever reaches it may use it", config.host)
-    with bind(config.host, config.port) as listener:
+    with bind(config.host, config.port) as listener, use_compilation_cache():
         served, engine = open_served_model(config)
         try:
             server = uvicorn.Server(

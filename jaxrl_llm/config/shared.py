@@ -9,9 +9,9 @@ STALL_TIMEOUT = (
     "the first step, with loading; null: never"
 )
 COMPILATION_CACHE = (
-    "keep compiled programs in run_dir/cache/compilation, for when the run "
-    "is continued; JAX_COMPILATION_CACHE_DIR names another folder, used in "
-    "any case"
+    "keep compiled programs in ~/.cache/jaxrl_llm, for later runs, or of "
+    "several processes in run_dir; JAX_COMPILATION_CACHE_DIR names another "
+    "folder, used in any case"
 )
 
 

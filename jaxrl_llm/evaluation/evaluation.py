@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.layouts import open_layout
 
@@ -48,6 +49,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
     quiet_libraries()
     out = distributed.run_on_first(functools.partial(new_results_folder, config.out))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(use_compilation_cache())
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         policy = read_policy(config.model, layout, step=config.step)

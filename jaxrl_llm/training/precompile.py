@@ -18,7 +18,6 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.planning.lowering import StepKind
 from jaxrl_llm.planning.memory import RunShapes, plan_shapes
-from jaxrl_llm.runs.compile_cache import compilation_cache_of
 from jaxrl_llm.sharding import distributed
 
 log = logging.getLogger(__name__)
@@ -29,10 +28,10 @@ LARGE = 500_000_000
 
 @contextlib.contextmanager
 def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], None]]:
-    """Compile a run's steps from shapes alone, into its folder, where the first step finds them.
+    """Compile a run's steps from shapes alone, to be kept where the first step finds them.
 
     The steps are lowered twice then, which costs some seconds. So it is done for large models only,
-    and where there is no compiled program yet. Several processes compile when they need to.
+    and at the start of a run. Several processes compile when they need to.
 
     Args:
         config: of the run.
@@ -43,9 +42,9 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
         program that is being compiled.
     """
     settings: Any = jax.config
-    into = compilation_cache_of(folder)
-    is_kept = settings.jax_compilation_cache_dir == str(into) and not into.exists()
-    if not is_kept or distributed.process_count() > 1 or not is_large(config.model):
+    is_kept = bool(settings.jax_compilation_cache_dir)
+    is_new = not (folder / "checkpoints").exists()
+    if not (is_kept and is_new) or distributed.process_count() > 1 or not is_large(config.model):
         yield lambda: None
         return
     stopped = Event()

@@ -187,6 +187,8 @@ class Workshop:
         tests_own = ("XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
         env = {k: v for k, v in os.environ.items() if cached or not k.startswith(tests_own)}
         env |= {"JAX_PLATFORMS": "cpu", "JAXRL_LLM_HEARTBEAT_TIMEOUT_S": "30"}
+        if not cached:
+            env["XDG_CACHE_HOME"] = str(run_dir / "home")
         words = ["-m", f"jaxrl_llm.{program}", "--config", str(self.root / config)]
         process = subprocess.Popen(
             [*prefix, sys.executable, *words, f"run_dir={run_dir}", *overrides],

@@ -33,13 +33,13 @@ def test_a_continued_run_finds_its_programs(workshop):
         return workshop.finish(process, run_dir).ok()
 
     first = go_on(3)
-    kept = {path.name for path in (run_dir / "cache/compilation").glob("*-cache")}
+    kept = {path.name for path in run_dir.glob("home/**/*-cache")}
     assert first.metrics[0][COMPILED] > 0
     second = go_on(4)
     assert [line["step"] for line in second.metrics] == [1, 2, 3, 4]
     assert second.metrics[-1][COMPILED] == 0
     assert second.metrics[-1][FOUND] > 10
-    assert {path.name for path in (run_dir / "cache/compilation").glob("*-cache")} == kept
+    assert {path.name for path in run_dir.glob("home/**/*-cache")} == kept
     assert "step 1 is not profiled: the run goes on at 4" in second.err
 
     assert "step 3: " in first.out

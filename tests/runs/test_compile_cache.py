@@ -1,4 +1,4 @@
-"""Compiled programs are kept in a run's folder, and read there again."""
+"""Compiled programs are kept at the user's home or in a run's folder, and found there again."""
 
 import jax
 import numpy as np
@@ -8,7 +8,8 @@ from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
+from jaxrl_llm.runs import compile_cache
+from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache, user_cache
 from jaxrl_llm.runs.directory import run_folder
 
 CACHE = "jax_compilation_cache_dir"
@@ -39,36 +40,75 @@ def cubed(x):
     return x * x * x
 
 
-def test_what_a_run_compiles_is_found_by_the_next_one(tmp_path):
-    x = np.ones(17, np.float32)
-    with run_folder(tmp_path / "a", config_of(tmp_path / "a")):
-        first = counted(cubed, x)
-    jax.clear_caches()
-    with run_folder(tmp_path / "a", config_of(tmp_path / "a")):
-        again = counted(cubed, x)
-    jax.clear_caches()
-    with run_folder(tmp_path / "b", config_of(tmp_path / "b")):
-        other = counted(cubed, x)
+def test_what_a_run_compiles_is_found_by_every_later_one(tmp_path):
+    x, runs = np.ones(17, np.float32), []
+    for name in ("a", "a", "b"):
+        jax.clear_caches()
+        with run_folder(tmp_path / name, config_of(tmp_path / name)):
+            runs.append(counted(cubed, x))
     counts = "perf/compilations", "perf/compilation_cache_hits"
-    assert [tuple(metrics[n] for n in counts) for metrics in (first, again, other)] == [
-        (1, 0),
-        (0, 1),
-        (1, 0),
-    ]
-    assert all(metrics["perf/compile_seconds"] > 0 for metrics in (first, again, other))
-    (kept,) = compilation_cache_of(tmp_path / "a").glob("*-cache")
+    assert [tuple(metrics[n] for n in counts) for metrics in runs] == [(1, 0), (0, 1), (0, 1)]
+    assert all(metrics["perf/compile_seconds"] > 0 for metrics in runs)
+    (kept,) = user_cache().glob("*-cache")
     assert kept.name.startswith("jit_cubed-")
+    assert user_cache().stat().st_mode & 0o077 == 0, "programs are run as they are"
+    assert not compilation_cache_of(tmp_path / "a").exists()
+
+
+def test_several_processes_share_the_runs_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "process_count", lambda: 2)
+    with use_compilation_cache(compilation_cache_of(tmp_path)):
+        counted(lambda x: x - 3, np.ones(18, np.float32))
+    assert list(compilation_cache_of(tmp_path).glob("*-cache"))
+    assert not user_cache().exists()
+
+
+@pytest.mark.parametrize("trouble", ["a file", "another user"])
+def test_without_a_home_the_runs_own_folder_is_used(tmp_path, monkeypatch, caplog, trouble):
+    caplog.set_level("INFO")
+    if trouble == "a file":
+        user_cache().parents[1].write_text("")
+    else:
+        monkeypatch.setattr(compile_cache.os, "getuid", lambda: 12345)
+    with use_compilation_cache(tmp_path / "own"):
+        assert getattr(jax.config, CACHE) == str(tmp_path / "own")
+    with use_compilation_cache():
+        assert getattr(jax.config, CACHE) is None
+    assert "compiled programs are not kept for other runs" in caplog.text
+
+
+def test_the_least_recently_used_programs_go_first(monkeypatch):
+    def kept():
+        return {path.name.split("-")[0] for path in user_cache().glob("*-cache")}
+
+    def compiled(number):
+        function = lambda x: x * number  # noqa: E731
+        function.__name__ = f"times_{number}"
+        counted(function, np.ones(20, np.float32))
+
+    with use_compilation_cache():
+        compiled(3)
+    (one,) = user_cache().glob("*-cache")
+    monkeypatch.setattr(compile_cache, "MOST_BYTES", int(2.5 * one.stat().st_size))
+    jax.clear_caches()
+    with use_compilation_cache():
+        compiled(4)
+        assert kept() == {"jit_times_3", "jit_times_4"}
+        jax.clear_caches()
+        compiled(3)
+        compiled(5)
+    assert kept() == {"jit_times_3", "jit_times_5"}
 
 
 def test_after_a_run_jax_is_as_it_was(tmp_path):
     names = CACHE, "jax_persistent_cache_min_compile_time_secs"
     before = [getattr(jax.config, name) for name in names]
-    with pytest.raises(RuntimeError), use_compilation_cache(tmp_path / "a"):
-        assert [getattr(jax.config, name) for name in names] == [str(tmp_path / "a"), 0]
+    with pytest.raises(RuntimeError), use_compilation_cache():
+        assert [getattr(jax.config, name) for name in names] == [str(user_cache()), 0]
         raise RuntimeError
     assert [getattr(jax.config, name) for name in names] == before
     counted(lambda x: x - 7, np.ones(18, np.float32))
-    assert not (tmp_path / "a").exists()
+    assert not list(user_cache().glob("*-cache"))
 
 
 def test_it_can_be_turned_off(tmp_path):
@@ -76,32 +116,34 @@ def test_it_can_be_turned_off(tmp_path):
         assert getattr(jax.config, CACHE) is None
 
 
-def test_a_folder_of_the_users_own_stays(tmp_path):
-    with (
-        use_compilation_cache(tmp_path / "mine"),
-        run_folder(tmp_path / "run", config_of(tmp_path)),
-    ):
+def test_a_folder_of_the_users_own_stays(tmp_path, monkeypatch):
+    jax.config.update(CACHE, str(tmp_path / "mine"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    with run_folder(tmp_path / "run", config_of(tmp_path)):
         assert getattr(jax.config, CACHE) == str(tmp_path / "mine")
         counted(lambda x: x - 5, np.ones(18, np.float32))
     assert list((tmp_path / "mine").glob("*-cache"))
-    assert not compilation_cache_of(tmp_path / "run").exists()
+    assert not user_cache().exists()
 
 
-def test_a_setting_of_the_environment_stays(tmp_path, monkeypatch):
+def test_a_setting_of_the_environment_stays(monkeypatch):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    with use_compilation_cache(tmp_path):
+    with use_compilation_cache():
         assert jax.config.jax_persistent_cache_min_compile_time_secs == before
-        assert getattr(jax.config, CACHE) == str(tmp_path)
+        assert getattr(jax.config, CACHE) == str(user_cache())
 
 
-def test_a_program_that_was_cut_off_is_compiled_again(tmp_path):
+def test_a_program_that_was_cut_off_is_compiled_again_and_kept():
     """As when the process that wrote it was killed."""
-    x = np.ones(19, np.float32)
-    with use_compilation_cache(tmp_path):
-        counted(cubed, x)
-        (kept,) = tmp_path.glob("*-cache")
-        kept.write_bytes(kept.read_bytes()[:99])
+    x, runs = np.ones(19, np.float32), []
+    for _ in range(3):
         jax.clear_caches()
-        with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
-            assert counted(cubed, x)["perf/compilations"] == 1
+        with use_compilation_cache():
+            runs.append(counted(cubed, x)["perf/compilations"])
+        (kept,) = user_cache().glob("*-cache")
+        if len(runs) == 1:
+            kept.write_bytes(kept.read_bytes()[:99])
+            kept.with_name(kept.name.replace("-cache", "-atime")).unlink()
+    assert runs == [1, 1, 0]

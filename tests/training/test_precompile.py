@@ -11,7 +11,7 @@ from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes
 from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.training import precompile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,12 +55,12 @@ def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
             wait()
         return len(asked)
 
-    with use_compilation_cache(compilation_cache_of(tmp_path)):
+    with use_compilation_cache():
         assert go(config) == 0, "small"
         monkeypatch.setattr(precompile, "LARGE", 1)
         assert go(drawn) == 0, "nothing is read"
         assert go(config) == 1
-        compilation_cache_of(tmp_path).mkdir(parents=True)
+        (tmp_path / "checkpoints").mkdir()
         assert go(config) == 1, "not new"
     assert go(config) == 1, "nothing is kept"
 
@@ -72,7 +72,7 @@ def test_what_can_not_be_compiled_ahead_is_compiled_when_it_is_needed(
     config = dataclasses.replace(config_of(tmp_path), model=model)
     wrong = dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3)))
     with (
-        use_compilation_cache(compilation_cache_of(tmp_path)),
+        use_compilation_cache(),
         precompile.compiling_ahead(wrong, tmp_path) as wait,
     ):
         wait()
