@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.files import read_config
+from jaxrl_llm.config.functions import renamed_functions
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import apply_override, describe, from_tree, to_yaml
 
@@ -96,6 +97,11 @@ def _parser(
         action=_print_schema(cls),
         help="print the JSON Schema of the config's file and stop",
     )
+    parser.add_argument(
+        "--function-from",
+        metavar="MODULE",
+        help="my_file.py or pkg.mod, that has the functions which a notebook gave the run",
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
     return parser
 
@@ -122,6 +128,8 @@ def _config(cls: type[Config], options: argparse.Namespace, flags: Iterable[str]
     tree |= {flag: value for flag, value in given.items() if value is not None}
     for override in options.overrides:
         apply_override(tree, override)
+    if options.function_from is not None:
+        tree = renamed_functions(tree, options.function_from)
     return from_tree(cls, tree)
 
 

@@ -15,15 +15,27 @@ PACKAGED = Path(__file__).resolve().parents[1] / "configs"
 """The folder of the configs that the package brings."""
 
 
-def load(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file, apply `a.b.c=value` overrides and build the record.
+def load(
+    cls: type[Config], path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """Read a config file, apply overrides and build the record.
+
+    Args:
+        cls: of the config.
+        path: of the file, or the name of a packaged config.
+        overrides: `a.b.c=value` as on the command line, or `{"a.b.c": value}`. There, a value may
+            be a mapping of keys, and a function may stand where a config names one.
 
     Raises:
         ConfigError: unreadable file, malformed override, unknown key, wrong type, missing key.
     """
     tree = read_config(path)
-    for override in overrides:
-        apply_override(tree, override)
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            tree = merged(tree, nested(name, value))
+    else:
+        for override in overrides:
+            apply_override(tree, override)
     return from_tree(cls, tree)
 
 
@@ -77,11 +89,21 @@ def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]
     values = dict(below)
     for name, value in above.items():
         old = values.get(name)
-        if isinstance(old, str):  # the short form of a function, if keywords come on top
+        if isinstance(old, str) or callable(old):  # a function, if keywords come on top
             old = {"fn": old}
         named = not isinstance(value, Mapping) or "fn" in value
         values[name] = merged(old, value) if isinstance(old, Mapping) and not named else value
     return values
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """Return the mapping that holds one value, at the key `a.b.c`.
+
+    >>> nested("loss.cap", 2)
+    {'loss': {'cap': 2}}
+    """
+    first, *rest = str(name).split(".", 1)
+    return {first: nested(rest[0], value) if rest else value}
 
 
 def with_packaged_paths(tree: Any) -> Any:

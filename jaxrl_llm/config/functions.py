@@ -2,11 +2,13 @@
 
 A bare NAME is looked up in the module that owns the kind, `pkg.mod:name` (or `pkg.mod.name`) is
 imported, and `my_file.py:name` is loaded from the user's file. The other keys are the function's
-keyword arguments. This module imports no array library, so that worker processes start fast.
+keyword arguments. From Python a function may stand for its name. This module imports no array
+library, so that worker processes start fast.
 """
 
 import difflib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -20,20 +22,71 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from jaxrl_llm.config.errors import ConfigError
+
+NOT_IMPORTABLE = "__main__"
+"""The module of a function that only the process has which defined it, as that of a notebook."""
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A function by name, with the keyword arguments that a config gives it."""
+    """A function by name, with the keyword arguments that a config gives it.
+
+    Attributes:
+        fn: its name.
+        kwargs: keyword arguments.
+        given: the function itself, where no other process could import it. It is pickled by value.
+    """
 
     fn: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    given: Any = None  # a callable, or None: not said, as pydantic would describe it for editors
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "FunctionSpec":
+        """Return the spec of a function; a partial's keywords become the config's.
+
+        >>> FunctionSpec.of(functools.partial(difflib.get_close_matches, n=1))
+        FunctionSpec(fn='difflib:get_close_matches', kwargs={'n': 1}, given=None)
+        """
+        if isinstance(function, functools.partial) and not function.args:
+            inner = cls.of(function.func)
+            return cls(inner.fn, {**inner.kwargs, **function.keywords}, inner.given)
+        kind: Any = function if hasattr(function, "__qualname__") else type(function)
+        name, module = kind.__qualname__, kind.__module__
+        found = getattr(sys.modules.get(module), name, None)
+        if found is function and module != NOT_IMPORTABLE and not module.startswith(FROM_FILES):
+            return cls(f"{module}:{name}")
+        return cls(f"{NOT_IMPORTABLE}:{name.rpartition('.')[2]}", {}, function)
+
+    def __reduce__(self) -> Any:
+        """Pickle a function that can't be imported by value."""
+        given = None if self.given is None else cloudpickle.dumps(self.given)
+        return _unpickled, (self.fn, dict(self.kwargs), given)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the mapping that a YAML file would hold."""
-        return {"fn": self.fn, **self.kwargs}
+        """Return the mapping that a YAML file would hold; what it can't hold is described."""
+        return {"fn": self.fn, **{name: _plain(value) for name, value in self.kwargs.items()}}
 
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | type(None)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return FunctionSpec.of(value).fn if callable(value) else repr(value)
+
+
+def _unpickled(fn: str, kwargs: dict[str, Any], given: bytes | None) -> FunctionSpec:
+    return FunctionSpec(fn, kwargs, None if given is None else cloudpickle.loads(given))
+
+
+FROM_FILES = "jaxrl_llm_user_"
+"""How the names of modules from users' files begin."""
 
 MOST_LISTED = 40
 """Known names are listed besides the nearest one if they are no more than this."""
@@ -77,20 +130,32 @@ def load_function(
     >>> load_function(spec, home="math", passed=None)(1.0, 1.4)
     True
     """
-    function = _find(spec.fn, home, key)
+    function = _find(spec.fn, home, key) if spec.given is None else spec.given
     keywords = checked_keywords(function, spec, passed=passed, key=key)
     return functools.partial(function, **keywords) if keywords else function
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """Return file or module and the name in it; the first is empty for a bare name.
+
+    >>> split_name("a/mine.py:f"), split_name("pkg.mod.f"), split_name("grpo")
+    (('a/mine.py', 'f'), ('pkg.mod', 'f'), ('', 'grpo'))
+    """
+    where, _, attribute = name.rpartition(":" if ":" in name else ".")
+    return where, attribute
+
+
 def _find(name: str, home: str, key: str) -> Callable[..., Any]:
-    where, colon, attribute = name.rpartition(":")
-    if colon and where.endswith(".py"):
+    where, attribute = split_name(name)
+    if where == NOT_IMPORTABLE:
+        raise ConfigError(
+            f"{key}: {attribute!r} was given as a Python function by a notebook or a program; "
+            "name the module or file that has it, as in --function-from my_functions.py"
+        )
+    if where.endswith(".py"):
         module = _module_from_file(Path(where), key)
-    elif colon or "." in name:
-        where, attribute = (where, attribute) if colon else tuple(name.rsplit(".", 1))
-        module = _import(where, key)
     else:
-        module = _import(home, key)
+        module = _import(where if {":", "."} & set(name) else home, key)
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(
@@ -98,6 +163,21 @@ def _find(name: str, home: str, key: str) -> Callable[..., Any]:
             + closest(attribute, public_functions(module))
         )
     return function
+
+
+def renamed_functions(tree: Any, module: str) -> Any:
+    """Return a config's tree in which a module or file has the functions that Python had given.
+
+    >>> renamed_functions({"loss": {"fn": "__main__:capped", "cap": 2}}, "mine.py")
+    {'loss': {'fn': 'mine.py:capped', 'cap': 2}}
+    """
+    if isinstance(tree, Mapping):
+        return {key: renamed_functions(value, module) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [renamed_functions(value, module) for value in tree]
+    if isinstance(tree, str) and tree.startswith(f"{NOT_IMPORTABLE}:"):
+        return module + tree.removeprefix(NOT_IMPORTABLE)
+    return tree
 
 
 def _import(name: str, key: str) -> ModuleType:
@@ -118,7 +198,9 @@ def _module_from_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         hint = closest(path.name, [p.name for p in path.parent.glob("*.py")])
         raise ConfigError(f"{key}: no file {str(path)!r}; {hint}")
-    name = f"jaxrl_llm_user_{path.stem}_{abs(hash(str(path))):x}"
+    text = path.read_bytes()  # an edited file is another module
+    digest = hashlib.sha256(str(path).encode() + b"\0" + text).hexdigest()
+    name = f"{FROM_FILES}{path.stem}_{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

@@ -4,6 +4,7 @@ A group is a frozen dataclass of pydantic's, whose keys are `Field(default, ge=â
 Types are strict: YAML's `yes` or a quoted "3" is no number. An int is taken for a float.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -81,10 +82,17 @@ def function_key(
 
 
 def _as_spec(value: Any) -> Any:
+    if callable(value):
+        return FunctionSpec.of(value)
     if isinstance(value, str):
         return FunctionSpec(value)
-    if isinstance(value, Mapping) and isinstance(value.get("fn"), str):
-        return FunctionSpec(value["fn"], {str(k): v for k, v in value.items() if k != "fn"})
+    if isinstance(value, Mapping) and "fn" in value:
+        keywords = {str(k): v for k, v in value.items() if k != "fn"}
+        if callable(value["fn"]):
+            spec = FunctionSpec.of(value["fn"])
+            return dataclasses.replace(spec, kwargs={**spec.kwargs, **keywords})
+        if isinstance(value["fn"], str):
+            return FunctionSpec(value["fn"], keywords)
     return value
 
 

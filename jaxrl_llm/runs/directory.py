@@ -3,7 +3,7 @@
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,6 +12,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.sources import UserFunction, user_functions
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
@@ -95,13 +96,46 @@ def _locked(folder: Path, config: TrainConfig | SftConfig) -> Iterator[None]:
                 raise ConfigError(
                     f"run_dir: another process is running in {str(folder)!r}"
                 ) from error
-        resolved = folder / "config.yaml"
+        resolved, functions = folder / "config.yaml", user_functions(config)
         if resolved.exists():
-            check_changed_keys(folder, changes(read_yaml(resolved), as_tree(config)))
+            changed = changes(read_yaml(resolved), as_tree(config))
+            check_changed_keys(folder, _changed_functions(folder, functions, changed))
         write_text(resolved, to_yaml(config))
+        _write_functions(folder, functions)
         versions = json.dumps(collect_versions(config.seed), indent=1)
         write_text(folder / "versions.json", versions + "\n")
         yield
+
+
+def _write_functions(folder: Path, functions: Mapping[str, UserFunction]) -> None:
+    """Keep the users' functions: names and digests in `functions.json`, sources in `functions/`."""
+    if not functions and not (folder / "functions.json").exists():
+        return
+    (folder / "functions").mkdir(exist_ok=True)
+    for key, function in functions.items():
+        write_text(folder / "functions" / f"{key}.py", function.source)
+    kept = {k: {"name": f.name, "sha256": f.digest} for k, f in functions.items()}
+    write_text(folder / "functions.json", json.dumps(kept, indent=1) + "\n")
+
+
+def _changed_functions(
+    folder: Path, functions: Mapping[str, UserFunction], changed: Sequence[str]
+) -> list[str]:
+    """Return what changed in a run's config, with functions compared by their sources.
+
+    One of another name is no other one if its source is the same, as where a notebook's function
+    comes from a file now.
+    """
+    path = folder / "functions.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    both = {key for key in functions if key in before}
+    same = {key for key in both if before[key]["sha256"] == functions[key].digest}
+    kept = [c for c in changed if c.partition(":")[0].removesuffix(".fn") not in same]
+    return kept + [
+        f"{key}: the source of {functions[key].name} is no longer that in "
+        f"{folder / 'functions' / key}.py"
+        for key in sorted(both - same)
+    ]
 
 
 def check_changed_keys(folder: Path, changed: Sequence[str]) -> None:

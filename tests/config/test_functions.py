@@ -94,6 +94,14 @@ def test_files_of_the_same_name_are_different_modules(tmp_path):
     assert [f() for f in functions] == ["a", "b"]
 
 
+def test_an_edited_file_is_read_again(mine):
+    spec = FunctionSpec(f"{mine}:scaled", {"scale": 3.0})
+    before = load_function(spec, ADVANTAGES, passed=None)
+    mine.write_text(MINE.replace("scores * scale", "scores + scale"))
+    after = load_function(spec, ADVANTAGES, passed=None)
+    assert (before(2.0, None), after(2.0, None)) == (6.0, 5.0)
+
+
 def test_a_partial_and_a_class_serve_too(mine):
     halved = load_function(FunctionSpec(f"{mine}:halved"), ADVANTAGES, passed=None)
     assert halved(4.0, None) == 2.0

@@ -176,3 +176,72 @@ def test_yaml_of_the_config_in_a_run_folder_is_what_print_config_prints(tmp_path
     config = config_of(tmp_path)
     with run_folder(tmp_path, config):
         assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
+
+
+# ------------------------------------------------------------------------------ users' functions
+
+MINE = """
+CAP = 2.0
+
+
+def capped(logprobs, advantages):
+    return -min(logprobs, CAP) * advantages
+"""
+
+
+def with_loss(folder, loss):
+    return load(TrainConfig, "quickstart", {"run_dir": str(folder), "algorithm.loss": loss})
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run with a checkpoint, whose loss is in a file."""
+    (tmp_path / "mine.py").write_text(MINE)
+    config = with_loss(tmp_path / "run", f"{tmp_path}/mine.py:capped")
+    with run_folder(config.run_dir, config) as folder:
+        (folder / "checkpoints/3").mkdir(parents=True)
+    return tmp_path, config
+
+
+def test_a_run_keeps_the_users_functions(begun):
+    folder, _ = begun
+    kept = json.loads((folder / "run/functions.json").read_text())
+    assert kept["algorithm.loss"]["name"] == f"{folder}/mine.py:capped"
+    assert (folder / "run/functions/algorithm.loss.py").read_text().strip() == MINE.strip()
+
+
+def test_a_run_is_not_continued_with_an_edited_function(begun):
+    folder, config = begun
+    (folder / "mine.py").write_text(MINE.replace("-min", "min"))
+    message = refusal(enter, config.run_dir, config)
+    assert message.startswith(f"algorithm.loss: the source of {folder}/mine.py:capped is no longer")
+    assert "was begun otherwise" in message
+    (folder / "mine.py").write_text(MINE.replace("CAP = 2.0", "CAP = 2.0  # two\nMORE = 1"))
+    with run_folder(config.run_dir, config):
+        pass
+
+
+def test_before_the_first_checkpoint_a_function_may_be_edited(begun, caplog):
+    folder, config = begun
+    (folder / "run/checkpoints/3").rmdir()
+    (folder / "mine.py").write_text(MINE.replace("-min", "min"))
+    with run_folder(config.run_dir, config):
+        assert "the source of" in caplog.text
+    assert "    return min(" in (folder / "run/functions/algorithm.loss.py").read_text()
+
+
+def test_a_run_goes_on_with_the_same_function_from_elsewhere(begun):
+    folder, config = begun
+    (folder / "other.py").write_text(MINE)
+    moved = with_loss(config.run_dir, f"{folder}/other.py:capped")
+    with run_folder(moved.run_dir, moved):
+        pass
+    (folder / "other.py").write_text(MINE.replace("2.0", "2.5"))
+    assert "algorithm.loss" in refusal(enter, moved.run_dir, moved)
+
+
+def test_a_run_is_not_continued_with_another_keyword(begun):
+    folder, config = begun
+    loss = {"fn": f"{folder}/mine.py:capped", "cap": 3}
+    message = refusal(enter, config.run_dir, with_loss(config.run_dir, loss))
+    assert message.startswith("algorithm.loss.cap: None -> 3")

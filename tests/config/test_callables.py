@@ -1,0 +1,184 @@
+"""Functions given from Python: in configs, in other processes, and by their sources."""
+
+import functools
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm.algorithms.losses import ppo_clip
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.functions import FunctionSpec, load_function, renamed_functions
+from jaxrl_llm.config.kinds import LOSSES
+from jaxrl_llm.config.load import as_tree, from_tree, read_yaml, to_yaml
+from jaxrl_llm.config.sources import source_of, user_functions
+from jaxrl_llm.config.train import TrainConfig
+
+NOTEBOOK = """
+import functools
+import math
+
+LIMIT = 3
+UNUSED = 4
+
+
+def bounded(x):
+    return min(x, LIMIT)
+
+
+def capped(logprobs, old_logprobs, advantages, *, cap):
+    # a comment, which does not count
+    return bounded(
+        cap * math.exp(logprobs)
+    )
+"""
+
+
+def notebook(text=NOTEBOOK):
+    """Return what a notebook's cells define, with sources as IPython keeps them."""
+    import linecache
+
+    name = f"<cell {abs(hash(text))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    cells = {"__name__": "__main__"}
+    exec(compile(text, name, "exec"), cells)
+    return cells
+
+
+@pytest.fixture
+def capped(monkeypatch):
+    cells = notebook()
+    monkeypatch.setattr(sys.modules["__main__"], "capped", cells["capped"], raising=False)
+    return cells["capped"]
+
+
+# ------------------------------------------------------------------------------------- the config
+
+
+def test_a_function_stands_where_a_config_names_one(capped):
+    keys = {"steps": 20, "algorithm.loss": functools.partial(capped, cap=1.5)}
+    config = load(TrainConfig, "quickstart", keys | {"algorithm": {"correction": [capped]}})
+    assert config.steps == 20
+    assert config.algorithm.loss == FunctionSpec("__main__:capped", {"cap": 1.5}, capped)
+    assert config.algorithm.correction[0].given is capped
+    bound = load_function(config.algorithm.loss, LOSSES, passed=None)
+    assert bound(0.0, 0.0, 0.0) == 1.5
+    assert load_function(config.algorithm.loss, "math", passed=None).func is capped
+
+
+def test_keywords_come_on_top_of_a_function(capped):
+    keys = {"algorithm.loss": capped, "algorithm.loss.cap": 2.0}
+    assert load(TrainConfig, "quickstart", keys).algorithm.loss.kwargs == {"cap": 2.0}
+    keys = {"algorithm.loss": {"fn": capped, "cap": 2.5}}
+    assert load(TrainConfig, "quickstart", keys).algorithm.loss.kwargs == {"cap": 2.5}
+
+
+def test_a_function_that_can_be_imported_is_named(capped):
+    spec = FunctionSpec.of(functools.partial(ppo_clip, clip_high=0.3))
+    assert spec == FunctionSpec("jaxrl_llm.algorithms.losses_token:ppo_clip", {"clip_high": 0.3})
+    assert load_function(spec, "math", passed=None).func is ppo_clip
+    assert FunctionSpec.of(lambda x: x).given is not None
+    assert FunctionSpec.of(capped).given is capped
+
+
+@pytest.mark.parametrize("keys", [{"algorithm.loss": 3}, {"algorithm.losss": len}])
+def test_wrong_keys_are_refused_as_on_the_command_line(keys):
+    with pytest.raises(ConfigError, match=next(iter(keys))):
+        load(TrainConfig, "quickstart", keys)
+
+
+def test_the_file_of_a_config_has_the_names(capped):
+    table = {"cap": 1.5, "by": len, "of": (1, [2.0])}
+    config = load(TrainConfig, "quickstart", {"algorithm.loss": functools.partial(capped, **table)})
+    written = {"fn": "__main__:capped", "cap": 1.5, "by": "builtins:len", "of": [1, [2.0]]}
+    assert as_tree(config)["algorithm"]["loss"] == written
+    assert "fn: __main__:capped" in to_yaml(config)
+
+
+def test_a_command_line_has_no_functions_of_a_notebook(capped, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(load(TrainConfig, "quickstart", {"algorithm.loss": {"fn": capped, "cap": 1.25}}))
+    )
+    tree = read_yaml(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"algorithm.loss: 'capped' was given .*--function-from"):
+        load_function(from_tree(TrainConfig, tree).algorithm.loss, LOSSES, key="algorithm.loss")
+    (tmp_path / "mine.py").write_text(NOTEBOOK)
+    tree = renamed_functions(tree, str(tmp_path / "mine.py"))
+    loss = load_function(from_tree(TrainConfig, tree).algorithm.loss, LOSSES, passed=None)
+    assert loss(0.0, 0.0, 0.0) == 1.25
+
+
+# ------------------------------------------------------------------------------- other processes
+
+
+def test_another_process_gets_the_function_by_value(capped, tmp_path):
+    (tmp_path / "spec").write_bytes(pickle.dumps(FunctionSpec.of(functools.partial(capped, cap=2))))
+    program = (
+        "import pickle, sys; from jaxrl_llm.config.functions import load_function; "
+        "spec = pickle.load(open(sys.argv[1], 'rb')); "
+        "print(load_function(spec, 'math', passed=None)(0, 0, 0))"
+    )
+    words = [sys.executable, "-c", program, tmp_path / "spec"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.stdout == "2.0\n", done.stderr
+
+
+# ------------------------------------------------------------------------------------- sources
+
+
+def test_a_source_is_all_that_a_function_uses_of_its_module(capped, tmp_path):
+    source = source_of(FunctionSpec.of(capped))
+    assert source == (
+        "LIMIT = 3\n\n\ndef bounded(x):\n    return min(x, LIMIT)\n\n\n"
+        "def capped(logprobs, old_logprobs, advantages, *, cap):\n"
+        "    return bounded(cap * math.exp(logprobs))\n"
+    )
+    (tmp_path / "mine.py").write_text(NOTEBOOK)
+    assert source_of(FunctionSpec(f"{tmp_path}/mine.py:capped")) == source
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("LIMIT = 3", "LIMIT = 4", False),
+        ("min(x", "max(x", False),
+        ("cap * math", "-cap * math", False),
+        ("UNUSED = 4", "UNUSED = 5", True),
+        ("# a comment", "# another comment", True),
+        ("        cap *", "      cap *", True),
+    ],
+)
+def test_a_source_is_another_one_only_if_something_that_counts_has_changed(
+    tmp_path, old, new, same
+):
+    assert old in NOTEBOOK
+    (tmp_path / "mine.py").write_text(NOTEBOOK)
+    spec = FunctionSpec(f"{tmp_path}/mine.py:capped")
+    before = source_of(spec)
+    (tmp_path / "mine.py").write_text(NOTEBOOK.replace(old, new))
+    assert (source_of(spec) == before) == same
+    given = source_of(FunctionSpec.of(notebook(NOTEBOOK.replace(old, new))["capped"]))
+    assert (given == before) == same
+
+
+def test_lambdas_partials_and_imported_names_have_sources_too(tmp_path):
+    def lambda_of(value):
+        return lambda scores: [s * value for s in scores] + [1.5]
+
+    one, other = (lambda scores: scores * 2), (lambda scores: scores * 3)
+    assert source_of(FunctionSpec.of(one)) != source_of(FunctionSpec.of(other))
+    assert source_of(FunctionSpec.of(lambda_of(1))) != source_of(FunctionSpec.of(one))
+    (tmp_path / "mine.py").write_text("from math import sqrt\nhalved = sqrt\n")
+    text = source_of(FunctionSpec(f"{tmp_path}/mine.py:sqrt"))
+    assert text == "from math import sqrt\nhalved = sqrt\n", "the whole file"
+
+
+def test_functions_of_packages_are_no_users(capped):
+    config = load(TrainConfig, "quickstart", {"algorithm.loss": capped, "optim.optimizer": "lion"})
+    assert list(user_functions(config)) == ["algorithm.loss"]
+    config = load(TrainConfig, "quickstart", {"algorithm.correction": [capped, "icepop"]})
+    assert list(user_functions(config)) == ["algorithm.correction.0"]
+    assert source_of(FunctionSpec("optax:adamw")) is None
+    assert source_of(FunctionSpec("no.such.module:f")) is None
