@@ -50,27 +50,61 @@ class Progress(NamedTuple):
     kl_coef: float
 
 
-def run_loop(stages: Stages, start: Progress, prompt_batches: Any) -> Progress:
-    """Train from `start` to the end, or to the step in which the run is told to end.
+class FinishedStep(NamedTuple):
+    """What a training step has made.
+
+    Attributes:
+        number: of the step, from 1 on.
+        batch: every field that a function of the config asked for, as the update had them.
+        rollouts: prompts, answers and their texts.
+        scores: of the answers.
+        metrics: by name, as in `metrics.jsonl`.
+    """
+
+    number: int
+    batch: Batch
+    rollouts: Rollouts
+    scores: list[Score]
+    metrics: Metrics
+
+
+class Loop:
+    """The synchronous loop, a step at a time.
 
     Args:
         stages: of a training step.
         start: where the run stands.
         prompt_batches: iterator over lists of prompts, with `get_state`.
+
+    Attributes:
+        progress: where the run stands now. Its KL coefficient may be set between steps.
+        ended: whether the run was told to end; it has saved then.
     """
-    _, _, _, algorithm, run = stages
-    config, compiled = run.config, CompileCounter()
-    step, states, kl_coef = start
-    steps = range(step + 1, run.total_steps + 1)
-    profiler = Profiler(steps, config.log.profile_steps, config.run_dir, run.display)
-    states = {name: offload_state(state, config.offload) for name, state in states.items()}
-    stages.rollout.sync_weights(states["actor"].params, step)
-    if step == 0 and run.should_validate(0):
-        run.record(0, run.validate(0))
-    for step in steps:
-        profiler.turn_to(step)
-        clock = Clock()
-        rollouts, scoring, collected = collect_rollouts(stages, prompt_batches, step, clock)
+
+    def __init__(self, stages: Stages, start: Progress, prompt_batches: Any) -> None:
+        """Bring the weights to the engine, and validate where that comes before the first step."""
+        run, self.stages, self.prompt_batches = stages.run, stages, prompt_batches
+        states = {name: offload_state(s, run.config.offload) for name, s in start.states.items()}
+        self.progress, self.ended = start._replace(states=states), False
+        self._compiled = CompileCounter()
+        steps = range(start.step + 1, run.total_steps + 1)
+        profiled = run.config.log.profile_steps
+        self._profiler = Profiler(steps, profiled, run.config.run_dir, run.display)
+        stages.rollout.sync_weights(states["actor"].params, start.step)
+        if start.step == 0 and run.should_validate(0):
+            run.record(0, run.validate(0))
+
+    def __iter__(self) -> Iterator[FinishedStep]:
+        """Yield the steps that are left, each when it is done; a later loop goes on after them."""
+        while self.progress.step < self.stages.run.total_steps and not self.ended:
+            yield self.step()
+
+    def step(self) -> FinishedStep:
+        """Take the next step."""
+        (_, _, _, algorithm, run), (done, states, kl_coef) = self.stages, self.progress
+        step, clock, stages = done + 1, Clock(), self.stages
+        self._profiler.turn_to(step)
+        rollouts, scoring, collected = collect_rollouts(stages, self.prompt_batches, step, clock)
         batch, scores, agreement = make_experience(stages, states, rollouts, scoring, step, clock)
         with clock("adv"):
             batch = algorithm.penalize_kl(batch, kl_coef)
@@ -85,15 +119,34 @@ def run_loop(stages: Stages, start: Progress, prompt_batches: Any) -> Progress:
         if run.should_validate(step):
             with clock("testing"):
                 metrics |= run.validate(step)
-        if is_due(step, config.rollout.dump_every, 0) and distributed.is_first():
+        if is_due(step, run.config.rollout.dump_every, 0) and distributed.is_first():
             run.dump(step, rollouts, scores)
-        run.record(step, metrics | system_metrics(clock, compiled, batch))
-        if end_step(run, Progress(step, states, kl_coef), prompt_batches, metrics):
-            break
-    profiler.close()
-    compiled.close()
-    run.checkpoints.wait()
-    return Progress(step, states, kl_coef)
+        metrics |= system_metrics(clock, self._compiled, batch)
+        run.record(step, metrics)
+        self.progress = Progress(step, states, kl_coef)
+        self.ended = end_step(run, self.progress, self.prompt_batches, metrics)
+        return FinishedStep(step, batch, rollouts, scores, metrics)
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written."""
+        self._profiler.close()
+        self._compiled.close()
+        self.stages.run.checkpoints.wait()
+
+
+def run_loop(stages: Stages, start: Progress, prompt_batches: Any) -> Progress:
+    """Train from `start` to the end, or to the step in which the run is told to end.
+
+    Args:
+        stages: of a training step.
+        start: where the run stands.
+        prompt_batches: iterator over lists of prompts, with `get_state`.
+    """
+    loop = Loop(stages, start, prompt_batches)
+    for _ in loop:
+        pass
+    loop.close()
+    return loop.progress
 
 
 def collect_rollouts(
