@@ -90,7 +90,7 @@ def test_the_readme_is_short_and_opens_with_the_two_commands():
 
 def test_the_readmes_loop_is_the_loop():
     (_, listing) = blocks("README.md", "python")
-    real = [line.strip() for line in inspect.getsource(loop.run_loop).splitlines()]
+    real = [line.strip() for line in inspect.getsource(loop.TrainingLoop.step).splitlines()]
     at = 0
     for line in listing.splitlines():
         at = real.index(line.strip(), at) + 1  # in this order

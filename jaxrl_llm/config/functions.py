@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pickle
 import pkgutil
 import sys
 import types
@@ -21,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import cloudpickle
 
 from jaxrl_llm.config.errors import ConfigError
 
@@ -63,7 +62,11 @@ class FunctionSpec:
 
     def __reduce__(self) -> Any:
         """Pickle a function that can't be imported by value."""
-        given = None if self.given is None else cloudpickle.dumps(self.given)
+        given = None
+        if self.given is not None:
+            import cloudpickle  # workers that need no such function import no package
+
+            given = cloudpickle.dumps(self.given)
         return _unpickled, (self.fn, dict(self.kwargs), given)
 
     def as_config(self) -> dict[str, Any]:
@@ -82,7 +85,8 @@ def _plain(value: Any) -> Any:
 
 
 def _unpickled(fn: str, kwargs: dict[str, Any], given: bytes | None) -> FunctionSpec:
-    return FunctionSpec(fn, kwargs, None if given is None else cloudpickle.loads(given))
+    # what cloudpickle wrote is a pickle
+    return FunctionSpec(fn, kwargs, None if given is None else pickle.loads(given))
 
 
 FROM_FILES = "jaxrl_llm_user_"

@@ -68,7 +68,7 @@ class FinishedStep(NamedTuple):
     metrics: Metrics
 
 
-class Loop:
+class TrainingLoop:
     """The synchronous loop, a step at a time.
 
     Args:
@@ -142,7 +142,7 @@ def run_loop(stages: Stages, start: Progress, prompt_batches: Any) -> Progress:
         start: where the run stands.
         prompt_batches: iterator over lists of prompts, with `get_state`.
     """
-    loop = Loop(stages, start, prompt_batches)
+    loop = TrainingLoop(stages, start, prompt_batches)
     for _ in loop:
         pass
     loop.close()
