@@ -1,10 +1,13 @@
 """A whole run of `jaxrl_llm.train`: its keys, and the rules between them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from jaxrl_llm.config.files import load
 from jaxrl_llm.config.keys import STRICT, Number, Section
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
@@ -29,6 +32,8 @@ from jaxrl_llm.config.shared import (
     adapter_is_new_or_given,
     profiled_steps_are_steps,
 )
+
+Config = TypeVar("Config", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -90,6 +95,28 @@ class TrainConfig(Section):
             reward_tasks_divide,
             vllm_has_one_trainer_or_nodes,
         )
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    cls: type[Config] = TrainConfig,  # pyright: ignore[reportArgumentType]
+) -> Config:
+    """Read a config by its file or its packaged name, with overrides.
+
+    Args:
+        path: of a YAML file, or the name of a packaged config as `recipes/dapo`.
+        overrides: `{"a.b.c": value}`, where a value may be a mapping of keys, and a function may
+            stand where a config names one; or `a.b.c=value` as on the command line.
+        cls: `TrainConfig`; `SftConfig` for supervised training.
+
+    Raises:
+        ConfigError: no such file, or a key or value that is wrong; a line for each.
+
+    >>> load_config("quickstart", {"steps": 20, "algorithm.loss.clip_high": 0.28}).steps
+    20
+    """
+    return load(cls, path, overrides)
 
 
 def minibatches_divide_the_step(config: TrainConfig) -> Iterator[str]:

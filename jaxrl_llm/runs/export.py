@@ -78,8 +78,8 @@ def export_model(
     run_dir: str | Path,
     out: str | Path,
     *,
-    step: int | None,
-    dtype: str,
+    step: int | None = None,
+    dtype: str = "float32",
     role: str = "actor",
     adapter: bool = False,
 ) -> int:

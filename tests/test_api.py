@@ -1,0 +1,64 @@
+"""The public names: imported when they are used, seen by editors, and frozen in `tests/api.txt`.
+
+After a change that is meant, `python tests/test_api.py` writes the file anew.
+"""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("jaxrl_llm",)
+
+
+def run(source):
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def names_for_editors(package):
+    """Return the homes of the names that a package imports under `if TYPE_CHECKING:`."""
+    tree = ast.parse(Path(str(package.__file__)).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname: node.module for node in imports for alias in node.names}
+
+
+def test_importing_the_package_imports_nothing_else():
+    loaded = run("import sys, jaxrl_llm; print(*(n for n in sys.modules if n[:9] == 'jaxrl_llm'))")
+    assert set(loaded) == {"jaxrl_llm", "jaxrl_llm.lazy"}
+    heavy = run("import sys, jaxrl_llm; dir(jaxrl_llm); print(*{'jax', 'numpy'} & {*sys.modules})")
+    assert heavy == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_name_exists_where_editors_see_it(name):
+    package = importlib.import_module(name)
+    assert names_for_editors(package) == package.__exports__
+    assert set(package.__all__) <= set(dir(package))
+    for exported, home in package.__exports__.items():
+        assert getattr(package, exported) is getattr(importlib.import_module(home), exported)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "import jaxrl_llm.train, jaxrl_llm.sft", "from jaxrl_llm.train import main"],
+)
+def test_a_program_does_not_hide_the_function_of_its_name(before):
+    lines = [
+        before,
+        "from jaxrl_llm import sft, train",
+        "import jaxrl_llm",
+        "import jaxrl_llm.train",
+    ]
+    lines += ["from jaxrl_llm.train import main, train as own", "print(train.__name__)"]
+    lines += ["print(jaxrl_llm.train is train, own is train, main.__module__, callable(sft))"]
+    assert run("\n".join(lines)) == ["train", "True", "True", "jaxrl_llm.train", "True"]
