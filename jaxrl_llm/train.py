@@ -2,13 +2,20 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.train import TrainConfig
 
+if TYPE_CHECKING:
+    from jaxrl_llm.runs.files import RunFiles
 
-def train(config: TrainConfig) -> None:
+
+def train(config: TrainConfig) -> "RunFiles":
     """Run a whole training from its config; continue where a run in its folder left off.
+
+    Returns:
+        What the run has written: metrics, answers and checkpoints.
 
     Raises:
         ConfigError: it can't be run.
@@ -22,6 +29,9 @@ def train(config: TrainConfig) -> None:
         from jaxrl_llm.training.run import run_training  # jax is slow, a wrong key should not wait
 
         run_training(config)
+    from jaxrl_llm.runs.files import RunFiles
+
+    return RunFiles(config.run_dir)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

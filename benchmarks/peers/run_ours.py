@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.resume import open_watchdog
 from jaxrl_llm.training.build import build_stages
-from jaxrl_llm.training.loop import run_loop
+from jaxrl_llm.training.loop import TrainingLoop
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.stages.rollout import make_sampler, training_sampler
 
@@ -161,7 +161,10 @@ def main() -> None:
             rollout=dataclasses.replace(stages.rollout, sample=sample),
             run=dataclasses.replace(stages.run, log=log),
         )
-        run_loop(stages, start, stream)
+        loop = TrainingLoop(stages, start, stream)
+        stack.callback(loop.close)
+        for _ in loop:
+            pass
     measured = log.lines[job["warm"] :]
     meter.write(
         first_s=log.first_s,

@@ -1,6 +1,7 @@
 """A run's progress on the screen: of this process, or of the launcher of a job on a cluster."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -52,6 +53,9 @@ class Display:
         self.line(text)
         if self._progress:
             self._progress.advance(self._task)
+
+    def plot(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Draw a step's metrics, where that is possible."""
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""

@@ -10,12 +10,15 @@ from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.trackers import Outages
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.types import Batch
 
 
-def dump_rollouts(folder: Path, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
+def dump_rollouts(
+    folder: Path, step: int, batch: Batch, rollouts: Rollouts, scores: list[Score]
+) -> None:
     """Write a step's answers to `folder/step_NNNNNN.parquet`, one row for each."""
     folder.mkdir(exist_ok=True)
-    rows = [{"step": step, **row} for row in answer_rows(rollouts, scores)]
+    rows = [{"step": step, **row} for row in trained_rows(batch, rollouts, scores)]
     write_rows(folder / f"step_{step:06d}.parquet", rows)
 
 
@@ -31,10 +34,10 @@ class RolloutDumps:
         self._folder, self.dropped = folder, 0
         self._outages = Outages(str(folder), "answers are not kept")
 
-    def __call__(self, step: int, rollouts: Rollouts, scores: list[Score]) -> None:
+    def __call__(self, step: int, batch: Batch, rollouts: Rollouts, scores: list[Score]) -> None:
         """Write a step's answers, or log once that it is not possible."""
         try:
-            dump_rollouts(self._folder, step, rollouts, scores)
+            dump_rollouts(self._folder, step, batch, rollouts, scores)
         except OSError as error:
             self.dropped += 1
             self._outages.begin(error)
@@ -58,6 +61,21 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
         }
         for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
     ]
+
+
+def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """Return a row for each answer of a training step, as parquet can hold it.
+
+    Besides those of `answer_rows` it has the mean advantage of the answer's tokens, and the
+    log-probs of the tokens under the trainer's and the engine's policy.
+    """
+    rows = answer_rows(rollouts, scores)
+    for index, (row, mask) in enumerate(zip(rows, batch["mask"], strict=True)):
+        row["advantage"] = float(batch["advantages"][index][mask].mean())
+        for name, field in (("logprobs", "old_logprobs"), ("rollout_logprobs",) * 2):
+            known = batch.fields.get(field)  # a critic's warm-up needs no log-probs of the policy
+            row[name] = None if known is None else known[index][mask].tolist()
+    return rows
 
 
 def print_before_and_after(folder: Path, display: Display) -> None:

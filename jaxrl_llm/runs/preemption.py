@@ -5,11 +5,14 @@ Kubernetes when a pod is evicted, clouds when a spot machine is taken back. By h
 notice (`reached_preemption_sync_point`) needs its distributed runtime, which one process has not.
 """
 
+import contextlib
 import os
 import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
 
 from jaxrl_llm.cluster import context
@@ -98,3 +101,33 @@ def _write(text: str) -> None:
 def _end(why: str) -> NoReturn:
     _write(f"SIGTERM: {why}; the same command continues from the newest checkpoint")
     os._exit(KILLED)
+
+
+@contextlib.contextmanager
+def interrupted_between_steps() -> Iterator[None]:
+    """Let a step end before Ctrl-C raises KeyboardInterrupt; a second one raises at once.
+
+    An update writes over the parameters that it was given, so a step can't be left in its middle
+    and the run be gone on with. Where no signal can be taken, as in another thread than the main
+    one, or Ctrl-C does something else, nothing changes.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    told = False
+
+    def take(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        if told:
+            signal.default_int_handler(number, frame)
+        told = True
+        _write("Ctrl-C: the run stops after this step; a second one stops it at once")
+
+    signal.signal(signal.SIGINT, take)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if told:
+        raise KeyboardInterrupt

@@ -103,7 +103,7 @@ def restore_or_start(
     return saved
 
 
-class OpenRun(NamedTuple):
+class ResumedRun(NamedTuple):
     """A run at the step where it stands, with the files that it goes on reading and writing.
 
     Attributes:
@@ -140,7 +140,7 @@ def check_finished(step: int, total: int) -> None:
         raise Preempted(f"{saved}; the same command continues")
 
 
-def open_run(
+def resume_run(
     config: TrainConfig | SftConfig,
     folder: Path,
     models: Mapping[str, TrainableModel],
@@ -149,7 +149,7 @@ def open_run(
     *,
     best: str | None = None,
     frozen: Mapping[str, Any] | None = None,
-) -> OpenRun:
+) -> ResumedRun:
     """Open a run's data, checkpoints and metrics at the place where it stands.
 
     Args:
@@ -190,6 +190,6 @@ def open_run(
     display = open_display("training" if is_rl else "supervised training", total, step)
     stack.callback(display.close)
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
-    return OpenRun(
+    return ResumedRun(
         step, total, states, extra, stream, digests, checkpoints, log, display, preemption
     )

@@ -1,6 +1,7 @@
 """What ends a run that hangs, so that nobody waits for it and its machine is free."""
 
 import faulthandler
+import math
 import os
 import threading
 import time
@@ -43,9 +44,14 @@ class Watchdog:
         if self._limit_s is not None:
             faulthandler.dump_traceback_later(self._limit_s + BACKUP_S, exit=True, file=STDERR)
 
+    def rest(self) -> None:
+        """Expect no progress until the next `beat`, as between two steps of a notebook."""
+        self._last = math.inf
+        faulthandler.cancel_dump_traceback_later()
+
     def _watch(self) -> None:
         assert self._limit_s is not None
-        while not self._closed.wait(max(0.0, self._last + self._limit_s - time.monotonic())):
+        while not self._closed.wait(self._left(self._limit_s)):
             if time.monotonic() - self._last < self._limit_s:
                 continue
             faulthandler.dump_traceback(STDERR, all_threads=True)
@@ -55,3 +61,7 @@ class Watchdog:
             )
             os.write(STDERR, text.encode())
             os._exit(1)
+
+    def _left(self, limit_s: float) -> float:
+        """Return the seconds until there is something to look at."""
+        return min(limit_s, max(0.0, self._last + limit_s - time.monotonic()))

@@ -15,11 +15,11 @@ from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import check_prompt_row, load_rows
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import check_sources
-from jaxrl_llm.runs.resume import open_run
+from jaxrl_llm.runs.resume import resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
 from jaxrl_llm.training.load_model import open_model
-from jaxrl_llm.training.loop import Progress, Stages
+from jaxrl_llm.training.loop import Coefs, Progress, Stages
 from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
@@ -62,14 +62,14 @@ def build_stages(
     scoring = build_scoring(config, functions, reward_model, rollout, executor, stack)
     algorithm = build_algorithm(config, functions)
     frozen = {"reward.classifier": reward_model.params} if reward_model else None
-    opened = open_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
+    opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
     validate = make_validation(config, rollout, scoring.score_validation, validation_prompts)
     shape = microbatch_shape(config, model.spec, layouts.train)
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
 
-    kl_coef = opened.extra.get("kl_coef", config.algorithm.kl_coef)
+    coefs = {n: opened.extra.get(n, getattr(config.algorithm, n)) for n in Coefs._fields}
     stages = Stages(rollout, scoring, models, algorithm, run)
-    return stages, Progress(opened.step, opened.states, kl_coef), opened.stream
+    return stages, Progress(opened.step, opened.states, Coefs(**coefs)), opened.stream
 
 
 def open_training_layouts(config: TrainConfig) -> Layouts:

@@ -1,6 +1,6 @@
 """The single controller: the whole synchronous loop."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.monitoring.report import trained_rows
+from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
@@ -42,12 +44,19 @@ class Stages(NamedTuple):
     run: RunStage
 
 
+class Coefs(NamedTuple):
+    """The coefficients of the loss's terms; a compiled update takes any."""
+
+    kl_coef: float
+    entropy_coef: float
+
+
 class Progress(NamedTuple):
     """Where a run stands: everything that the next step depends on, besides the data's position."""
 
     step: int
     states: States
-    kl_coef: float
+    coefs: Coefs
 
 
 class FinishedStep(NamedTuple):
@@ -55,10 +64,12 @@ class FinishedStep(NamedTuple):
 
     Attributes:
         number: of the step, from 1 on.
-        batch: every field that a function of the config asked for, as the update had them.
+        batch: tokens, and every field that a function of the config asked for, as the update had
+            them.
         rollouts: prompts, answers and their texts.
         scores: of the answers.
         metrics: by name, as in `metrics.jsonl`.
+        decode: token ids -> text.
     """
 
     number: int
@@ -66,6 +77,17 @@ class FinishedStep(NamedTuple):
     rollouts: Rollouts
     scores: list[Score]
     metrics: Metrics
+    decode: Callable[[list[int]], str]
+
+    @property
+    def texts(self) -> list[str]:
+        """The sampled answers as texts [B]."""
+        return self.rollouts.texts
+
+    @property
+    def answers(self) -> AnswerTable:
+        """The sampled answers with scores, advantages and log-probs of their tokens."""
+        return AnswerTable(trained_rows(self.batch, self.rollouts, self.scores), self.decode)
 
 
 class TrainingLoop:
@@ -77,7 +99,7 @@ class TrainingLoop:
         prompt_batches: iterator over lists of prompts, with `get_state`.
 
     Attributes:
-        progress: where the run stands now. Its KL coefficient may be set between steps.
+        progress: where the run stands now. Its coefficients may be changed between steps.
         ended: whether the run was told to end; it has saved then.
     """
 
@@ -101,52 +123,36 @@ class TrainingLoop:
 
     def step(self) -> FinishedStep:
         """Take the next step."""
-        (_, _, _, algorithm, run), (done, states, kl_coef) = self.stages, self.progress
+        (_, _, _, algorithm, run), (done, states, coefs) = self.stages, self.progress
         step, clock, stages = done + 1, Clock(), self.stages
         self._profiler.turn_to(step)
         rollouts, scoring, collected = collect_rollouts(stages, self.prompt_batches, step, clock)
         batch, scores, agreement = make_experience(stages, states, rollouts, scoring, step, clock)
         with clock("adv"):
-            batch = algorithm.penalize_kl(batch, kl_coef)
+            batch = algorithm.penalize_kl(batch, coefs.kl_coef)
             batch = algorithm.add_advantages(batch)
             batch = algorithm.add_correction(batch)
         described = run.executor.submit(batch_metrics, run.balance, batch, rollouts, scores)
-        states, batch, updated = update_models(stages, states, batch, step, kl_coef, clock)
+        states, batch, updated = update_models(stages, states, batch, step, coefs, clock)
         with clock("update_weights"):
             synced = stages.rollout.sync_weights(states["actor"].params, step)
-        kl, kl_coef = algorithm.control_kl(batch, kl_coef)
+        kl, kl_coef = algorithm.control_kl(batch, coefs.kl_coef)
         metrics = described.result() | collected | agreement | updated | synced | kl
         if run.should_validate(step):
             with clock("testing"):
                 metrics |= run.validate(step)
         if is_due(step, run.config.rollout.dump_every, 0) and distributed.is_first():
-            run.dump(step, rollouts, scores)
+            run.dump(step, batch, rollouts, scores)
         metrics |= system_metrics(clock, self._compiled, batch)
         run.record(step, metrics)
-        self.progress = Progress(step, states, kl_coef)
+        self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef))
         self.ended = end_step(run, self.progress, self.prompt_batches, metrics)
-        return FinishedStep(step, batch, rollouts, scores, metrics)
+        return FinishedStep(step, batch, rollouts, scores, metrics, stages.rollout.tokenizer.decode)
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """End what measures the steps."""
         self._profiler.close()
         self._compiled.close()
-        self.stages.run.checkpoints.wait()
-
-
-def run_loop(stages: Stages, start: Progress, prompt_batches: Any) -> Progress:
-    """Train from `start` to the end, or to the step in which the run is told to end.
-
-    Args:
-        stages: of a training step.
-        start: where the run stands.
-        prompt_batches: iterator over lists of prompts, with `get_state`.
-    """
-    loop = TrainingLoop(stages, start, prompt_batches)
-    for _ in loop:
-        pass
-    loop.close()
-    return loop.progress
 
 
 def collect_rollouts(
@@ -191,7 +197,7 @@ def make_experience(
 
 
 def update_models(
-    stages: Stages, states: States, batch: Batch, step: int, kl_coef: float, clock: Clock
+    stages: Stages, states: States, batch: Batch, step: int, coefs: Coefs, clock: Clock
 ) -> tuple[States, Batch, Metrics]:
     """Update every model that is trained.
 
@@ -201,7 +207,7 @@ def update_models(
     for role in stages.models.to_update(step):
         with clock(f"update_{role.name}"):
             state = to_device(states[role.name])
-            state, policy_stats, means = update_role(role, state, batch, config, kl_coef)
+            state, policy_stats, means = update_role(role, state, batch, config, coefs)
             states |= {role.name: offload_state(state, config.offload)}
             metrics |= means
         if policy_stats:
@@ -221,7 +227,7 @@ def offload_state(state: TrainState, offload: OffloadConfig) -> TrainState:
 
 
 def update_role(
-    role: Role, state: TrainState, batch: Batch, config: TrainConfig, kl_coef: float
+    role: Role, state: TrainState, batch: Batch, config: TrainConfig, coefs: Coefs
 ) -> tuple[TrainState, dict[str, np.ndarray], Metrics]:
     """Update a role on every mini-batch of every epoch.
 
@@ -232,13 +238,12 @@ def update_role(
     Raises:
         TrainingError: too many updates in a row with a non-finite gradient.
     """
-    coefs = {"kl_coef": kl_coef, "entropy_coef": config.algorithm.entropy_coef}
     first = int(state.updates)
     updates, policy_stats = [], {}
     for _ in range(config.batch.epochs_per_step):
         for minibatch in minibatches(batch, config):
             annotated = role.annotate_minibatch(state, minibatch)
-            state, metrics = role.learner.update(state, annotated, coefs)
+            state, metrics = role.learner.update(state, annotated, coefs._asdict())
             policy_stats = metrics.pop("policy", {})
             updates.append(metrics)
     updates = jax.device_get(updates)
@@ -275,7 +280,7 @@ def save(run: RunStage, at: Progress, prompt_batches: Any, metrics: Metrics) -> 
         at.states,
         {
             "data": prompt_batches.get_state(),
-            "kl_coef": at.kl_coef,
+            **at.coefs._asdict(),
             "metrics_bytes": run.log.position(at.step),
             "origin": run.start_digests,
             "config": as_tree(run.config),

@@ -1,11 +1,16 @@
-"""A whole training run of this process, and the others that the environment tells of."""
+"""A training run of this process, and the others that the environment tells of."""
 
 import contextlib
 import dataclasses
+import logging
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.sft import SftConfig
@@ -14,40 +19,212 @@ from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import print_before_and_after
 from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.runs.files import RunFiles
+from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.build import build_stages
-from jaxrl_llm.training.loop import Progress, run_loop
+from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.supervised import run_sft
 
+log = logging.getLogger(__name__)
 
-def run_training(config: TrainConfig) -> Progress:
-    """Build a run, run it to its end and print what it has learned."""
+UNFINISHED = (
+    "step {} did not come to its end: open the run again, it continues from its newest checkpoint"
+)
+
+
+class Run(RunFiles):
+    """A run that is open: it holds its folder and the devices, and trains a step at a time.
+
+    Iterating over it takes the steps that are left, each when it is asked for. Ctrl-C lets the step
+    end that is being taken; a later loop goes on after it, with the same result. It is closed by
+    `close`, or at the end of a `with`; it goes on from its newest checkpoint when it is opened
+    again.
+
+    Attributes:
+        last: the newest step; None before the first one that was taken here.
+    """
+
+    def __init__(self, folder: Path, loop: TrainingLoop, stack: contextlib.ExitStack) -> None:
+        """Take over what is open; see `open_run`."""
+        super().__init__(folder)
+        self._loop, self._stack = loop, stack
+        stack.callback(loop.close)
+        self._unusable: str | None = None
+        self.last: FinishedStep | None = None
+        self._watchdog.rest()
+
+    @property
+    def config(self) -> TrainConfig:
+        """The config, with the functions that were given from Python."""
+        return self._loop.stages.run.config
+
+    @property
+    def number(self) -> int:
+        """How many steps are done, those before the run was opened included."""
+        return self._loop.progress.step
+
+    @property
+    def total_steps(self) -> int:
+        """How many steps the run has in all."""
+        return self._loop.stages.run.total_steps
+
+    @property
+    def kl_coef(self) -> float:
+        """The coefficient of the KL term from the next step on; it may be set."""
+        return self._loop.progress.coefs.kl_coef
+
+    @kl_coef.setter
+    def kl_coef(self, value: float) -> None:
+        algorithm = self.config.algorithm
+        self._set_coef("kl_coef", value, algorithm.kl_loss or algorithm.kl_reward, "kl_loss")
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus from the next step on; it may be set."""
+        return self._loop.progress.coefs.entropy_coef
+
+    @entropy_coef.setter
+    def entropy_coef(self, value: float) -> None:
+        self._set_coef("entropy_coef", value, self.config.algorithm.entropy_coef, "entropy_coef")
+
+    def __iter__(self) -> Iterator[FinishedStep]:
+        """Take the steps that are left."""
+        while self.number < self.total_steps and not self._loop.ended:
+            yield self.step()
+
+    def step(self) -> FinishedStep:
+        """Take the next step.
+
+        Raises:
+            RunError: it failed, the run is closed, or all its steps are done.
+            KeyboardInterrupt: Ctrl-C was pressed; the step is `last` then, and the run can go on.
+        """
+        if self._unusable is None and self.number >= self.total_steps:
+            raise RunError(f"all {self.total_steps} steps are done: give the run more (steps)")
+        self._check_usable()
+        self._unusable = UNFINISHED.format(self.number + 1)
+        self._watchdog.beat()
+        try:
+            with interrupted_between_steps():
+                self.last = self._loop.step()
+                self._unusable = None
+        finally:
+            self._watchdog.rest()
+        return self.last
+
+    def save(self) -> int:
+        """Write a checkpoint where the run stands, and return its step once it is on disk.
+
+        Raises:
+            RunError: it could not be written, or the run has taken no step yet.
+        """
+        self._check_usable()
+        stages, at = self._loop.stages, self._loop.progress
+        if at.step not in self.checkpoints:
+            if self.last is None:
+                raise RunError("there is nothing to save: expected a step to be taken first")
+            save(stages.run, at, self._loop.prompt_batches, self.last.metrics)
+        stages.run.checkpoints.wait()
+        return at.step
+
+    def finish(self) -> None:
+        """Take all steps that are left, and print what the run has learned. Ctrl-C ends it at once.
+
+        Raises:
+            RunError: it failed; `Preempted` if it was told to end and has saved.
+        """
+        self._check_usable()
+        self._unusable = UNFINISHED.format(self.number + 1)
+        self._watchdog.beat()
+        for step in self._loop:
+            self.last = step
+        self._unusable = None
+        self._loop.stages.run.checkpoints.wait()
+        check_finished(self.number, self.total_steps)
+        if distributed.is_first():
+            print_before_and_after(self.folder, self._loop.stages.run.display)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and let go of the folder and the devices."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> "Run":
+        """Return the run."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the run, as `close`."""
+        self._unusable, opened = "the run is closed: open_run opens it again", self._stack.pop_all()
+        self._watchdog.beat()
+        opened.__exit__(kind, error, traceback)
+
+    @property
+    def _watchdog(self) -> Any:
+        return self._loop.stages.run.watchdog
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise RunError(self._unusable)
+
+    def _set_coef(self, name: str, value: float, is_used: Any, key: str) -> None:
+        if not is_used:
+            raise ConfigError(
+                f"algorithm.{key} is {getattr(self.config.algorithm, key)}, so there is no such "
+                f"term for {name}={value}: open the run with one"
+            )
+        if not math.isfinite(value):
+            raise ConfigError(f"{name}: got {value}, expected a finite number")
+        log.info("%s=%g from step %d on, set by hand", name, value, self.number + 1)
+        progress = self._loop.progress
+        coefs = progress.coefs._replace(**{name: float(value)})
+        self._loop.progress = progress._replace(coefs=coefs)
+
+
+def open_run(config: TrainConfig) -> Run:
+    """Open a run where it stands: make it, or continue the one in its folder.
+
+    Raises:
+        ConfigError: it can't be run.
+        RunError: it failed.
+    """
+    if config.cluster is not None:
+        raise ConfigError("cluster is set: a run on a cluster is run to its end, by `train`")
+    return open_here(config)
+
+
+def open_here(config: TrainConfig) -> Run:
+    """Open a run in this process, which may be one of a cluster's."""
     distributed.initialize()
-    with distributed.abort_together((Preempted,)):
+    with contextlib.ExitStack() as stack:  # on an error, closes what was opened
+        stack.enter_context(distributed.abort_together((Preempted,)))
         quiet_libraries()
         functions = resolve_functions(config)  # wrong names fail before anything is loaded
         prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
         warm_start(config)
-        with (
-            contextlib.ExitStack() as stack,
-            distributed.abort_together((Preempted,)),
-            context.reporting_failure(),
-        ):
-            watchdog = stack.enter_context(open_watchdog(config))
-            folder = stack.enter_context(run_folder(config.run_dir, config))
-            with compiling_ahead(config, folder) as wait:
-                stages, start, prompt_batches = build_stages(
-                    config, functions, folder, stack, watchdog
-                )
-                wait()
-            end = run_loop(stages, start, prompt_batches)
-            check_finished(end.step, stages.run.total_steps)
-            if distributed.is_first():
-                print_before_and_after(folder, stages.run.display)
-        return end
+        stack.enter_context(distributed.abort_together((Preempted,)))
+        stack.enter_context(context.reporting_failure())
+        watchdog = stack.enter_context(open_watchdog(config))
+        folder = stack.enter_context(run_folder(config.run_dir, config))
+        with compiling_ahead(config, folder) as wait:
+            stages, start, prompt_batches = build_stages(config, functions, folder, stack, watchdog)
+            wait()
+        loop = TrainingLoop(stages, start, prompt_batches)
+        return Run(folder, loop, stack.pop_all())
+
+
+def run_training(config: TrainConfig) -> None:
+    """Open a run, run it to its end and print what it has learned."""
+    with open_here(config) as run:
+        run.finish()
 
 
 def warm_start(config: TrainConfig) -> None:

@@ -24,7 +24,13 @@ from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.directory import run_folder
-from jaxrl_llm.runs.resume import OpenRun, TrainableModel, check_finished, open_run, open_watchdog
+from jaxrl_llm.runs.resume import (
+    ResumedRun,
+    TrainableModel,
+    check_finished,
+    open_watchdog,
+    resume_run,
+)
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
@@ -131,7 +137,7 @@ def _start(
     optimizer: optax.GradientTransformation,
     folder: Path,
     stack: contextlib.ExitStack,
-) -> tuple[Learner, OpenRun, ModelSpec, Any]:
+) -> tuple[Learner, ResumedRun, ModelSpec, Any]:
     layout = open_layout(config.mesh, "train", config.mesh.train)
     model = open_model(config.model, layout, seed=config.seed)
     shape = packed_shape(
@@ -154,7 +160,7 @@ def _start(
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     examples = _read_examples(config)
-    opened = open_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)
+    opened = resume_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
     return learner, opened, model.spec, base
 

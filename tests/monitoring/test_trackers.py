@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
@@ -24,6 +25,7 @@ from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.report import RolloutDumps
 from jaxrl_llm.monitoring.trackers import BackgroundWriter, TensorBoard
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.types import Batch
 from tests.waiting import wait_until
 
 STEPS = 1000
@@ -351,12 +353,14 @@ def test_trackers_do_not_slow_a_run_down(tmp_path, monkeypatch, released):
 def test_answers_that_the_disk_does_not_take(disk, warnings):
     dump = RolloutDumps(disk / "rollouts")
     empty = Rollouts([], [], [])
-    dump(1, empty, [])
+    tokens, no = np.zeros((0, 4), np.int32), np.zeros((0, 4), bool)
+    batch = Batch(tokens, np.zeros(0, np.int32), {"mask": no})
+    dump(1, batch, empty, [])
     fill(disk / "filling")
     for step in range(2, 5):
-        dump(step, empty, [])
+        dump(step, batch, empty, [])
     (disk / "filling").unlink()
-    dump(5, empty, [])
+    dump(5, batch, empty, [])
     names = sorted(path.name for path in (disk / "rollouts").iterdir())
     assert names == ["step_000001.parquet", "step_000005.parquet"]
     assert dump.dropped == 3

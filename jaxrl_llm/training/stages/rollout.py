@@ -37,6 +37,7 @@ class RolloutStage:
 
     Attributes:
         engine: holds the policy.
+        tokenizer: the policy's.
         sample: (prompts, step, number of the generation batch) -> a step's answers.
         sample_greedy: (a step's answers, step) -> one greedy answer to each of their prompts.
         sample_validation: (prompts, step) -> answers to validate.
@@ -45,6 +46,7 @@ class RolloutStage:
     """
 
     engine: Engine
+    tokenizer: Any
     sample: Callable[[list[Prompt], int, int], Rollouts]
     sample_greedy: Callable[[Rollouts, int], Rollouts]
     sample_validation: Callable[[list[Prompt], int], Rollouts]
@@ -96,6 +98,7 @@ def build_rollout(
     sampler = make_sampler(engine, decode)
     return RolloutStage(
         engine=engine,
+        tokenizer=tokenizer,
         sample=training_sampler(config, sampler, stops),
         sample_greedy=greedy_sampler(config, sampler, stops),
         sample_validation=validation_sampler(config, sampler, stops),

@@ -15,27 +15,18 @@ from jaxrl_llm.monitoring.clock import is_due
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.report import RolloutDumps
+from jaxrl_llm.monitoring.tables import SHOWN
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import Scoring
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
-from jaxrl_llm.runs.resume import OpenRun
+from jaxrl_llm.runs.resume import ResumedRun
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.batch_metrics import load_balance
 from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.types import Batch
-
-SHOWN = {
-    "score": "critic/score/mean",
-    "length": "response_length/mean",
-    "entropy": "actor/entropy",
-    "kl": "actor/kl",
-    "grad": "actor/grad_norm",
-    "s": "timing_s/step",
-}
-"""Metrics in a step's line on the screen, by their labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +41,7 @@ class RunStage:
         balance: batch -> metrics of how evenly it loads the devices.
         should_validate: whether a step ends with a validation; step 0 is before the first update.
         validate: step -> metrics.
-        dump: (step, rollouts, scores) -> writes them to a file.
+        dump: (step, batch, rollouts, scores) -> writes the answers to a file.
         preemption: whether the run was told to end.
         watchdog: ends the run when it hangs; `record` tells it of each step.
     """
@@ -62,7 +53,7 @@ class RunStage:
     balance: Callable[[Batch], dict[str, float]]
     should_validate: Callable[[int], bool]
     validate: Callable[[int], dict[str, float]]
-    dump: Callable[[int, Rollouts, list[Score]], None]
+    dump: Callable[[int, Batch, Rollouts, list[Score]], None]
     checkpoints: Checkpoints
     log: MetricsLog
     display: Display
@@ -77,11 +68,12 @@ class RunStage:
         parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
         line = f"step {step}/{self.total_steps}  " + "  ".join(parts)
         self.display.advance(line) if step else self.display.line(line)
+        self.display.plot(step, metrics)
 
 
 def build_run(
     config: TrainConfig,
-    opened: OpenRun,
+    opened: ResumedRun,
     folder: Path,
     executor: Executor,
     watchdog: Watchdog,

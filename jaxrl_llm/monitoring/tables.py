@@ -1,0 +1,196 @@
+"""Tables of a run for people: metrics and sampled answers, as HTML in a notebook, else as text."""
+
+import html
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_llm.config.functions import closest
+
+SHOWN = {
+    "score": "critic/score/mean",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "kl": "actor/kl",
+    "grad": "actor/grad_norm",
+    "s": "timing_s/step",
+}
+"""Metrics in a step's line on the screen, by their labels."""
+
+LINES = 20  # of a table on the screen
+GREEN, RED, ORANGE = "46,160,67", "218,54,51", "219,124,38"
+CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
+
+
+class MetricsTable(list[dict[str, Any]]):
+    """The metrics of a run: a list of mappings, one for each step, as pandas takes it.
+
+    >>> table = MetricsTable([{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0, "b": None}])
+    >>> table.curve("a"), table.names
+    (([0, 1], [1.0, 2.0]), ['a', 'b'])
+    """
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics, in the order in which they first came."""
+        return [name for name in dict.fromkeys(n for line in self for n in line) if name != "step"]
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Return the steps that have a metric, and its values. NaN and infinity are left out.
+
+        Raises:
+            KeyError: no step has this metric.
+        """
+        if name not in self.names:
+            raise KeyError(f"no metric {name!r}; {closest(name, self.names)}")
+        lines = [line for line in self if line.get(name) is not None]
+        return [line["step"] for line in lines], [line[name] for line in lines]
+
+    def _columns(self) -> dict[str, str]:
+        named = {label: name for label, name in SHOWN.items() if name in self.names}
+        validated = {
+            n.removeprefix("val-core/"): n for n in self.names if n.startswith("val-core/")
+        }
+        others = {n: n for n in self.names[:6]} if not named else {}
+        return {**named, **validated, **others}
+
+    def _cells(self) -> list[list[str]]:
+        names = self._columns().values()
+        return [[str(line["step"]), *(_number(line.get(n)) for n in names)] for line in self]
+
+    def __str__(self) -> str:
+        """Return the newest steps as a table of text."""
+        return text_table(["step", *self._columns()], self._cells()[-LINES:])
+
+    def _repr_html_(self) -> str:
+        return html_table(["step", *self._columns()], self._cells()[-LINES:])
+
+
+class AnswerTable(Sequence[Mapping[str, Any]]):
+    """Sampled answers with what came of them, a mapping for each.
+
+    In a notebook an answer's background is green where its advantage is positive and red where it
+    is negative; a token's is orange where the trainer's and the engine's log-prob differ.
+
+    Args:
+        rows: with `prompt` (JSON of its messages), `answer`, `tokens`, `score`, and where they are
+            known `advantage`, `logprobs` and `rollout_logprobs` of the tokens.
+        decode: token ids -> text.
+    """
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], decode: Callable[[list[int]], str]
+    ) -> None:
+        """Decode nothing yet."""
+        self.rows, self._decode = rows, decode
+
+    def __len__(self) -> int:
+        """Return the number of answers."""
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return an answer, or a table of some."""
+        rows = self.rows[index]
+        return AnswerTable(rows, self._decode) if isinstance(index, slice) else rows
+
+    def pieces(self, index: int) -> list[tuple[str, float | None]]:
+        """Return the text of each of an answer's tokens, and how far its log-probs differ.
+
+        The difference is the trainer's log-prob less the engine's, in nats; None where it is not
+        known.
+        """
+        row = self.rows[index]
+        texts = [self._decode([token]) for token in row["tokens"]]
+        if row.get("logprobs") is None:
+            return [(text, None) for text in texts]
+        differences = np.asarray(row["logprobs"]) - np.asarray(row["rollout_logprobs"])
+        return list(zip(texts, differences.tolist(), strict=True))
+
+    def __str__(self) -> str:
+        """Return the first answers as a table of text, with the largest difference of a token."""
+        rows = []
+        for index, row in enumerate(self.rows[:LINES]):
+            known = [abs(d) for _, d in self.pieces(index) if d is not None]
+            rows.append(
+                [
+                    _last_message(row["prompt"]),
+                    row["answer"],
+                    *(_number(row.get(name)) for name in ("score", "advantage")),
+                    _number(max(known, default=None)),
+                ]
+            )
+        return text_table(["prompt", "answer", "score", "advantage", "max |Δ log-prob|"], rows)
+
+    def _repr_html_(self) -> str:
+        some = self.rows[:LINES]
+        advantages = [abs(row.get("advantage") or 0.0) for row in some]
+        differences = [[abs(d or 0.0) for _, d in self.pieces(index)] for index in range(len(some))]
+        widest = max((d for row in differences for d in row), default=0.0)
+        body = []
+        for index, row in enumerate(some):
+            color = GREEN if (row.get("advantage") or 0.0) > 0 else RED
+            share = advantages[index] / (max(advantages) or 1.0)
+            answer = "".join(_token(*piece, widest) for piece in self.pieces(index))
+            cells = [
+                f"<td style='{CELL}'>{html.escape(_last_message(row['prompt']))}</td>",
+                f"<td style='{CELL};background:rgba({color},{0.35 * share:.2f})'>{answer}</td>",
+                *(f"<td>{_number(row.get(name))}</td>" for name in ("score", "advantage")),
+            ]
+            body.append(f"<tr>{''.join(cells)}</tr>")
+        head = "".join(f"<th>{name}</th>" for name in ("prompt", "answer", "score", "advantage"))
+        return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+
+
+def _token(text: str, difference: float | None, widest: float) -> str:
+    """Return a token as HTML; what it shows when pointed at is the difference in nats."""
+    if difference is None:
+        return html.escape(text)
+    share = abs(difference) / widest if widest else 0.0
+    return (
+        f"<span style='background:rgba({ORANGE},{share:.2f})' "
+        f"title='trainer - engine: {difference:+.2e} nats'>{html.escape(text)}</span>"
+    )
+
+
+def _last_message(prompt: str) -> str:
+    """Return the text of a prompt's last message."""
+    return str(json.loads(prompt)[-1]["content"])
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def text_table(
+    columns: Iterable[str], rows: Iterable[Sequence[str]], title: str | None = None
+) -> str:
+    """Return a table as text.
+
+    >>> "7+3=" in text_table(["prompt"], [["7+3="]])
+    True
+    """
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    text: Any = console.file
+    return text.getvalue()
+
+
+def html_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as HTML.
+
+    >>> html_table(["a"], [["<1"]])
+    '<table><tr><th>a</th></tr><tr><td>&lt;1</td></tr></table>'
+    """
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"

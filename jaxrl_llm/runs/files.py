@@ -1,0 +1,102 @@
+"""What a run has written to its folder, for reading: it needs no device, and the run may go on."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.load import from_tree, read_yaml
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
+
+
+class RunFiles:
+    """The folder of a run of `train` or `sft`: finished, crashed, or still going on.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read nothing yet."""
+        self.folder = Path(folder)
+
+    @property
+    def config(self) -> TrainConfig | SftConfig:
+        """The resolved config. Functions of a notebook are there by name alone."""
+        tree = read_yaml(self.folder / "config.yaml")
+        return from_tree(TrainConfig if "rollout" in tree else SftConfig, tree)
+
+    @property
+    def metrics(self) -> MetricsTable:
+        """The lines of `metrics.jsonl`, one mapping for each step; as far as they are written."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return MetricsTable(json.loads(line) for line in lines if line.endswith(b"\n"))
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of the checkpoints that are whole, the newest last."""
+        found = (self.folder / "checkpoints").glob("[0-9]*")
+        return sorted(int(path.name) for path in found if path.name.isdigit())
+
+    @property
+    def best_checkpoint(self) -> int | None:
+        """The step of the checkpoint with the best validation; None where none was validated."""
+        scores = {}
+        for step in self.checkpoints:
+            record = self.folder / "checkpoints" / str(step) / "extra" / "metadata"
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged
+                scores[step] = json.loads(record.read_bytes())["record"]["metrics"]["validation"]
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    @property
+    def dumped_steps(self) -> list[int]:
+        """The steps whose answers are kept (`rollout.dump_every`)."""
+        return sorted(
+            int(p.stem.removeprefix("step_")) for p in self.folder.glob("rollouts/step_*.parquet")
+        )
+
+    def answers(self, step: int | None = None) -> AnswerTable:
+        """Return the sampled answers of a step; without one, of the newest step that has them.
+
+        Raises:
+            ConfigError: no answers of this step are kept.
+        """
+        steps = self.dumped_steps
+        step = steps[-1] if step is None and steps else step
+        if step not in steps:
+            raise ConfigError(
+                f"no answers of step {step} in {str(self.folder)!r}, only of {steps}: "
+                "rollout.dump_every says of which steps they are kept"
+            )
+        import pyarrow.parquet  # slow, and not all that read a run need it
+
+        from jaxrl_llm.data.chat import load_tokenizer
+
+        path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
+        rows: Sequence[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        return AnswerTable(rows, load_tokenizer(self.config.model.path).decode)
+
+    def __repr__(self) -> str:
+        """Return where the run is and how far it has come."""
+        metrics = self.metrics
+        step = metrics[-1]["step"] if metrics else "none"
+        return f"{type(self).__name__}({str(self.folder)!r}, newest step: {step})"
+
+
+def read_run(folder: str | Path) -> RunFiles:
+    """Return what a run has written: its config, metrics, answers and checkpoints.
+
+    Args:
+        folder: the run's `run_dir`.
+
+    Raises:
+        ConfigError: there is no run in this folder.
+    """
+    if not (Path(folder) / "config.yaml").is_file():
+        raise ConfigError(f"{str(folder)!r} is not a run: expected a folder with a config.yaml")
+    return RunFiles(folder)

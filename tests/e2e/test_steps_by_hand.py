@@ -1,0 +1,158 @@
+"""Runs that are opened from Python: steps by hand, interrupted, read by others."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.runs.files import read_run
+from jaxrl_llm.train import train
+from jaxrl_llm.training.loop import TrainingLoop
+from jaxrl_llm.training.run import open_run
+from tests.guarded import MODEL, NATIVE, RUN
+
+pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs take one of the eight devices, as those of `run` do."""
+    import jax
+
+    some = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax.devices", lambda: some)
+        yield
+
+
+@pytest.fixture
+def config(workshop, one_device):
+    """Return the config of a run in a folder of its own."""
+
+    def make(run_dir=None, **keys):
+        keys = {"run_dir": str(run_dir or workshop.folder()), **keys}
+        return load(TrainConfig, workshop.root / "train.yaml", keys)
+
+    return make
+
+
+EVERY = {"steps": 4, "rollout.dump_every": 2, "validation.every": 2, "checkpoint.every": 2}
+
+
+def uncompared(lines):
+    return [
+        {n: v for n, v in line.items() if not n.startswith(("timing_s/", "perf/"))}
+        for line in lines
+    ]
+
+
+def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
+    workshop, config, finished, same, monkeypatch
+):
+    """Bit for bit, with a Ctrl-C in a step, a save, and the run closed and opened again."""
+    chosen, take = config(**EVERY), TrainingLoop.step
+
+    def interrupted(loop):
+        if loop.progress.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return take(loop)
+
+    monkeypatch.setattr(TrainingLoop, "step", interrupted)
+    with open_run(chosen) as run:
+        numbers = []
+        with pytest.raises(KeyboardInterrupt):
+            numbers += [step.number for step in run]
+        assert run.last is not None and run.number == run.last.number == 2, "it came to its end"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        step = next(iter(run))
+        assert (step.number, run.save(), run.checkpoints[-1]) == (3, 3, 3)
+        assert len(step.texts) == len(step.batch.tokens) == 32
+        assert step.metrics["critic/score/mean"] == pytest.approx(step.batch["raw_scores"].mean())
+    with pytest.raises(RunError, match="the run is closed"):
+        run.step()
+    with open_run(chosen) as run:
+        assert [step.number for step in run] == [4]
+        with pytest.raises(RunError, match="all 4 steps are done"):
+            run.step()
+    same(workshop.params(run.folder), workshop.params(finished.run_dir))
+    assert uncompared(run.metrics) == finished.learned
+
+
+def test_a_step_that_did_not_end_is_not_gone_on_with(config, monkeypatch):
+    with open_run(config(steps=2)) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingLoop, "step", lambda loop: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                run.step()
+        with pytest.raises(RunError, match="step 1 did not come to its end: open the run again"):
+            run.step()
+
+
+def test_a_coefficient_is_changed_between_steps(config):
+    """With both at 0 the gradient is that of the loss alone; they are kept in checkpoints."""
+    keys = {"steps": 3, "algorithm.kl_loss": "k3", "algorithm.entropy_coef": 0.5}
+    chosen = config(**keys)
+    with open_run(chosen) as run:
+        run.step()
+        run.kl_coef, run.entropy_coef = 0.25, 0.0
+        metrics = run.step().metrics
+        assert metrics["actor/kl_coef"] == 0.25
+        expected = metrics["actor/pg_loss"] + 0.25 * metrics["actor/kl_loss"]
+        assert metrics["actor/loss"] == pytest.approx(expected, abs=1e-6)
+        assert abs(metrics["actor/entropy_loss"]) > 0.01
+        run.save()
+    with open_run(chosen) as run:
+        assert (run.number, run.kl_coef, run.entropy_coef) == (2, 0.25, 0.0)
+    with open_run(config(steps=1)) as run:
+        for name in ("kl_coef", "entropy_coef"):
+            with pytest.raises(ConfigError, match="so there is no such term"):
+                setattr(run, name, 0.1)
+
+
+def test_a_run_is_read_without_a_device(finished):
+    """Of a machine whose accelerator can't be used; what was written is all there."""
+    program = """
+import sys
+from jaxrl_llm.runs.files import read_run
+
+run = read_run(sys.argv[1])
+print(run.metrics.curve("critic/score/mean")[0], run.checkpoints, run.best_checkpoint)
+print(run.config.steps, run.dumped_steps, len(run.answers(2)), run.answers(2)[0]["score"])
+print("max |" in str(run.answers()), "rgba" in run.answers()._repr_html_())
+print("entropy" in str(run.metrics), "entropy" in run.metrics._repr_html_())
+"""
+    env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
+    words = [sys.executable, "-c", program, finished.run_dir]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    validated = read_run(finished.run_dir).metrics.curve("val-core/arithmetic/reward/mean@1")
+    scores = dict(zip(*validated, strict=True))
+    best = max((scores[step], step) for step in (2, 4))[1]
+    first, second, *tables = done.stdout.splitlines()
+    assert first == f"[1, 2, 3, 4] {[2, 4]} {best}"
+    assert second.startswith("4 [2, 4] 32 ")
+    assert tables == ["True True", "True True"]
+
+
+def test_a_whole_run_returns_what_it_has_written(config):
+    files = train(config(steps=1, **{"rollout.dump_every": 1}))
+    assert files.metrics[-1]["step"] == 1
+    answers = files.answers()
+    row = answers[0]
+    assert len(row["logprobs"]) == len(row["rollout_logprobs"]) == len(row["tokens"])
+    np.testing.assert_allclose(row["logprobs"], row["rollout_logprobs"], atol=1e-4)
+    groups = [[r["advantage"] for r in answers[i : i + 4]] for i in range(0, 32, 4)]
+    np.testing.assert_allclose(np.sum(groups, axis=1), 0, atol=1e-4)
+    with pytest.raises(ConfigError, match="no answers of step 9"):
+        files.answers(9)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not a run: expected a folder with a config\.yaml"):
+        read_run(tmp_path)
