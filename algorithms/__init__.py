@@ -1,1 +1,90 @@
 """Algorithms as pure functions: arrays in, arrays out."""
+
+from typing import TYPE_CHECKING
+
+from jaxrl_llm.lazy import attach
+
+if TYPE_CHECKING:
+    from jaxrl_llm.algorithms.advantages import (
+        dr_grpo,
+        gae,
+        gae_whitened,
+        gdpo,
+        gpg,
+        grpo,
+        grpo_pass_at_k,
+        kl_penalized_rewards,
+        opo,
+        optimal_token_baseline,
+        optimal_token_baseline_corrected,
+        optimal_token_baseline_multi_turn,
+        prime,
+        reinforce_plus_plus,
+        reinforce_plus_plus_baseline,
+        remax,
+        reward_to_go,
+        rewards_from_scores,
+        rloo,
+        to_tokens,
+        whiten,
+    )
+    from jaxrl_llm.algorithms.correction import (
+        icepop,
+        mismatch_metrics,
+        normalized,
+        reject_sequence,
+        reject_sequence_geometric,
+        reject_sequence_k3,
+        truncated_sequence,
+        truncated_sequence_normalized,
+        truncated_token,
+        truncated_token_normalized,
+    )
+    from jaxrl_llm.algorithms.kl import (
+        absolute,
+        absolute_with_k2_gradient,
+        adaptive,
+        fixed,
+        k1,
+        k1_with_k2_gradient,
+        k2,
+        k3,
+        k3_with_k2_gradient,
+    )
+    from jaxrl_llm.algorithms.logprobs import (
+        TokenStats,
+        entropy_from_logits,
+        logprobs_from_logits,
+        token_stats,
+    )
+    from jaxrl_llm.algorithms.losses import (
+        TokenLoss,
+        cispo,
+        clip_cov,
+        dppo_kl,
+        dppo_tv,
+        dro,
+        gmpo,
+        gspo,
+        kl_cov,
+        ppo_clip,
+        reinforce,
+        sapo,
+        select_clip_cov,
+        select_kl_cov,
+    )
+    from jaxrl_llm.algorithms.reduce import (
+        sequence_mean_token_mean,
+        sequence_mean_token_sum,
+        sequence_mean_token_sum_norm,
+        token_mean,
+        token_sum,
+    )
+    from jaxrl_llm.algorithms.shaping import mean_between, overlong_penalty, with_spread
+    from jaxrl_llm.algorithms.values import (
+        clipped_value_loss,
+        implicit_reward_loss,
+        squared_value_loss,
+    )
+
+attach(__name__)

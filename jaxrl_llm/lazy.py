@@ -1,25 +1,42 @@
 """Names that a package exports from its modules, imported when they are first used."""
 
+import ast
+import functools
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 
 class LazyPackage(ModuleType):
-    """A package whose exported names are looked up in its modules.
+    """A package that exports what its `__init__.py` imports under `if TYPE_CHECKING:`.
+
+    There editors see the names; here the module of a name is imported when the name is used.
 
     A module may have the name of an exported function, as the program `jaxrl_llm.train` has. Python
     binds a module to its package once it is imported; the exported name stays the function's.
     """
 
+    @functools.cached_property
+    def __exports__(self) -> Mapping[str, str]:
+        """The module of each exported name."""
+        loader: Any = self.__spec__ and self.__spec__.loader
+        statements = ast.parse(loader.get_source(self.__name__)).body
+        guarded = [s for block in statements if isinstance(block, ast.If) for s in block.body]
+        imports = [s for s in guarded if isinstance(s, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    @property
+    def __all__(self) -> list[str]:
+        """The exported names."""
+        return sorted(self.__exports__)
+
     def __getattr__(self, name: str) -> Any:
         """Import what an exported name stands for."""
-        home = self.__dict__.get("__exports__", {}).get(name)
-        if home is None:
+        if name.startswith("__") or name not in self.__exports__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home), name)
+        return getattr(importlib.import_module(self.__exports__[name]), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, but hide no exported name behind a module."""
@@ -31,22 +48,14 @@ class LazyPackage(ModuleType):
         return sorted({*super().__dir__(), *self.__exports__})
 
 
-def attach(package: str, exports: Mapping[str, Sequence[str]]) -> None:
-    """Let a package export names of its modules, which are imported when a name is used.
-
-    The package imports the same names under `if TYPE_CHECKING:`, where editors see them.
+def attach(package: str) -> None:
+    """Let a package export what it imports under `if TYPE_CHECKING:`, lazily.
 
     Args:
         package: its `__name__`.
-        exports: names by the module, relative to the package, that defines them.
 
     >>> import jaxrl_llm
     >>> jaxrl_llm.load_config.__module__
     'jaxrl_llm.config.train'
     """
-    module = sys.modules[package]
-    module.__dict__["__exports__"] = {
-        name: f"{package}.{home}" for home, names in exports.items() for name in names
-    }
-    module.__dict__["__all__"] = sorted(module.__dict__["__exports__"])
-    module.__class__ = LazyPackage
+    sys.modules[package].__class__ = LazyPackage

@@ -67,7 +67,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     Raises:
         ConfigError: the directory can't be read, or it does not fit the mesh.
     """
-    from jaxrl_llm.evaluation.policy import read_policy
+    from jaxrl_llm.evaluation.policy import load_policy
     from jaxrl_llm.rollout.build import loaded_engine
     from jaxrl_llm.rollout.engine import EngineSettings
     from jaxrl_llm.serving.length import text_limit
@@ -76,7 +76,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)
-    policy = read_policy(config.model, layout)
+    policy = load_policy(config.model, layout, on_host=True)
     max_tokens = config.max_tokens or policy.spec.max_positions
     served = ServedModel(
         name=config.name or config.model,

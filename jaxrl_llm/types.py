@@ -32,9 +32,10 @@ class Batch:
         """Return a field."""
         return self.fields[name]
 
-    def add(self, **fields: np.ndarray) -> "Batch":
-        """Return the batch with more fields."""
-        return dataclasses.replace(self, fields={**self.fields, **fields})
+    def add(self, **fields: Array | np.ndarray) -> "Batch":
+        """Return the batch with more fields; those on devices are fetched."""
+        added = {name: np.asarray(values) for name, values in fields.items()}
+        return dataclasses.replace(self, fields={**self.fields, **added})
 
     def take(self, rows: Any) -> "Batch":
         """Return some of the sequences, by index array or slice."""

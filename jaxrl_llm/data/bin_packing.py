@@ -52,6 +52,22 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
     return filled
 
 
+def plan_whole(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[int]]:
+    """Place all sequences into the rows of a single micro-batch.
+
+    Args:
+        sizes: tokens of each sequence.
+        shape: of the micro-batch, with as many rows as there are sequences, or enough.
+
+    Returns:
+        For each row the indices of the sequences in it; `in_bucket` finds its shape.
+
+    >>> plan_whole(np.array([3, 2, 2, 4]), RowShape(rows=4, length=5, sequences=4))
+    [[3], [0, 1], [2]]
+    """
+    return _over_ranks(best_fit(sizes, shape), shape.cost(sizes), shape)
+
+
 def in_bucket(
     sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShape
 ) -> tuple[list[list[int]], RowShape]:

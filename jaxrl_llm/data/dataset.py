@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.data.chat import Tokenizer, encode_prompt
+from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
 
 log = logging.getLogger(__name__)
@@ -13,12 +13,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt with all that a reward function may want to know about it."""
+    """A tokenized prompt with all that a reward function may want to know about it.
 
-    index: int  # the row's position in the dataset, counted from 0
+    Attributes:
+        index: the row's position in the dataset, counted from 0.
+        tokens: token ids.
+        data_source: by which a reward function knows what is asked.
+        ground_truth: the reference answer.
+        extra_info: more about the row.
+        messages: the chat, if it is one.
+    """
+
+    index: int
     tokens: tuple[int, ...]
-    data_source: str
-    ground_truth: Any
+    data_source: str = ""
+    ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -84,6 +93,44 @@ def tokenize_prompts(
                 )
             )
     return prompts, _dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
+
+
+def as_prompts(
+    prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]], tokenizer: Tokenizer
+) -> list[Prompt]:
+    """Return tokenized prompts, from any of the forms that a prompt may have.
+
+    Args:
+        prompts: each a `Prompt`, a text that is a chat's only message, the messages of a chat, or
+            token ids, which are taken as they are.
+        tokenizer: with a chat template, if a prompt is a text or a chat.
+
+    Raises:
+        ValueError: a prompt is empty, or the chat template does not fit.
+
+    >>> class Digits:
+    ...     eos_token_id = 10
+    ...     def __call__(self, text, *, add_special_tokens):
+    ...         return {"input_ids": [int(c) for c in text]}
+    ...     def get_chat_template(self):
+    ...         return "{{ messages[0].content }}"
+    ...     def apply_chat_template(self, conversation, **kwargs):
+    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> [prompt.tokens for prompt in as_prompts(["12", [3, 1]], Digits())]
+    [(1, 2), (3, 1)]
+    """
+    return [_as_prompt(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def _as_prompt(index: int, prompt: Any, tokenizer: Tokenizer) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not chat:
+        raise ValueError(f"prompt {index}: expected a text, messages or token ids, got {prompt!r}")
+    if not isinstance(chat[0], Mapping):
+        return Prompt(index, tuple(map(int, prompt)))
+    return Prompt(index, tuple(encode_prompt(tokenizer, chat)), messages=chat)
 
 
 def tokenize_examples(

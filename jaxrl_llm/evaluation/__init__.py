@@ -1,1 +1,10 @@
 """Evaluation and validation: sampling, scores, estimators."""
+
+from typing import TYPE_CHECKING
+
+from jaxrl_llm.lazy import attach
+
+if TYPE_CHECKING:
+    from jaxrl_llm.evaluation.estimators import best_at, interval, majority_at
+
+attach(__name__)

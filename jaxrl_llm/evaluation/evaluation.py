@@ -20,7 +20,7 @@ from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import check_prompt_row, load_rows, write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
-from jaxrl_llm.evaluation.policy import Policy, read_policy
+from jaxrl_llm.evaluation.policy import Policy, load_policy
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
@@ -52,7 +52,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
         stack.enter_context(use_compilation_cache())
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
-        policy = read_policy(config.model, layout, step=config.step)
+        policy = load_policy(config.model, layout, step=config.step, on_host=True)
         prompts = read_evaluation_prompts(config, policy)
         settings = EngineSettings(
             max_running_sequences=config.max_running_sequences,

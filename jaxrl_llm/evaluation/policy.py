@@ -1,53 +1,196 @@
-"""A trained policy to sample from: a Hugging Face directory or a run's checkpoint, in an engine."""
+"""A policy: a Hugging Face directory or a run's checkpoint, to sample from and to train by hand."""
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from jaxrl_llm.algorithms.logprobs import TokenStats
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.data.chat import load_tokenizer, stop_ids
+from jaxrl_llm.config.sections.mesh import MeshConfig
+from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
+from jaxrl_llm.data.dataset import Prompt, as_prompts
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.build import loaded_engine
+from jaxrl_llm.rollout.engine import Engine, EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.sampling import Rollouts, sample
+from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.export import restore_model
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
-from jaxrl_llm.training.load_model import merged_into_base
+from jaxrl_llm.training.forward import ForwardConfig, token_fields
+from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.load_model import forward_config, merged_into_base
+from jaxrl_llm.training.microbatches import pack_batch
+from jaxrl_llm.types import Batch, Rows
 
 
-class Policy(NamedTuple):
-    """A model with what it takes to talk to it.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Policy:
+    """A language model, with what it takes to sample from it and to train it.
+
+    Its parameters never change: a loop of your own has its own, of which these are the first.
 
     Attributes:
         spec: the architecture, an adapter merged into it.
-        params: its weights in float32; those of a directory in the host's memory.
+        params: the weights in float32, nested dicts of arrays.
         tokenizer: of transformers.
         stops: tokens that end an answer, as in training.
+        layout: where the weights and rows of tokens are.
+        dtype: of the computation.
         step: of the checkpoint, None for a directory.
     """
 
     spec: ModelSpec
-    params: Any
+    params: Params
     tokenizer: Any
     stops: tuple[int, ...]
-    step: int | None
+    layout: Layout
+    dtype: str = "float32"
+    step: int | None = None
+
+    @functools.cached_property
+    def forward(self) -> ForwardConfig:
+        """How the model is run over packed rows; kernels are chosen when it is first used."""
+        config = ModelConfig(path="", dtype=self.dtype)  # pyright: ignore[reportArgumentType]
+        return forward_config(config, self.spec, self.layout)
+
+    def open_engine(
+        self,
+        max_tokens: int,
+        *,
+        max_running_sequences: int = 256,
+        cache_gb: float | None = None,
+        layout: Layout | None = None,
+    ) -> NativeEngine:
+        """Build an engine that holds the weights, as version 0; its `load` takes others.
+
+        Args:
+            max_tokens: the longest sequence, prompt and answer.
+            max_running_sequences: sequences decoded at once, in all.
+            cache_gb: GB of each device for keys and values; None is enough for all sequences.
+            layout: where it is; by default each device has all weights and a part of the sequences.
+
+        Raises:
+            ConfigError: the model has fewer positions, or there can be no such engine.
+        """
+        config, devices = MeshConfig(), list(self.layout.mesh.devices.flat)
+        layout = layout or open_layout(config, "rollout", config.rollout, devices)
+        settings = EngineSettings(max_running_sequences, max_tokens, cache_gb, self.dtype)
+        return loaded_engine(self.spec, self.params, settings, layout, self.tokenizer)
+
+    def sample(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]],
+        *,
+        n: int = 1,
+        max_new_tokens: int,
+        seed: int | tuple[int, ...] = 0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> Rollouts:
+        """Draw n answers to each prompt, which end in one of `stops`.
+
+        Args:
+            engine: holds weights of this model.
+            prompts: each a text, which is a user's message, or the messages of a chat, both put
+                into the chat template; or token ids, or a `Prompt` of `tokenize_prompts`.
+            n: answers to each.
+            max_new_tokens: the longest answer.
+            seed: of this call; the same weights and seed give the same answers.
+            temperature: what logits are divided by; 0 takes the likeliest token.
+            top_p: sample from the smallest set of tokens with this mass.
+            top_k: sample from the k likeliest tokens; 0 means all.
+
+        Returns:
+            B = n · len(prompts) prompts, completions (token ids and their log-probs) and texts;
+            the answers to a prompt lie side by side.
+
+        Raises:
+            EngineError: a prompt and its answer don't fit.
+            ValueError: a prompt is empty, or the chat template does not fit.
+        """
+        sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, stop_ids=self.stops)
+        return sample(
+            engine,
+            as_prompts(prompts, self.tokenizer),
+            sampling,
+            samples=n,
+            seed=(seed,) if isinstance(seed, int) else seed,
+            decode=functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+        )
+
+    def pack(self, batch: Batch) -> Rows:
+        """Pack a batch into rows of T tokens on the devices, sequences that fit side by side.
+
+        Args:
+            batch: B sequences of at most T tokens, as `lay_out` gives it. One that is too large
+                for the devices is trained in parts: `take` some sequences, and add up gradients.
+
+        Raises:
+            ValueError: the devices that share a row can't share T columns.
+        """
+        count, width = batch.tokens.shape
+        share = self.layout.pieces * self.layout.stages
+        if width % share:
+            raise ValueError(f"got a batch of {width} columns, expected a multiple of {share}")
+        shape = packed_shape(
+            self.layout, self.spec, tokens=count * width, longest=width, sequences=count
+        )
+        return pack_batch(batch, shape, self.layout.mesh)
+
+    def token_stats(self, params: Params, rows: Rows, *, temperature: float = 1.0) -> TokenStats:
+        """Run the model over packed rows; differentiable in the parameters, and made for `jax.jit`.
+
+        Args:
+            params: the weights, nested as those of the policy.
+            rows: of `pack`.
+            temperature: that of the policy, what its logits are divided by.
+
+        Returns:
+            Log-probs (`logprobs`), entropies and Σπ² [B T], in nats. Entry (i, t) is of token t of
+            sequence i, given those before it. Token 0 and padding have zeros.
+        """
+        forward = dataclasses.replace(self.forward, temperature=temperature)
+        return token_fields(params, rows, forward, self.layout.mesh)
 
 
-def read_policy(path: str, layout: Layout, *, step: int | None = None) -> Policy:
-    """Read the policy of a Hugging Face directory, or of a run.
+def load_policy(
+    path: str | Path,
+    layout: Layout | None = None,
+    *,
+    dtype: str = "float32",
+    step: int | None = None,
+    on_host: bool = False,
+) -> Policy:
+    """Load the policy of a Hugging Face directory, or of a run.
 
     Args:
-        path: a directory or repository as `load_params` takes it, or the folder of a run.
-        layout: where the weights go.
+        path: a directory, or a repository of the hub; or the folder of a run.
+        layout: where the weights go; by default all devices split them, and batches.
+        dtype: of the computation, float32 or bfloat16; the weights are float32.
         step: which checkpoint of a run; None takes the newest.
+        on_host: leave the weights of a directory in the host's memory, for an engine that makes a
+            copy of its own. No computation can use them there.
 
     Raises:
         ConfigError: nothing there can be read, it is no language model, or a directory has steps.
     """
+    path, mesh = str(path), MeshConfig()
+    layout = layout or open_layout(mesh, "train", mesh.train)
     if (Path(path) / "checkpoints").is_dir():
         params, spec, source, step = restore_model(path, step=step)
         alone = without_adapter(spec)
@@ -64,8 +207,21 @@ def read_policy(path: str, layout: Layout, *, step: int | None = None) -> Policy
             spec = read_spec(path)
             if spec.value_head or spec.reward_head:
                 raise ValueError(f"{path} ends in a value head, expected a language model")
-            on_host = jax.tree.map(lambda s: s.with_memory_kind(HOST), layout.of(declare(spec)))
-            params = load_params(path, spec, shardings=on_host)
+            homes = layout.of(declare(spec))
+            if on_host:
+                homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
+            params = load_params(path, spec, shardings=homes)
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
-        return Policy(spec, params, tokenizer, stop_ids(tokenizer, source), step)
+        policy = Policy(
+            spec=spec,
+            params=params,
+            tokenizer=tokenizer,
+            stops=stop_ids(tokenizer, source),
+            layout=layout,
+            dtype=dtype,
+            step=step,
+        )
+    if not on_host:
+        _ = policy.forward  # kernels are tried out now, as this can't be done inside of `jax.jit`
+    return policy

@@ -8,6 +8,7 @@ import numpy as np
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
+from jaxrl_llm.types import Batch
 
 
 class Rollouts(NamedTuple):
@@ -80,3 +81,31 @@ def side_by_side(rollouts: Rollouts, max_tokens: int) -> tuple[np.ndarray, np.nd
         sizes[i] = len(prompt.tokens) + len(answer.tokens)
         tokens[i, : sizes[i]] = (*prompt.tokens, *answer.tokens)
     return tokens, sizes
+
+
+def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
+    """Lay prompts and answers out as a batch [B T], T = `max_tokens`.
+
+    Args:
+        rollouts: B answers.
+        samples: G, the answers to each prompt.
+        max_tokens: T, at least the longest prompt and answer.
+
+    Returns:
+        A batch with the fields `mask`, `response_lengths`, `group_ids` and `rollout_logprobs`.
+    """
+    tokens, sizes = side_by_side(rollouts, max_tokens)
+    mask, logprobs = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
+    for i, (answer, end) in enumerate(zip(rollouts.completions, sizes, strict=True)):
+        start = end - len(answer.tokens)
+        mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
+    return Batch(
+        tokens,
+        sizes,
+        {
+            "mask": mask,
+            "response_lengths": mask.sum(1, dtype=np.int32),
+            "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
+            "rollout_logprobs": logprobs,
+        },
+    )

@@ -12,37 +12,11 @@ from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_s
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
-from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
 from jaxrl_llm.types import Batch
 
 
 class ScoreError(RunError):
     """A reward function that does not report what the config says it does."""
-
-
-def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
-    """Lay prompts and answers out as a batch [B T], T = `max_tokens`.
-
-    Args:
-        rollouts: B answers.
-        samples: G.
-        max_tokens: T.
-    """
-    tokens, sizes = side_by_side(rollouts, max_tokens)
-    mask, logprobs = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
-    for i, (answer, end) in enumerate(zip(rollouts.completions, sizes, strict=True)):
-        start = end - len(answer.tokens)
-        mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
-    return Batch(
-        tokens,
-        sizes,
-        {
-            "mask": mask,
-            "response_lengths": mask.sum(1, dtype=np.int32),
-            "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
-            "rollout_logprobs": logprobs,
-        },
-    )
 
 
 def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[str] = ()) -> Batch:

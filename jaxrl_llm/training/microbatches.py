@@ -8,11 +8,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches
+from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches, plan_whole
 from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.mesh import over_batch
+from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.types import Batch, Rows
 
 Fields = dict[str, Any]
@@ -42,6 +42,25 @@ def pack_microbatches(
         members, bucket = in_bucket(batch.sequence_lengths, planned, shape)
         indices, micro = _laid_out(batch, names, members, bucket)
         yield indices, distributed.put(micro, sharding)
+
+
+def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
+    """Pack a whole batch into rows on the devices, of the smallest bucket that holds it.
+
+    Sequence i of the rows is sequence i of the batch, so that what a model says of them is [B T].
+
+    Args:
+        batch: B sequences.
+        shape: of a micro-batch with at least B rows, as long as the batch is wide.
+        mesh: the devices.
+    """
+    sizes = batch.sequence_lengths
+    members, bucket = in_bucket(sizes, plan_whole(sizes, shape), shape)
+    packed = pack_rows(batch.tokens, sizes, members, bucket)
+    order = np.argsort([i for row in members for i in row])
+    rows = distributed.put(packed[:3], over_batch(mesh))
+    places = distributed.put(tuple(place[order] for place in packed[3:]), replicated(mesh))
+    return Rows(*rows, *places)
 
 
 def _laid_out(

@@ -13,9 +13,9 @@ from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import combine_scores
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.training.experience import lay_out, with_scores
+from jaxrl_llm.training.experience import with_scores
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/rewards/")

@@ -11,12 +11,11 @@ import pytest
 from jaxrl_llm.algorithms.advantages import gae, grpo
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.experience import (
     AdvantageError,
     advantage_step,
-    lay_out,
     penalize,
     with_scores,
 )

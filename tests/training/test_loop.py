@@ -12,9 +12,9 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion, Receipt
-from jaxrl_llm.training.experience import lay_out, with_scores
+from jaxrl_llm.training.experience import with_scores
 from jaxrl_llm.training.loop import Stages, collect_rollouts, make_experience
 from jaxrl_llm.training.stages.models import ModelsStage, reference_pass
 from jaxrl_llm.training.stages.rollout import RolloutStage

@@ -15,13 +15,12 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import Scoring, make_scoring
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.experience import (
     ScoreError,
     add_to_scores,
-    lay_out,
     per_answer,
     with_scores,
 )
