@@ -7,7 +7,6 @@ import sys
 import pytest
 import yaml
 
-from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config import cli
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
@@ -15,12 +14,15 @@ from jaxrl_llm.config.files import load
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.evaluate import main as evaluate_main
+from jaxrl_llm.sft import main as sft_main
+from jaxrl_llm.train import main as train_main
 
 FILES = {
     "train": "run_dir: runs/a\nmodel: {path: m}\ndata: {train: t.parquet}\n",
     "sft": "run_dir: runs/a\nexport_to: out\nmodel: {path: m}\ndata: {train: t.parquet}\n",
 }
-MAINS = {"train": train.main, "sft": sft.main}
+MAINS = {"train": train_main, "sft": sft_main}
 CLASSES = {"train": TrainConfig, "sft": SftConfig}
 BOTH = pytest.mark.parametrize("name", ["train", "sft"])
 
@@ -88,11 +90,11 @@ def test_options_of_keys_win_over_the_file_and_overrides_over_both(tmp_path, cap
     path = tmp_path / "evaluate.yaml"
     path.write_text("model: a\ndata: a.parquet\nsamples: 4\ntemperature: 1\n")
     words = ["--config", str(path), "--data", "b.parquet", "k=[2]", "--data", "c.parquet"]
-    assert evaluate.main([*words, "--print-config", "model=b", "--model", "c"]) == 0
+    assert evaluate_main([*words, "--print-config", "model=b", "--model", "c"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["model"], shown["data"]) == ("b", ["b.parquet", "c.parquet"])
     assert (shown["samples"], shown["k"]) == (4, [2])
-    assert evaluate.main(["--model", "c"]) == 2
+    assert evaluate_main(["--model", "c"]) == 2
     assert "error: data is missing: parquet or jsonl files" in capsys.readouterr().err
 
 
@@ -148,12 +150,12 @@ def test_errors_of_the_user_are_one_line_and_status_2(
 
 
 def test_a_config_of_the_other_program_is_refused(config_file, capsys):
-    assert train.main(["--config", config_file("sft")]) == 2
+    assert train_main(["--config", config_file("sft")]) == 2
     assert "unknown key 'export_to'" in capsys.readouterr().err
 
 
 def test_no_such_file(tmp_path, capsys):
-    assert train.main(["--config", str(tmp_path / "no.yaml")]) == 2
+    assert train_main(["--config", str(tmp_path / "no.yaml")]) == 2
     assert "error: can't read " in capsys.readouterr().err
 
 

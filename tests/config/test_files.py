@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from jaxrl_llm import train
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import PACKAGED, load, read_config
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.train import main as train_main
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml"])
@@ -39,7 +39,7 @@ def test_a_config_stands_on_its_base_and_is_printed_whole(tmp_path, capsys):
     )
     above = tmp_path / "above.yaml"
     above.write_text("base: base.yaml\nalgorithm: {loss: {fn: gspo}}\nseed: 2\n")
-    assert train.main(["--config", str(above), "--print-config"]) == 0
+    assert train_main(["--config", str(above), "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert "base" not in printed
     assert printed["algorithm"]["loss"] == {"fn": "gspo"}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxrl_llm import train
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.functions import FunctionSpec
@@ -15,6 +14,7 @@ from jaxrl_llm.config.load import apply_override, describe, from_tree, read_yaml
 from jaxrl_llm.config.sections.validation import ValidationConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig, divisors
+from jaxrl_llm.train import main as train_main
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -242,7 +242,7 @@ def test_all_contradictions_are_reported_at_once(capsys, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(TRAIN))
     wrong = ["validation.every=5", "model.random_init=true", "model.adapter=a", "rollout.devices=2"]
-    assert train.main(["--config", str(file), *wrong]) == 2
+    assert train_main(["--config", str(file), *wrong]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1].partition("=")[0] for line in lines] == [
         "validation.every",

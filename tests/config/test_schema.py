@@ -6,7 +6,6 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxrl_llm import train
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.files import PACKAGED
 from jaxrl_llm.config.load import as_tree, from_tree
@@ -14,6 +13,7 @@ from jaxrl_llm.config.schema import json_schema
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.train import main as train_main
 
 CLASSES = {
     "train": TrainConfig,
@@ -43,7 +43,7 @@ def test_the_shipped_schema_is_current(name):
 
 def test_the_program_prints_it(capsys):
     with pytest.raises(SystemExit) as caught:
-        train.main(["--json-schema"])
+        train_main(["--json-schema"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == (PACKAGED / "schema/train.json").read_text()
 

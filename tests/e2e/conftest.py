@@ -22,10 +22,11 @@ import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl_llm import sft, train
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.sft import main as sft_main
+from jaxrl_llm.train import main as train_main
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 USER_FUNCTIONS = Path(__file__).with_name("user_functions.py")
@@ -147,7 +148,13 @@ class Workshop:
         return f"{self.root}/mine.py:{name}"
 
     def __call__(
-        self, *overrides, program=train, config="train.yaml", run_dir=None, devices=1, compiled=None
+        self,
+        *overrides,
+        main=train_main,
+        config="train.yaml",
+        run_dir=None,
+        devices=1,
+        compiled=None,
     ):
         """Run a program in this process, with a folder of compiled programs or with that of all."""
         run_dir = run_dir or self.folder()
@@ -161,7 +168,7 @@ class Workshop:
         ):
             some = jax.devices()[:devices]
             patch.setattr("jax.devices", lambda: some)
-            status = program.main(words)
+            status = main(words)
         return Result(status, out.getvalue(), err.getvalue(), run_dir)
 
     @contextlib.contextmanager
@@ -237,7 +244,7 @@ def cluster(ray_nodes, client_port):
 def workshop(tmp_path_factory):
     """The folder, with the data prepared and the base model trained."""
     made = Workshop(tmp_path_factory.mktemp("workshop"))
-    made(program=sft, config="sft.yaml", run_dir=made.root / "base.sft").ok()
+    made(main=sft_main, config="sft.yaml", run_dir=made.root / "base.sft").ok()
     return made
 
 

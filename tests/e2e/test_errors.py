@@ -8,8 +8,9 @@ import shutil
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm import export, sft
+from jaxrl_llm import export
 from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.sft import main as sft_main
 from tests.guarded import RUN
 
 pytestmark = pytest.mark.guards(*RUN)
@@ -91,7 +92,7 @@ def test_a_truncated_model(run, workshop, tmp_path):
 
 
 def test_an_export_that_exists(run):
-    result = run(program=sft, config="sft.yaml")
+    result = run(main=sft_main, config="sft.yaml")
     refused(result, 2, "export_to: .*base' exists; remove it or name another one")
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm import evaluate, export
+from jaxrl_llm import export
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.rewards.functions import arithmetic
 
 
@@ -39,7 +40,7 @@ def call(workshop):
         ):
             one = jax.devices()[:1]
             patch.setattr("jax.devices", lambda: one)
-            status = evaluate.main(words)
+            status = evaluate_main(words)
         if status:
             return status, errors.getvalue(), None, None
         report = json.loads((out / "metrics.json").read_text())
@@ -137,7 +138,7 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
 
 def test_help_names_every_key(capsys):
     with pytest.raises(SystemExit):
-        evaluate.main(["--help"])
+        evaluate_main(["--help"])
     printed = capsys.readouterr().out
     assert all(f"\n  {key}  " in printed for key, _, _ in describe(EvaluateConfig))
     assert {"--model", "--data", "--config"} <= set(printed.replace(",", " ").split())

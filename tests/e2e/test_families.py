@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm import export, sft
+from jaxrl_llm import export
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.sft import main as sft_main
 from tests.guarded import NATIVE
 
 pytestmark = pytest.mark.guards("models/", *NATIVE)
@@ -147,7 +148,7 @@ def test_supervised_training_reports_its_routers(run, model, tmp_path):
     _, directory = model
     words = ("model.random_init=false", "model.router_loss_coef=10", "steps=1")
     where = (f"model.path={directory}", f"export_to={tmp_path / 'out'}")
-    (line,) = run(*where, *words, program=sft, config="sft.yaml").ok().metrics
+    (line,) = run(*where, *words, main=sft_main, config="sft.yaml").ok().metrics
     assert routed("train") <= line.keys()
     assert line["train/router_loss"] > 1.9, "balanced it is 2"
     assert line["train/loss"] == pytest.approx(np.log(BASE["vocab_size"]), abs=1)

@@ -13,12 +13,13 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm import export, sft
+from jaxrl_llm import export
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.adapter import read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.sft import main as sft_main
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = [
@@ -177,7 +178,7 @@ def test_sft_trains_an_adapter_and_exports_the_whole(workshop, tmp_path):
         "model.random_init=false",
         "model.lora={rank: 2, alpha: 4, targets: [q_proj, v_proj], rslora: true}",
         "steps=4",
-        program=sft,
+        main=sft_main,
         config="sft.yaml",
     ).ok()
     saved = arrays(result.run_dir)

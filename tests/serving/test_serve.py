@@ -19,12 +19,12 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm import serve
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import describe, from_tree
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, open_served_model
+from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.metrics import COUNTERS, GAUGES
 from jaxrl_llm.serving.requests import choice_seeds
@@ -308,13 +308,13 @@ def test_the_program_serves_and_ends_with_a_signal(directory):
 
 
 def test_a_wrong_command_is_one_line(directory, capsys):
-    assert serve.main(["--model", str(directory), "portt=4"]) == 2
+    assert serve_main(["--model", str(directory), "portt=4"]) == 2
     assert "unknown key 'portt'; did you mean 'port'?" in capsys.readouterr().err
-    assert serve.main([]) == 2
+    assert serve_main([]) == 2
     assert "model is missing" in capsys.readouterr().err
-    assert serve.main(["--model", "/no/such", "port=0"]) == 2
+    assert serve_main(["--model", "/no/such", "port=0"]) == 2
     assert "error: model: " in capsys.readouterr().err
-    assert serve.main(["--model", "123", "--api-key", "456", "--print-config"]) == 0
+    assert serve_main(["--model", "123", "--api-key", "456", "--print-config"]) == 0
     printed = capsys.readouterr().out
     assert "model: '123'" in printed
     assert "api_key: '456'" in printed
@@ -322,7 +322,7 @@ def test_a_wrong_command_is_one_line(directory, capsys):
 
 def test_help_lists_every_key(capsys):
     with pytest.raises(SystemExit):
-        serve.main(["--help"])
+        serve_main(["--help"])
     printed = capsys.readouterr().out
     assert all(f"\n  {key}  (" in printed for key, _, _ in describe(ServeConfig))
 
