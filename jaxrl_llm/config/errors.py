@@ -1,6 +1,7 @@
 """The errors that a user sees as one line, without a traceback."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 
 
@@ -33,3 +34,25 @@ def config_errors_at(key: str) -> Iterator[None]:
     except (TypeError, ValueError, OSError) as error:
         text = str(error).strip() or type(error).__name__
         raise ConfigError(f"{key}: {text.splitlines()[0]}") from error
+
+
+def described_error(error: BaseException, file: str | None = None) -> str:
+    """Return `file:line: Type: message` of an error in a user's code, on one line.
+
+    Args:
+        error: that was raised.
+        file: of the code, whose innermost line in the traceback is named; None takes the innermost
+            line of all.
+
+    >>> described_error(SyntaxError("invalid syntax", ("mine.py", 3, 1, "def")))
+    'mine.py:3: SyntaxError: invalid syntax'
+    """
+    if isinstance(error, SyntaxError):
+        message, places = error.msg, [(error.filename, error.lineno)]
+    else:
+        frames = traceback.walk_tb(error.__traceback__)
+        message = str(error).strip()
+        places = [(f.f_code.co_filename, line) for f, line in frames]
+        places = [(name, line) for name, line in places if name == file or file is None]
+    text = type(error).__name__ + (f": {message.splitlines()[0]}" if message else "")
+    return f"{places[-1][0]}:{places[-1][1]}: {text}" if places else text

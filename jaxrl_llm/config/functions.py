@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, described_error
 
 NOT_IMPORTABLE = "__main__"
 """The module of a function that only the process has which defined it, as that of a notebook."""
@@ -163,7 +163,7 @@ def _find(name: str, home: str, key: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(
-            f"{key}: no function {attribute!r} in {module.__name__}; "
+            f"{key}: no function {attribute!r} in {where or home}; "
             + closest(attribute, public_functions(module))
         )
     return function
@@ -195,6 +195,8 @@ def _import(name: str, key: str) -> ModuleType:
         siblings = [m.name for m in pkgutil.iter_modules(folders, f"{parent}.")]
         hint = f"; {closest(name, siblings)}" if siblings else ""
         raise ConfigError(f"{key}: can't import {name!r}: {error}{hint}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key}: can't import {name!r}: {described_error(error)}") from error
 
 
 def _module_from_file(path: Path, key: str) -> ModuleType:
@@ -214,6 +216,9 @@ def _module_from_file(path: Path, key: str) -> ModuleType:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}: {described_error(error, str(path))}") from error
     except BaseException:
         del sys.modules[name]
         raise
@@ -298,3 +303,23 @@ def _as_annotated(key: str, value: Any, annotation: Any) -> Any:
             f"{key}: got {value!r} ({type(value).__name__}), expected a {kind.__name__}"
         )
     return value
+
+
+LIBRARIES = ("jaxrl_llm", "optax")
+"""Packages whose ValueErrors are about keywords, and say what is wrong by themselves."""
+
+
+def described_failure(error: Exception, function: Callable[..., Any]) -> str:
+    """Return on one line what a function raised, with the place where it is a user's.
+
+    >>> described_failure(KeyError("x"), lambda scores: {}["x"])
+    "KeyError: 'x'"
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    own = (getattr(function, "__module__", None) or "").partition(".")[0]
+    if isinstance(error, TypeError | ValueError) and own in LIBRARIES:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return described_error(error, code and code.co_filename)

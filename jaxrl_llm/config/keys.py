@@ -82,6 +82,12 @@ def function_key(
 
 
 def _as_spec(value: Any) -> Any:
+    if isinstance(value, tuple) and callable(getattr(value, "update", None)):  # optax is slow
+        raise PydanticCustomError(
+            "optax_transformation",
+            "a function of the learning rate, as in "
+            "lambda learning_rate: optax.adamw(learning_rate)",
+        )
     if callable(value):
         return FunctionSpec.of(value)
     if isinstance(value, str):

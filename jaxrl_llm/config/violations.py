@@ -31,6 +31,10 @@ BOUNDS = {
 }
 
 
+LONGEST = 120
+"""Of a value that a message shows, in characters."""
+
+
 def violations(cls: type[Any], error: ValidationError, prefix: str = "") -> list[str]:
     """Return a line for each thing that is wrong.
 
@@ -75,4 +79,7 @@ def _expected(error: Mapping[str, Any], annotation: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
+    if value is None:
+        return "nothing"
+    text, kind = repr(value), type(value).__name__
+    return f"{text} ({kind})" if len(text) <= LONGEST else f"a {kind}"

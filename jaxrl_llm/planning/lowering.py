@@ -27,12 +27,13 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import choose_cache_kernel, engine_settings, native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
+from jaxrl_llm.training.check_functions import abstract_fields
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import microbatch_shape
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
-from jaxrl_llm.training.resolve import AlgorithmFunctions, abstract_fields
 from jaxrl_llm.training.roles import inference_of, learner_of
 from jaxrl_llm.types import Rows
 

@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -51,13 +51,7 @@ class RewardRunner(ABC):
             raise ValueError(
                 f"reward: expected on_error to be a finite number or nothing, got {on_error}"
             )
-        self._function = load_reward_function(spec)
-        try:
-            inspect.signature(self._function).bind(**dict.fromkeys(RewardItem._fields))
-        except TypeError as error:
-            raise ConfigError(
-                f"reward: {spec.fn!r} can't be called with {', '.join(RewardItem._fields)}: {error}"
-            ) from error
+        self._function = check_reward_function(spec)
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
         self._spec, self._on_error = spec, on_error
         self._first = 0
@@ -109,6 +103,29 @@ class RewardRunner(ABC):
             raise RewardError(f"reward {self._spec.fn!r} failed on {row}: {error}")
         log.warning("reward %r failed on %s: %s", self._spec.fn, row, error)
         return Score(float(self._on_error), {}, error)
+
+
+def check_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
+    """Import a reward function, and return it if it takes what it is called with.
+
+    Raises:
+        ConfigError: it can't be imported, or can't be called with the four parameters and its
+            keywords.
+
+    >>> check_reward_function(FunctionSpec("arithmetic")).__name__
+    'arithmetic'
+    """
+    function = load_reward_function(spec)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(RewardItem._fields))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.function: {spec.fn!r} can't be called with {', '.join(RewardItem._fields)}: "
+            f"{error}"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature: the call itself will check
+    return function
 
 
 def check_open(closed: threading.Event) -> None:

@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
@@ -67,7 +68,9 @@ def load_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
     >>> load_reward_function(FunctionSpec("arithmetic")).__name__
     'arithmetic'
     """
-    return load_function(spec, home=BUILTIN_MODULE, passed=RewardItem._fields, key="reward")
+    return load_function(
+        spec, home=BUILTIN_MODULE, passed=RewardItem._fields, key="reward.function"
+    )
 
 
 def call_function(
@@ -199,7 +202,7 @@ def run_worker(fd: int, *, memory_gb: float | None) -> None:
         open(fd, "rb") as requests,
         open(fd, "wb", closefd=False) as out,
     ):
-        function, load_error = _load(pickle.load(requests), memory_gb)
+        function, load_error = _load(requests, memory_gb)
         out.write(json.dumps({"load_error": load_error}).encode() + b"\n")
         out.flush()
         while function is not None:
@@ -209,11 +212,21 @@ def run_worker(fd: int, *, memory_gb: float | None) -> None:
 
 
 def _load(
-    spec: FunctionSpec, memory_gb: float | None
+    requests: BinaryIO, memory_gb: float | None
 ) -> tuple[Callable[..., Any] | None, str | None]:
+    """Return the reward function, or what is wrong with it.
+
+    Raises:
+        EOFError: the pool has closed the connection.
+    """
     try:
-        return load_reward_function(spec), None
-    except Exception as error:
+        return load_reward_function(pickle.load(requests)), None
+    except EOFError:
+        raise
+    except ConfigError as error:
+        text = str(error).removeprefix("reward.function: ")
+        return None, shorten(text, MAX_LOAD_ERROR_CHARS)
+    except Exception as error:  # also of a function given from Python, which is unpickled
         return None, shorten(_describe(error, memory_gb), MAX_LOAD_ERROR_CHARS)
 
 

@@ -18,9 +18,9 @@ from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.runs.resume import resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
-from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import build_rollout

@@ -1,5 +1,6 @@
 """From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,23 +87,31 @@ def per_answer(
 
     def checked(batch: Batch) -> np.ndarray:
         result = compute(dict(batch.fields))
-        values = np.asarray(result) if isinstance(result, jax.Array) else None
-        if (
-            values is None
-            or values.shape != batch.sequence_lengths.shape
-            or not np.issubdtype(values.dtype, kind)
-        ):
-            got = type(result).__name__ if values is None else f"{values.dtype}{list(values.shape)}"
-            raise ScoreError(
-                f"{key}: {name_of(function)!r} returned {got}; expected one "
-                f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], "
-                f"here [{len(batch.sequence_lengths)}]"
-            )
+        values = np.asarray(check_per_answer(result, function, key, kind, len(batch["mask"])))
         if kind is not np.bool_ and not np.isfinite(values).all():
             raise ScoreError(f"{key}: {name_of(function)!r} returned NaN or infinity")
         return values
 
     return checked
+
+
+def check_per_answer(
+    result: Any, function: Callable[..., Any], key: str, kind: type[np.generic], answers: int
+) -> jax.Array:
+    """Return what a function returned if it is [B] of a kind.
+
+    Raises:
+        ScoreError: it is something else.
+    """
+    got = type(result).__name__
+    if isinstance(result, jax.Array):
+        got = f"{result.dtype}{list(result.shape)}"
+        if result.shape == (answers,) and np.issubdtype(result.dtype, kind):
+            return result
+    raise ScoreError(
+        f"{key}: {name_of(function)!r} returned {got}; expected one "
+        f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], here [{answers}]"
+    )
 
 
 def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch], Batch]:
@@ -112,7 +121,7 @@ def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch]
     def compute(fields: dict[str, Any]) -> Any:
         weights = jnp.ones(fields["mask"].shape, jnp.float32)
         for function in functions:
-            weights = weights * _weights(function, fields)
+            weights = weights * correction_weights(function, fields)
         return weights
 
     def add(batch: Batch) -> Batch:
@@ -125,13 +134,18 @@ def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch]
     return add
 
 
-def _weights(function: Callable[..., Any], fields: dict[str, Any]) -> Any:
+def correction_weights(function: Callable[..., Any], fields: dict[str, Any]) -> jax.Array:
+    """Return the weights [B T] of an off-policy correction.
+
+    Raises:
+        ScoreError: it returned something else.
+    """
     weights, shape = call(function, fields), fields["mask"].shape
     if not isinstance(weights, jax.Array) or weights.shape != shape:
         got = (
             f"{weights.dtype}{list(weights.shape)}"
             if isinstance(weights, jax.Array)
-            else repr(weights)
+            else type(weights).__name__
         )
         raise ScoreError(
             f"algorithm.correction: {name_of(function)!r} returned {got}; expected one weight for "
@@ -157,17 +171,7 @@ def advantage_step(
         with_returns: whether it must return a pair, since a critic learns from the returns.
     """
 
-    @jax.jit
-    def compute(fields: dict[str, Any]) -> dict[str, Any]:
-        result, mask = call(function, fields), fields["mask"]
-        parts = result if isinstance(result, tuple) else (result,)
-        if len(parts) != 2 and (with_returns or isinstance(result, tuple)):
-            raise AdvantageError(
-                f"advantage {name_of(function)!r} returned {len(parts)} array(s); expected a pair "
-                "(advantages, returns): the critic learns from the returns"
-            )
-        named = zip(("advantages", "returns"), parts, strict=False)
-        return {name: _per_token(function, name, array, mask) for name, array in named}
+    compute = jax.jit(functools.partial(compute_advantages, function, with_returns=with_returns))
 
     def add(batch: Batch) -> Batch:
         arrays = {name: np.asarray(array) for name, array in compute(dict(batch.fields)).items()}
@@ -182,6 +186,25 @@ def advantage_step(
         return batch.add(**arrays)
 
     return add
+
+
+def compute_advantages(
+    function: Callable[..., Any], fields: dict[str, Any], *, with_returns: bool
+) -> dict[str, Any]:
+    """Return what an advantage function makes of the fields of a batch; see `advantage_step`.
+
+    Raises:
+        AdvantageError: it returned something else than advantages, and returns if asked for.
+    """
+    result, mask = call(function, fields), fields["mask"]
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) != 2 and (with_returns or isinstance(result, tuple)):
+        raise AdvantageError(
+            f"advantage {name_of(function)!r} returned {len(parts)} array(s); expected a pair "
+            "(advantages, returns): the critic learns from the returns"
+        )
+    named = zip(("advantages", "returns"), parts, strict=False)
+    return {name: _per_token(function, name, array, mask) for name, array in named}
 
 
 def _per_token(function: Callable[..., Any], name: str, array: Any, mask: Any) -> Any:

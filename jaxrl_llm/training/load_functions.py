@@ -1,11 +1,20 @@
 """Loading the functions that a config names, each checked against what its key gives it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, check_fields, fields_at, name_of
+from jaxrl_llm.config.fields import (
+    FIELDS,
+    Stage,
+    asks_for,
+    check_fields,
+    fields_at,
+    fields_of_model,
+    name_of,
+)
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
@@ -23,6 +32,55 @@ class UpdateSpec(NamedTuple):
     optimizer: Any
     schedule: Callable[[int], Any]
     max_skipped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFunctions:
+    """The functions of a step that see the whole batch, as the config names them.
+
+    Attributes:
+        advantage, kl, controller, group_filter, penalty, corrections: of the keys of these names.
+        select_covariant: produces `high_covariance`.
+    """
+
+    advantage: Function
+    kl: Function | None
+    controller: Function
+    group_filter: Function | None
+    penalty: Function | None
+    corrections: tuple[Function, ...]
+    select_covariant: Function | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmFunctions(BatchFunctions):
+    """The functions that a config names, checked against the dataflow by `resolve_functions`.
+
+    Attributes:
+        updates: of the actor, and of the critic and the reward model where something asks for
+            them, by name.
+        needs: every field that one of the functions asks for.
+    """
+
+    updates: Mapping[str, UpdateSpec]
+    needs: frozenset[str]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a function asks for the reference's log-probs."""
+        return bool(self.needs & fields_of_model("reference"))
+
+    @property
+    def on_policy(self) -> bool:
+        """Return whether the update itself computes the old log-probs; see `is_on_policy`."""
+        objective = self.updates["actor"].objective
+        return isinstance(objective, PolicyObjective) and objective.on_policy
+
+    @property
+    def learns_labels(self) -> bool:
+        """Return whether the reward model learns from scores as labels."""
+        update = self.updates.get("implicit_reward_model")
+        return update is not None and "raw_scores" in asks_for(update.objective.loss)
 
 
 def find(

@@ -5,26 +5,24 @@ for `values`, a reference where one asks for `ref_logprobs`, and so on.
 """
 
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, call, fields_of_model, name_of
+from jaxrl_llm.config.fields import Stage, asks_for, fields_of_model
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.precision import is_low_precision
+from jaxrl_llm.training.check_functions import check_functions
 from jaxrl_llm.training.load_functions import (
+    AlgorithmFunctions,
+    BatchFunctions,
     Function,
     UpdateSpec,
     find,
@@ -38,61 +36,12 @@ from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchFunctions:
-    """The functions of a step that see the whole batch, as the config names them.
-
-    Attributes:
-        advantage, kl, controller, group_filter, penalty, corrections: of the keys of these names.
-        select_covariant: produces `high_covariance`.
-    """
-
-    advantage: Function
-    kl: Function | None
-    controller: Function
-    group_filter: Function | None
-    penalty: Function | None
-    corrections: tuple[Function, ...]
-    select_covariant: Function | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AlgorithmFunctions(BatchFunctions):
-    """The functions that a config names, checked against the dataflow: see `resolve_functions`.
-
-    Attributes:
-        updates: of the actor, and of the critic and the reward model where something asks for
-            them, by name.
-        needs: every field that one of the functions asks for.
-    """
-
-    updates: Mapping[str, UpdateSpec]
-    needs: frozenset[str]
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether a function asks for the reference's log-probs."""
-        return bool(self.needs & fields_of_model("reference"))
-
-    @property
-    def on_policy(self) -> bool:
-        """Return whether the update itself computes the old log-probs; see `is_on_policy`."""
-        objective = self.updates["actor"].objective
-        return isinstance(objective, PolicyObjective) and objective.on_policy
-
-    @property
-    def learns_labels(self) -> bool:
-        """Return whether the reward model learns from scores as labels."""
-        update = self.updates.get("implicit_reward_model")
-        return update is not None and "raw_scores" in asks_for(update.objective.loss)
-
-
 def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     """Return the functions that a config names, checked against the dataflow.
 
     Raises:
         ConfigError: there is no such function, it asks for what does not exist when it is called,
-            or its keywords are out of range.
+            its keywords are out of range, or it does not return what is expected of it.
     """
     batch_functions = load_batch_functions(config)
     policy = load_policy_objective(config.algorithm, batch_functions)
@@ -107,7 +56,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
-    trace_functions(config, functions)
+    check_functions(config, functions)
     return functions
 
 
@@ -269,66 +218,6 @@ def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> Non
             f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
             "which a function asks for: set it to false"
         )
-
-
-def trace_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
-    """Trace every function once, so that keywords out of range are refused before sampling."""
-    size = config.batch.prompts_per_step * config.rollout.samples_per_prompt
-    fields = abstract_fields(
-        size,
-        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        len(config.reward.components),
-    )
-    for key, function in functions_by_key(config.algorithm, functions).items():
-        if function:
-            try_out(key, function, lambda f, function=function: call(function, f), fields)
-    for name, update in functions.updates.items():
-        key = "algorithm.reduce" if name == "actor" else f"{name}.reduce"
-        reduce = update.reduce
-        try_out(key, reduce, lambda f, reduce=reduce: reduce(f["mask"]), fields)
-
-
-def functions_by_key(
-    algorithm: AlgorithmConfig, functions: AlgorithmFunctions
-) -> dict[str, Function | None]:
-    """Return the functions that ask for fields of a batch, by config key."""
-    losses = {name: update.objective.loss for name, update in functions.updates.items()}
-    return {
-        "algorithm.advantage": functions.advantage,
-        "algorithm.loss": losses.pop("actor"),
-        f"algorithm.{'kl_loss' if algorithm.kl_loss else 'kl_reward'}": functions.kl,
-        "algorithm.group_filter": functions.group_filter,
-        "algorithm.penalty": functions.penalty,
-        "algorithm.high_covariance": functions.select_covariant
-        and with_key(functions.select_covariant, jax.random.key(0)),
-        **{f"algorithm.correction[{i}]": f for i, f in enumerate(functions.corrections)},
-        **{f"{name}.loss": loss for name, loss in losses.items()},
-    }
-
-
-def abstract_fields(size: int, length: int, components: int) -> dict[str, Any]:
-    """Return shape and dtype of every field of a batch [B T]."""
-    sizes = {"B": size, "T": length, "C": components}
-    shapes = {name: tuple(sizes[axis] for axis in f.axes.split()) for name, f in FIELDS.items()}
-    return {
-        name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
-        for name, field in FIELDS.items()
-    }
-
-
-def try_out(key: str, function: Function, run: Function, fields: dict[str, Any]) -> None:
-    """Raise ConfigError where a function raises ValueError, as for keywords out of range."""
-    try:
-        jax.eval_shape(run, fields)
-    except ValueError as error:
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{key}: {name_of(function)}: {text[0]}") from error
-
-
-def with_key(select: Function, key: Any) -> Function:
-    """Return a selector with its random key bound, if it takes one."""
-    takes_key = "key" in inspect.signature(select).parameters
-    return functools.partial(select, key=key) if takes_key else select
 
 
 def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import RunError, config_errors_at
-from jaxrl_llm.config.fields import call, name_of
+from jaxrl_llm.config.fields import call
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.heads import with_value_head
@@ -21,12 +21,12 @@ from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.training.check_functions import check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts
-from jaxrl_llm.training.load_functions import UpdateSpec
+from jaxrl_llm.training.load_functions import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.resolve import AlgorithmFunctions, with_key
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
@@ -221,14 +221,8 @@ def covariance_annotator(
     def annotate(state: TrainState, batch: Batch) -> Batch:
         key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
         fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
-        high = np.asarray(compute(fields, key))
-        if high.shape != batch.tokens.shape or high.dtype != bool:
-            raise LabelError(
-                f"algorithm.high_covariance: {name_of(select)!r} returned "
-                f"{high.dtype}{list(high.shape)}; expected true or false for each token [B T], "
-                f"here {list(batch.tokens.shape)}"
-            )
-        return batch.add(high_covariance=high)
+        high = check_marks(compute(fields, key), select, batch.tokens.shape)
+        return batch.add(high_covariance=np.asarray(high))
 
     return annotate
 

@@ -35,7 +35,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.update import Learner, check_skipped
 from jaxrl_llm.types import Batch
@@ -52,6 +52,8 @@ def run_sft(config: SftConfig) -> None:
     with distributed.abort_together((Preempted,)):
         quiet_libraries()
         optimizer, schedule = make_optimizer(config.optim)
+        if config.steps is not None:
+            check_learning_rates(schedule, config.optim, config.steps)
         prepare_files(config.data.prepare, config.data.train)
         if distributed.run_on_first(Path(config.export_to).exists):
             raise ConfigError(

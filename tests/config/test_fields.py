@@ -18,7 +18,7 @@ from jaxrl_llm.config.fields import (
 )
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.kinds import LOSSES
-from jaxrl_llm.training.resolve import abstract_fields
+from jaxrl_llm.training.check_functions import abstract_fields
 
 
 def test_fields_of_real_functions():

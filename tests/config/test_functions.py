@@ -141,7 +141,8 @@ def test_a_name_that_is_no_function(mine):
 
 
 def test_unknown_name_in_a_users_file(mine):
-    assert "did you mean 'scaled'?" in refusal(FunctionSpec(f"{mine}:scled"))
+    message = refusal(FunctionSpec(f"{mine}:scled"))
+    assert f"no function 'scled' in {mine}; did you mean 'scaled'?" in message
 
 
 def test_unknown_module():
@@ -175,15 +176,34 @@ def test_empty_name(name):
     assert "no function ''" in refusal(FunctionSpec(name))
 
 
-def test_an_error_inside_a_users_file_is_the_users_to_see_and_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\nraise RuntimeError('mine\\nand more')\n", "2: RuntimeError: mine"),
+        ("def f():\n    return not_there\n\nf()\n", "2: NameError: name 'not_there' is not def"),
+        ("def f(:\n    pass\n", "1: SyntaxError: invalid syntax"),
+        ("import no_such_dependency\n", "1: ModuleNotFoundError: No module named 'no_such_dep"),
+        ("import sys\nsys.exit(0)\n", "2: SystemExit: 0"),
+    ],
+)
+def test_an_error_inside_a_users_file_is_one_line_and_leaves_nothing_behind(
+    tmp_path, text, expected
+):
+    """A SyntaxError used to print 40 lines."""
     path = tmp_path / "broken.py"
-    path.write_text("raise RuntimeError('mine')\n")
+    path.write_text(text)
     before = set(sys.modules)
-    with pytest.raises(RuntimeError, match="mine"):
-        load_function(FunctionSpec(f"{path}:f"), ADVANTAGES)
+    assert f"algorithm.advantage: {path}:{expected}" in refusal(FunctionSpec(f"{path}:f"))
     assert set(sys.modules) == before
     path.write_text("def f(): return 1\n")
     assert load_function(FunctionSpec(f"{path}:f"), ADVANTAGES)() == 1
+
+
+def test_an_error_inside_a_users_module_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("x = 1\nnot_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal(FunctionSpec("broken_module:f"))
+    assert f"can't import 'broken_module': {tmp_path}/broken_module.py:2: NameError: " in message
 
 
 # ----------------------------------------------------------------------------------------- keywords

@@ -361,32 +361,47 @@ def test_what_has_no_producer_is_refused(run, workshop):
 
 def test_what_a_function_returns_is_checked(run, workshop):
     mine = workshop.mine
-    for overrides, text in {
+    for overrides, status, text in [
         (
-            f"algorithm.group_filter={mine('half_of_each_group')}",
-        ): "kept 2 of the 4 answers of a group",
+            [f"algorithm.group_filter={mine('half_of_each_group')}"],
+            1,
+            "kept 2 of the 4 answers of a group",
+        ),
         (
-            f"algorithm.group_filter={mine('numbers')}",
-        ): "expected one true or false for each answer",
+            [f"algorithm.group_filter={mine('numbers')}"],
+            2,
+            "expected one true or false for each answer",
+        ),
         (
-            f"algorithm.group_filter={mine('none_at_all')}",
-            "algorithm.max_generation_batches=2",
-        ): "kept 0 of 16 groups",
-        (f"algorithm.correction=['{mine('nan_weights')}']",): "returned NaN or infinity",
-        (f"algorithm.correction=['{mine('weight_of_an_answer')}']",): "one weight for each token",
+            [
+                f"algorithm.group_filter={mine('none_at_all')}",
+                "algorithm.max_generation_batches=2",
+            ],
+            1,
+            "kept 0 of 16 groups",
+        ),
+        ([f"algorithm.correction=['{mine('nan_weights')}']"], 1, "returned NaN or infinity"),
+        ([f"algorithm.correction=['{mine('weight_of_an_answer')}']"], 2, "one weight for each tok"),
         (
-            f"algorithm.advantage={mine('baseline_of_values')}",
-        ): "expected a pair (advantages, returns",
+            [f"algorithm.advantage={mine('baseline_of_values')}"],
+            2,
+            "expected a pair (advantages, returns",
+        ),
         (
-            "algorithm.advantage=gdpo",
-            "reward.components=[style]",
-        ): "reward.components names 'style', but the reward function reported a bare number",
+            ["algorithm.advantage=gdpo", "reward.components=[style]"],
+            1,
+            "reward.components names 'style', but the reward function reported a bare number",
+        ),
         (
-            "algorithm.advantage=prime",
-            f"reward.function={{fn: '{mine('reward_with_more')}', bonus: 2.0}}",
-        ): "learns from labels in [0, 1]",
-    }.items():
-        refused(run(*overrides, "validation.before=false", "steps=1"), 1, text)
+            [
+                "algorithm.advantage=prime",
+                f"reward.function={{fn: '{mine('reward_with_more')}', bonus: 2.0}}",
+            ],
+            1,
+            "learns from labels in [0, 1]",
+        ),
+    ]:
+        refused(run(*overrides, "validation.before=false", "steps=1"), status, text)
 
 
 def test_a_role_that_was_not_trained_is_not_exported(finished, tmp_path, capsys):

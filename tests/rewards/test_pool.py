@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -270,7 +271,31 @@ def test_reward_function_that_only_loads_here(tmp_path):
         "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
     )
     pool = RewardPool(FunctionSpec(f"{path}:act"), workers=1, on_error=0.0)
-    with pool, pytest.raises(RewardError, match=r"a worker can't load '.*act': OSError: not here"):
+    with (
+        pool,
+        pytest.raises(RewardError, match=r"a worker can't load .*once\.py:2: OSError: not here"),
+    ):
+        pool.score(items("1"))
+
+
+CELL = """
+import another_module
+
+def act(data_source, solution_str, ground_truth, extra_info=None):
+    return another_module.value
+"""
+
+
+def test_a_function_given_from_python_that_only_loads_here(monkeypatch):
+    """What a worker can't unpickle used to end it without a word."""
+    other = types.ModuleType("another_module")
+    monkeypatch.setitem(sys.modules, "another_module", other)
+    other.value = 1.0
+    cell = {"__name__": "__main__"}
+    exec(CELL, cell)
+    pool = RewardPool(FunctionSpec.of(cell["act"]), workers=1, on_error=0.0)
+    expected = r"a worker can't load '__main__:act': ModuleNotFoundError: .*'another_module'"
+    with pool, pytest.raises(RewardError, match=expected):
         pool.score(items("1"))
 
 

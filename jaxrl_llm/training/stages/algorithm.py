@@ -13,8 +13,8 @@ from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.batch_metrics import kl_metrics
 from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.objective import LossError, per_token
-from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.types import Batch
 
 

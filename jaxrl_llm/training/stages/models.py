@@ -19,8 +19,8 @@ from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
-from jaxrl_llm.training.resolve import AlgorithmFunctions
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch

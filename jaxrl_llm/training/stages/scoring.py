@@ -24,7 +24,7 @@ from jaxrl_llm.training.experience import (
     per_answer,
     with_scores,
 )
-from jaxrl_llm.training.resolve import AlgorithmFunctions
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.update import TrainingError
