@@ -1,0 +1,137 @@
+"""What a run shows in a notebook's cell."""
+
+import base64
+import re
+import sys
+import types
+
+import IPython
+import IPython.display
+import pytest
+
+from jaxrl_llm.monitoring import notebook
+from jaxrl_llm.monitoring.display import Display, open_display
+from jaxrl_llm.monitoring.notebook import NotebookDisplay
+from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """The kernel's cells: what each of them shows, newest last; `kernel.execution_count` is set."""
+    shown, kernel = {}, types.SimpleNamespace(kernel=None, execution_count=1)
+
+    class Handle:
+        def __init__(self, content):
+            self.cell = kernel.execution_count
+            self.update(content)
+
+        def update(self, content):
+            shown.setdefault(self.cell, []).append(content.data)
+
+    monkeypatch.setattr(IPython, "get_ipython", lambda: kernel)
+    monkeypatch.setattr(
+        IPython.display, "display", lambda content, display_id=False: Handle(content)
+    )
+    monkeypatch.setattr(notebook, "SHARE", float("inf"))  # drawn at every step
+    return types.SimpleNamespace(shown=shown, kernel=kernel)
+
+
+def step(number):
+    return {"critic/score/mean": number / 10, "actor/entropy": 1.0, "val-core/sums/acc": 0.5}
+
+
+def test_a_cell_shows_plots_that_follow_the_run(cells):
+    display = open_display("training", 4, 0)
+    assert isinstance(display, NotebookDisplay)
+    for number in (1, 2):
+        display.advance(f"step {number}/4 <b>")
+        display.plot(number, step(number))
+    cells.kernel.execution_count = 2
+    for number in (3, 4):
+        display.advance(f"step {number}/4")
+        display.plot(number, step(number))
+    display.close()
+    assert set(cells.shown) == {1, 2}
+    first, second = cells.shown[1][-1], cells.shown[2][-1]
+    assert "2/4 steps, about " in first and "step 2/4 &lt;b&gt;" in first
+    assert "4/4 steps</div>" in second and "step 3/4" in second
+    images = [re.findall(r"base64,([^']+)'", text)[0] for text in (first, second)]
+    assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in images)
+    assert images[0] != images[1]
+    assert "alt='score, entropy (nats per token)'" in second
+
+
+def test_drawing_takes_a_small_part_of_the_time(cells, monkeypatch):
+    monkeypatch.setattr(notebook, "SHARE", 1e-6)
+    display = NotebookDisplay("training", 100)
+    for number in range(1, 51):
+        display.plot(number, step(number))
+    assert len(cells.shown[1]) == 1
+    display.close()
+    assert len(cells.shown[1]) == 2
+
+
+def test_without_matplotlib_there_are_lines(cells, monkeypatch):
+    monkeypatch.setattr(notebook.importlib.util, "find_spec", lambda name: None)
+    display = NotebookDisplay("training", 2)
+    display.line("a line")
+    display.plot(1, step(1))
+    assert "a line" in cells.shown[1][-1] and "<img" not in cells.shown[1][-1]
+
+
+def test_elsewhere_a_run_shows_lines(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    display = open_display("training", 2, 0)
+    assert type(display) is Display
+    display.close()
+
+
+# -------------------------------------------------------------------------------------- tables
+
+
+ROWS = [
+    {
+        "prompt": '[{"role": "user", "content": "7<3="}]',
+        "answer": text,
+        "tokens": [ord(c) for c in text],
+        "score": score,
+        "advantage": advantage,
+        "logprobs": [-0.5] * len(text),
+        "rollout_logprobs": [-0.5] * (len(text) - 1) + [-0.75],
+    }
+    for text, score, advantage in (("ab", 1.0, 0.5), ("[c]", 0.0, -1.0))
+]
+
+
+def answers():
+    return AnswerTable(ROWS, lambda tokens: "".join(map(chr, tokens)))
+
+
+def test_answers_have_the_colours_of_their_advantages_and_of_their_tokens():
+    text = answers()._repr_html_()
+    assert "7&lt;3=" in text
+    first, second = re.findall(r"background:rgba\((\d+),\d+,\d+,(0\.\d\d)\)'><", text)
+    assert first == ("46", "0.17") and second == ("218", "0.35"), "green and half as strong; red"
+    orange = re.findall(r"rgba\(219,124,38,(\d\.\d\d)\)' title='trainer - engine: (\S+) nats", text)
+    assert orange == [
+        ("0.00", "+0.00e+00"),
+        ("1.00", "+2.50e-01"),
+        *[("0.00", "+0.00e+00")] * 2,
+        ("1.00", "+2.50e-01"),
+    ]
+
+
+def test_the_same_tables_as_text():
+    text = str(answers())
+    assert "7<3=" in text and "[c]" in text and "0.25" in text
+    assert len(answers()) == 2 and str(answers()[1:]).count("7<3=") == 1
+    metrics = MetricsTable([{"step": 1, **step(1)}, {"step": 2, **step(2)}])
+    assert "0.2" in str(metrics) and "<td>0.2</td>" in metrics._repr_html_()
+    with pytest.raises(KeyError, match="did you mean 'actor/entropy'"):
+        metrics.curve("actor/entrpy")
+
+
+def test_pandas_takes_the_metrics():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(MetricsTable([{"step": 1, **step(1)}, {"step": 2, **step(2)}]))
+    assert frame["critic/score/mean"].tolist() == [0.1, 0.2]
