@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from jaxrl_llm.evaluate import evaluate
     from jaxrl_llm.evaluation.policy import Policy, load_policy
     from jaxrl_llm.runs.export import export_model
+    from jaxrl_llm.runs.files import RunFiles, read_run
     from jaxrl_llm.serve import serve
     from jaxrl_llm.sft import sft
     from jaxrl_llm.train import train
+    from jaxrl_llm.training.run import Run, open_run
     from jaxrl_llm.types import Batch, Rows
 
 attach(__name__)
