@@ -57,6 +57,9 @@ class Display:
     def plot(self, step: int, metrics: Mapping[str, float]) -> None:
         """Draw a step's metrics, where that is possible."""
 
+    def flush(self) -> None:
+        """Draw what was not drawn yet, where steps are drawn."""
+
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
         table = Table(*columns, title=title)

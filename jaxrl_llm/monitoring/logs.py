@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 
 from jaxrl_llm.monitoring.streams import log_to_stderr
 from jaxrl_llm.sharding import distributed
@@ -10,6 +11,7 @@ from jaxrl_llm.sharding import distributed
 def quiet_libraries() -> None:
     """Keep libraries' chatter off the screen; warnings and errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook
     who = f"process {distributed.process_index()} " if distributed.process_count() > 1 else ""
     log_to_stderr(logging.WARNING, f"%(levelname)s {who}%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax raises its errors, too

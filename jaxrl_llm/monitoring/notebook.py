@@ -20,6 +20,7 @@ PANELS: dict[str, tuple[str, ...]] = {
 }
 """Metrics of each plot; one that ends in a slash stands for all that begin so."""
 
+FROM_ZERO = ("tokens per answer", "seconds")
 LATEST = 8
 """Lines that are shown below the plots."""
 SHARE = 0.05
@@ -42,6 +43,7 @@ class NotebookDisplay(Display):
         self._title, self._total, self._done = title, total, done
         self._metrics, self._lines = MetricsTable(), list[str]()
         self._handle, self._cell = None, None
+        import_matplotlib()  # before drawing is timed
         self._begun, self._drawn, self._cost = time.monotonic(), -float("inf"), 0.0
         self._first = done
 
@@ -66,9 +68,13 @@ class NotebookDisplay(Display):
 
         display(HTML(f"<b>{html.escape(title)}</b>{html_table(columns, rows)}"))
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Show what came last."""
         self._show(at_once=True)
+
+    def close(self) -> None:
+        """Show what came last."""
+        self.flush()
 
     def _show(self, *, at_once: bool = False) -> None:
         from IPython import get_ipython
@@ -95,29 +101,39 @@ class NotebookDisplay(Display):
         bar = f"<progress value='{self._done}' max='{self._total}'></progress>"
         head = f"{html.escape(self._title)} {bar} {self._done}/{self._total} steps{left}"
         lines = html.escape("\n".join(self._lines))
-        return f"<div>{head}</div>{draw(self._metrics)}<pre>{lines}</pre>"
+        return f"<div>{head}</div>{draw_metrics(self._metrics)}<pre>{lines}</pre>"
 
 
-def draw(metrics: MetricsTable) -> str:
+def import_matplotlib() -> Any:
+    """Return matplotlib, or None where it is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+
+    return matplotlib
+
+
+def draw_metrics(metrics: MetricsTable) -> str:
     """Return plots of a run's metrics as an HTML image; empty without steps or matplotlib."""
     panels = {title: _curves(metrics, names) for title, names in PANELS.items()}
     panels = {title: curves for title, curves in panels.items() if curves}
-    if not panels or importlib.util.find_spec("matplotlib") is None:
+    drawing = import_matplotlib()
+    if not panels or drawing is None:
         return ""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.9 * len(panels), 2.4), layout="constrained")
+    figure = drawing.figure.Figure(figsize=(2.9 * len(panels), 2.4), layout="constrained")
     for number, (title, curves) in enumerate(panels.items(), 1):
         axis: Any = figure.add_subplot(1, len(panels), number)
         for name, (steps, values) in curves.items():
             axis.plot(steps, values, marker="." if len(steps) < 60 else "", label=name)
+        if title in FROM_ZERO:
+            axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=7)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(fontsize=6)
     image = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(image)
+    drawing.backends.backend_agg.FigureCanvasAgg(figure).print_png(image)
     data = base64.b64encode(image.getvalue()).decode()
     return f"<img src='data:image/png;base64,{data}' alt='{html.escape(', '.join(panels))}'>"
 

@@ -23,6 +23,7 @@ SHOWN = {
 """Metrics in a step's line on the screen, by their labels."""
 
 LINES = 20  # of a table on the screen
+VISIBLE = 0.01  # nats by which log-probs differ if a token is to be as orange as can be
 GREEN, RED, ORANGE = "46,160,67", "218,54,51", "219,124,38"
 CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
 
@@ -130,7 +131,7 @@ class AnswerTable(Sequence[Mapping[str, Any]]):
         some = self.rows[:LINES]
         advantages = [abs(row.get("advantage") or 0.0) for row in some]
         differences = [[abs(d or 0.0) for _, d in self.pieces(index)] for index in range(len(some))]
-        widest = max((d for row in differences for d in row), default=0.0)
+        widest = max(VISIBLE, *(d for row in differences for d in row))
         body = []
         for index, row in enumerate(some):
             color = GREEN if (row.get("advantage") or 0.0) > 0 else RED
@@ -150,7 +151,7 @@ def _token(text: str, difference: float | None, widest: float) -> str:
     """Return a token as HTML; what it shows when pointed at is the difference in nats."""
     if difference is None:
         return html.escape(text)
-    share = abs(difference) / widest if widest else 0.0
+    share = abs(difference) / widest
     return (
         f"<span style='background:rgba({ORANGE},{share:.2f})' "
         f"title='trainer - engine: {difference:+.2e} nats'>{html.escape(text)}</span>"

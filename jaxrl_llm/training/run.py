@@ -93,8 +93,11 @@ class Run(RunFiles):
 
     def __iter__(self) -> Iterator[FinishedStep]:
         """Take the steps that are left."""
-        while self.number < self.total_steps and not self._loop.ended:
-            yield self.step()
+        try:
+            while self.number < self.total_steps and not self._loop.ended:
+                yield self.step()
+        finally:  # of the loop, also where it is left before the last step
+            self._loop.stages.run.display.flush()
 
     def step(self) -> FinishedStep:
         """Take the next step.

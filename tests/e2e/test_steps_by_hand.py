@@ -1,9 +1,11 @@
 """Runs that are opened from Python: steps by hand, interrupted, read by others."""
 
+import linecache
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -151,6 +153,53 @@ def test_a_whole_run_returns_what_it_has_written(config):
     np.testing.assert_allclose(np.sum(groups, axis=1), 0, atol=1e-4)
     with pytest.raises(ConfigError, match="no answers of step 9"):
         files.answers(9)
+
+
+NOTEBOOK = """
+import jax
+import jax.numpy as jnp
+
+
+def digits(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(any(c.isdigit() for c in solution_str)), "long": len(solution_str)}
+
+
+def capped(logprobs, old_logprobs, advantages, *, cap):
+    weight = jnp.minimum(jnp.exp(logprobs - old_logprobs), cap)
+    return -jax.lax.stop_gradient(weight) * advantages * logprobs
+"""
+
+
+def test_functions_of_a_notebook_train_as_those_of_a_file_and_a_command_line_goes_on(
+    workshop, config, run, same, tmp_path
+):
+    """The reward function runs in a worker, the loss on the devices."""
+    cells = {"__name__": "__main__"}
+    cell = compile(NOTEBOOK, "<cell 1>", "exec")
+    linecache.cache["<cell 1>"] = (len(NOTEBOOK), None, NOTEBOOK.splitlines(True), "<cell 1>")
+    exec(cell, cells)
+    keys = {"reward.function": cells["digits"], "algorithm.loss": partial(cells["capped"], cap=1.5)}
+    given = train(config(steps=2, **keys))
+    (tmp_path / "mine.py").write_text(NOTEBOOK)
+    named = run(
+        "steps=2",
+        f"reward.function={tmp_path}/mine.py:digits",
+        f"algorithm.loss={{fn: '{tmp_path}/mine.py:capped', cap: 1.5}}",
+    ).ok()
+    assert uncompared(given.metrics) == named.learned
+    assert named.learned[1]["critic/score/mean"] > 0 and "reward/long/mean" in named.learned[1]
+    same(workshop.params(given.folder), workshop.params(named.run_dir))
+
+    again = {"config": str(given.folder / "config.yaml"), "run_dir": given.folder}
+    refused = run("steps=3", **again)
+    assert refused.status == 2
+    assert "'digits' was given as a Python function by a notebook" in refused.err
+    assert "--function-from my_functions.py" in refused.err
+    run("steps=3", f"--function-from={tmp_path}/mine.py", **again).ok()
+    assert given.metrics[-1]["step"] == 3
+    (tmp_path / "mine.py").write_text(NOTEBOOK.replace("-jax", "jax"))
+    refused = run("steps=4", f"--function-from={tmp_path}/mine.py", **again)
+    assert refused.status == 2 and "algorithm.loss: the source of" in refused.err
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
