@@ -193,7 +193,7 @@ def test_functions_of_a_notebook_train_as_those_of_a_file_and_a_command_line_goe
     again = {"config": str(given.folder / "config.yaml"), "run_dir": given.folder}
     refused = run("steps=3", **again)
     assert refused.status == 2
-    assert "'digits' was given as a Python function by a notebook" in refused.err
+    assert "was given as a Python function by a notebook" in refused.err
     assert "--function-from my_functions.py" in refused.err
     run("steps=3", f"--function-from={tmp_path}/mine.py", **again).ok()
     assert given.metrics[-1]["step"] == 3
