@@ -96,7 +96,9 @@ def tokenize_prompts(
 
 
 def as_prompts(
-    prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]], tokenizer: Tokenizer
+    prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]],
+    tokenizer: Tokenizer,
+    **template_kwargs: Any,
 ) -> list[Prompt]:
     """Return tokenized prompts, from any of the forms that a prompt may have.
 
@@ -104,6 +106,7 @@ def as_prompts(
         prompts: each a `Prompt`, a text that is a chat's only message, the messages of a chat, or
             token ids, which are taken as they are.
         tokenizer: with a chat template, if a prompt is a text or a chat.
+        **template_kwargs: variables for the chat template.
 
     Raises:
         ValueError: a prompt is empty, or the chat template does not fit.
@@ -119,10 +122,15 @@ def as_prompts(
     >>> [prompt.tokens for prompt in as_prompts(["12", [3, 1]], Digits())]
     [(1, 2), (3, 1)]
     """
-    return [_as_prompt(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
+    return [
+        _as_prompt(index, prompt, tokenizer, template_kwargs)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
-def _as_prompt(index: int, prompt: Any, tokenizer: Tokenizer) -> Prompt:
+def _as_prompt(
+    index: int, prompt: Any, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
+) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -130,7 +138,7 @@ def _as_prompt(index: int, prompt: Any, tokenizer: Tokenizer) -> Prompt:
         raise ValueError(f"prompt {index}: expected a text, messages or token ids, got {prompt!r}")
     if not isinstance(chat[0], Mapping):
         return Prompt(index, tuple(map(int, prompt)))
-    return Prompt(index, tuple(encode_prompt(tokenizer, chat)), messages=chat)
+    return Prompt(index, tuple(encode_prompt(tokenizer, chat, **template_kwargs)), messages=chat)
 
 
 def tokenize_examples(

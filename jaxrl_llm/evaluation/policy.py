@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Array, Float32
 
 from jaxrl_llm.algorithms.logprobs import TokenStats
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
@@ -20,6 +22,7 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.tables import TokenTable
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -133,6 +136,40 @@ class Policy:
             decode=functools.partial(self.tokenizer.decode, skip_special_tokens=True),
         )
 
+    def logprobs(
+        self, text: str | Sequence[int], prompt: str | Sequence[Message] | Sequence[int] = ""
+    ) -> TokenTable:
+        """Return the log-prob of each token of a text, in nats, as the next one after those before.
+
+        Args:
+            text: as it stands, or token ids.
+            prompt: that it answers: a user's message or the messages of a chat, both put into the
+                chat template, or token ids. Without one, the text's first token has no log-prob and
+                is left out.
+
+        Raises:
+            ValueError: there is no token to give a log-prob to, or more than the model's positions.
+        """
+        before = as_prompts([prompt], self.tokenizer)[0].tokens if prompt else ()
+        if isinstance(text, str):
+            text = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = [*before, *map(int, text)]
+        first, longest = max(1, len(before)), self.spec.max_positions
+        if not first < len(tokens) <= longest:
+            raise ValueError(
+                f"got {len(tokens)} tokens, of which the first has no log-prob: expected 2 to "
+                f"{longest}, the model's positions"
+            )
+        width = min(64 * -(-len(tokens) // 64), longest)  # few lengths are compiled
+        width += -width % (self.layout.pieces * self.layout.stages)
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(tokens)] = tokens
+        batch = Batch(padded, np.array([len(tokens)], np.int32), {})
+        stats = _token_logprobs(self, self.params, self.pack(batch))
+        known = np.asarray(stats)[0, first : len(tokens)].tolist()
+        pieces = [self.tokenizer.decode([token]) for token in tokens[first:]]
+        return TokenTable(zip(pieces, known, strict=True))
+
     def pack(self, batch: Batch) -> Rows:
         """Pack a batch into rows of T tokens on the devices, sequences that fit side by side.
 
@@ -166,6 +203,11 @@ class Policy:
         """
         forward = dataclasses.replace(self.forward, temperature=temperature)
         return token_fields(params, rows, forward, self.layout.mesh)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _token_logprobs(policy: Policy, params: Params, rows: Rows) -> Float32[Array, "B T"]:
+    return policy.token_stats(params, rows).logprobs
 
 
 def load_policy(

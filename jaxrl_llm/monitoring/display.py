@@ -99,23 +99,3 @@ class LauncherDisplay(Display):
     def close(self) -> None:
         """Remove the bar."""
         context.call_display("close")
-
-
-def is_in_notebook() -> bool:
-    """Tell whether a Jupyter kernel runs this process.
-
-    >>> is_in_notebook()
-    False
-    """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return hasattr(shell, "kernel")
-
-
-def open_display(title: str, total: int, done: int) -> Display:
-    """Show a run's progress: here, in a notebook's cell, or where a cluster's job was launched."""
-    kind = Display if context.current() is None else LauncherDisplay
-    if kind is Display and is_in_notebook() and is_first():
-        from jaxrl_llm.monitoring.notebook import NotebookDisplay
-
-        kind = NotebookDisplay
-    return kind(title, total, done)

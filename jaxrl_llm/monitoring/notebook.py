@@ -4,12 +4,15 @@ import base64
 import html
 import importlib.util
 import io
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.cluster import context
+from jaxrl_llm.monitoring.display import Display, LauncherDisplay
 from jaxrl_llm.monitoring.tables import MetricsTable, html_table
+from jaxrl_llm.sharding.distributed import is_first
 
 PANELS: dict[str, tuple[str, ...]] = {
     "score": ("critic/score/mean", "val-core/"),
@@ -149,3 +152,21 @@ def _curves(
     ]
     curves = {name: metrics.curve(name) for name in known}
     return {name: curve for name, curve in curves.items() if curve[0]}
+
+
+def is_in_notebook() -> bool:
+    """Tell whether a Jupyter kernel runs this process.
+
+    >>> is_in_notebook()
+    False
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
+
+
+def open_display(title: str, total: int, done: int) -> Display:
+    """Show a run's progress: here, in a notebook's cell, or where a cluster's job was launched."""
+    kind = Display if context.current() is None else LauncherDisplay
+    if kind is Display and is_in_notebook() and is_first():
+        kind = NotebookDisplay
+    return kind(title, total, done)

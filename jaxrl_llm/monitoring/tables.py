@@ -3,6 +3,7 @@
 import html
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -147,6 +148,32 @@ class AnswerTable(Sequence[Mapping[str, Any]]):
         return f"<table><tr>{head}</tr>{''.join(body)}</table>"
 
 
+class TokenTable(list[tuple[str, float]]):
+    """The tokens of a text and their log-probs in nats, as pairs.
+
+    In a notebook a token is the more orange, the less likely it is.
+
+    >>> print(TokenTable([("7", -0.25), ("3", -1.0)]))
+    7 (-0.25)  3 (-1)
+    """
+
+    @property
+    def total(self) -> float:
+        """The log-prob of the whole text."""
+        return sum(value for _, value in self)
+
+    def __str__(self) -> str:
+        """Return the tokens as text."""
+        return "  ".join(f"{piece} ({value:.4g})" for piece, value in self)
+
+    def _repr_html_(self) -> str:
+        def span(piece: str, value: float) -> str:
+            style = f"background:rgba({ORANGE},{1 - math.exp(value):.2f})"
+            return f"<span style='{style}' title='{value:.4g} nats'>{html.escape(piece)}</span>"
+
+        return f"<div style='{CELL}'>{''.join(span(*pair) for pair in self)}</div>"
+
+
 def _token(text: str, difference: float | None, widest: float) -> str:
     """Return a token as HTML; what it shows when pointed at is the difference in nats."""
     if difference is None:
@@ -159,8 +186,9 @@ def _token(text: str, difference: float | None, widest: float) -> str:
 
 
 def _last_message(prompt: str) -> str:
-    """Return the text of a prompt's last message."""
-    return str(json.loads(prompt)[-1]["content"])
+    """Return the text of a prompt's last message; none of one that was given as tokens."""
+    messages = json.loads(prompt)
+    return str(messages[-1]["content"]) if messages else ""
 
 
 def _number(value: Any) -> str:

@@ -16,8 +16,9 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import batches
-from jaxrl_llm.monitoring.display import Display, open_display
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
+from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog

@@ -54,7 +54,7 @@ def build_stages(
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
     models, trainable = build_models(config, functions, model, layouts)
-    rollout = build_rollout(config, model, layouts.rollout, tokenizer, folder, stack)
+    rollout = build_rollout(config, model, layouts, tokenizer, folder, stack)
     reward_shape = microbatch_shape(config, model.spec, layouts.reward_model)
     reward_model = open_scoring_model(
         config, tokenizer, model.spec, layouts.reward_model, reward_shape
@@ -66,6 +66,7 @@ def build_stages(
     validate = make_validation(config, rollout, scoring.score_validation, validation_prompts)
     shape = microbatch_shape(config, model.spec, layouts.train)
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
+    run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
     coefs = {n: opened.extra.get(n, getattr(config.algorithm, n)) for n in Coefs._fields}
     stages = Stages(rollout, scoring, models, algorithm, run)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,14 +15,20 @@ from jaxrl_llm.config.files import load
 from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.chat import Message
+from jaxrl_llm.data.dataset import Prompt, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
+from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.monitoring.logs import quiet_libraries
-from jaxrl_llm.monitoring.report import print_before_and_after
+from jaxrl_llm.monitoring.report import answer_rows, print_before_and_after
+from jaxrl_llm.monitoring.tables import AnswerTable
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.build import build_stages
 from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
@@ -73,6 +79,24 @@ class Run(RunFiles):
         return self._loop.stages.run.total_steps
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts that the run trains on."""
+        return self._loop.stages.run.prompts
+
+    @property
+    def validation_prompts(self) -> list[Prompt]:
+        """The prompts that it validates on."""
+        return self._loop.stages.run.validation_prompts
+
+    @property
+    def policy(self) -> Policy:
+        """The policy as it is now. The next step writes over its weights."""
+        self._check_usable()
+        at = self._loop.progress
+        with on_device(at.states["actor"].params) as params:
+            return self._loop.stages.rollout.policy(params, at.step)
+
+    @property
     def kl_coef(self) -> float:
         """The coefficient of the KL term from the next step on; it may be set."""
         return self._loop.progress.coefs.kl_coef
@@ -118,6 +142,44 @@ class Run(RunFiles):
         finally:
             self._watchdog.rest()
         return self.last
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]],
+        *,
+        n: int = 1,
+        seed: int = 0,
+        **sampling: Any,
+    ) -> Rollouts:
+        """Draw n answers to each prompt from the policy as it is now; no step depends on them.
+
+        Args:
+            prompts: some of `prompts` or `validation_prompts`; texts or chats, which are put into
+                the chat template; or token ids.
+            n: answers to each.
+            seed: the same weights and seed give the same answers.
+            **sampling: `max_new_tokens`, `temperature`, `top_p` and `top_k`, where they are not the
+                config's.
+
+        Raises:
+            EngineError: a prompt and its answer don't fit.
+        """
+        rollout, policy, engine = self.config.rollout, self.policy, self._loop.stages.rollout.engine
+        names = ("max_new_tokens", "temperature", "top_p", "top_k")
+        settings = {name: getattr(rollout, name) for name in names} | sampling
+        chats = as_prompts(prompts, policy.tokenizer, **self.config.data.chat_template_kwargs)
+        engine.wake()
+        try:
+            return policy.sample(engine, chats, n=n, seed=seed, **settings)
+        finally:
+            engine.sleep()
+
+    def score(self, rollouts: Rollouts) -> AnswerTable:
+        """Return answers with the scores that the run's reward function gives them."""
+        self._check_usable()
+        scores = self._loop.stages.scoring.score_validation(rollouts)
+        decode = self._loop.stages.rollout.tokenizer.decode
+        return AnswerTable(answer_rows(rollouts, scores), decode)
 
     def save(self) -> int:
         """Write a checkpoint where the run stands, and return its step once it is on disk.

@@ -14,7 +14,8 @@ from jaxrl_llm.cluster.actors import exiting_on_device_error
 from jaxrl_llm.cluster.context import JobContext
 from jaxrl_llm.cluster.coordinator import Coordinator
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.monitoring.display import LauncherDisplay, open_display
+from jaxrl_llm.monitoring.display import LauncherDisplay
+from jaxrl_llm.monitoring.notebook import open_display
 
 
 class Handle:

@@ -1,6 +1,7 @@
 """Runs that are opened from Python: steps by hand, interrupted, read by others."""
 
 import linecache
+import operator
 import os
 import signal
 import subprocess
@@ -74,6 +75,7 @@ def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         step = next(iter(run))
         assert (step.number, run.save(), run.checkpoints[-1]) == (3, 3, 3)
+        look_at(run)
         assert len(step.texts) == len(step.batch.tokens) == 32
         assert step.metrics["critic/score/mean"] == pytest.approx(step.batch["raw_scores"].mean())
     with pytest.raises(RunError, match="the run is closed"):
@@ -84,6 +86,26 @@ def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
             run.step()
     same(workshop.params(run.folder), workshop.params(finished.run_dir))
     assert uncompared(run.metrics) == finished.learned
+
+
+def look_at(run):
+    """Sample, score and compute log-probs, which changes nothing."""
+    prompts = run.validation_prompts[:3]
+    rollouts = run.sample(prompts, n=2, seed=7)
+    assert rollouts.texts == run.sample(prompts, n=2, seed=7).texts
+    scored = run.score(rollouts)
+    assert [row["answer"] for row in scored] == rollouts.texts
+    assert all(row["score"] is not None and row["error"] is None for row in scored)
+    assert f"<td>{scored[0]['score']:g}</td>" in scored._repr_html_()
+    answer, policy = rollouts.completions[0], run.policy
+    table = policy.logprobs(answer.tokens.tolist(), prompts[0].tokens)
+    np.testing.assert_allclose([value for _, value in table], answer.logprobs, atol=1e-4)
+    assert "".join(piece for piece, _ in table).startswith(rollouts.texts[0])
+    chat = prompts[0].messages[-1]["content"]
+    by_text = policy.logprobs(rollouts.texts[0], chat)
+    assert by_text == table[: len(by_text)]
+    greedy = [run.sample([chat], temperature=0.0, seed=s).texts for s in (1, 2)]
+    assert greedy[0] == greedy[1]
 
 
 def test_a_step_that_did_not_end_is_not_gone_on_with(config, monkeypatch):
@@ -176,9 +198,11 @@ def test_functions_of_a_notebook_train_as_those_of_a_file_and_a_command_line_goe
     """The reward function runs in a worker, the loss on the devices."""
     cells = {"__name__": "__main__"}
     cell = compile(NOTEBOOK, "<cell 1>", "exec")
-    linecache.cache["<cell 1>"] = (len(NOTEBOOK), None, NOTEBOOK.splitlines(True), "<cell 1>")
+    lines = [*NOTEBOOK.splitlines(keepends=True)]
+    linecache.cache["<cell 1>"] = (len(NOTEBOOK), None, lines, "<cell 1>")
     exec(cell, cells)
-    keys = {"reward.function": cells["digits"], "algorithm.loss": partial(cells["capped"], cap=1.5)}
+    digits, capped = operator.itemgetter("digits", "capped")(cells)
+    keys = {"reward.function": digits, "algorithm.loss": partial(capped, cap=1.5)}
     given = train(config(steps=2, **keys))
     (tmp_path / "mine.py").write_text(NOTEBOOK)
     named = run(

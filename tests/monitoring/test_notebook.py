@@ -10,8 +10,8 @@ import IPython.display
 import pytest
 
 from jaxrl_llm.monitoring import notebook
-from jaxrl_llm.monitoring.display import Display, open_display
-from jaxrl_llm.monitoring.notebook import NotebookDisplay
+from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.notebook import NotebookDisplay, open_display
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
 
 

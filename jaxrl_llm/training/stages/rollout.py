@@ -13,6 +13,7 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import stop_ids
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.quantization import declare_quantized, quantize_params
@@ -23,8 +24,8 @@ from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum
-from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_model import LoadedModel
 
 TRAINING, VALIDATION, GREEDY = range(3)
@@ -38,6 +39,7 @@ class RolloutStage:
     Attributes:
         engine: holds the policy.
         tokenizer: the policy's.
+        policy: (trained parameters, step) -> the policy, an adapter merged into it.
         sample: (prompts, step, number of the generation batch) -> a step's answers.
         sample_greedy: (a step's answers, step) -> one greedy answer to each of their prompts.
         sample_validation: (prompts, step) -> answers to validate.
@@ -47,6 +49,7 @@ class RolloutStage:
 
     engine: Engine
     tokenizer: Any
+    policy: Callable[[Any, int], Policy]
     sample: Callable[[list[Prompt], int, int], Rollouts]
     sample_greedy: Callable[[Rollouts, int], Rollouts]
     sample_validation: Callable[[list[Prompt], int], Rollouts]
@@ -75,7 +78,7 @@ class RolloutStage:
 def build_rollout(
     config: TrainConfig,
     model: LoadedModel,
-    layout: Layout,
+    layouts: Layouts,
     tokenizer: Any,
     folder: Path,
     stack: contextlib.ExitStack,
@@ -85,24 +88,38 @@ def build_rollout(
     Args:
         config: of the run.
         model: the policy.
-        layout: of the engine.
+        layouts: of training and of the engine.
         tokenizer: the policy's.
         folder: of the run.
         stack: closes the engine at the run's end.
     """
     with config_errors_at("model.path"):
         stops = stop_ids(tokenizer, config.model.path)
-    engine = make_engine(config, model.spec, layout, folder)
+    engine = make_engine(config, model.spec, layouts.rollout, folder)
     stack.callback(engine.close)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     sampler = make_sampler(engine, decode)
+    merge = merge_for_engine(model, config.model.dtype)
+
+    def policy(params: Any, step: int) -> Policy:
+        return Policy(
+            spec=without_adapter(model.spec),
+            params=merge(params),
+            tokenizer=tokenizer,
+            stops=stops,
+            layout=layouts.train,
+            dtype=config.model.dtype,
+            step=step,
+        )
+
     return RolloutStage(
         engine=engine,
         tokenizer=tokenizer,
+        policy=policy,
         sample=training_sampler(config, sampler, stops),
         sample_greedy=greedy_sampler(config, sampler, stops),
         sample_validation=validation_sampler(config, sampler, stops),
-        merge_for_engine=merge_for_engine(model, config.model.dtype),
+        merge_for_engine=merge,
         engine_checksum=engine_checksum(
             without_adapter(model.spec),
             config.model.dtype,

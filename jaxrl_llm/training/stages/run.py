@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class RunStage:
         dump: (step, batch, rollouts, scores) -> writes the answers to a file.
         preemption: whether the run was told to end.
         watchdog: ends the run when it hangs; `record` tells it of each step.
+        prompts: to train on.
+        validation_prompts: to validate on.
     """
 
     config: TrainConfig
@@ -59,6 +61,8 @@ class RunStage:
     display: Display
     preemption: Preemption
     watchdog: Watchdog
+    prompts: list[Prompt] = field(default_factory=list)
+    validation_prompts: list[Prompt] = field(default_factory=list)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write a step's metrics, and one line on the screen."""
