@@ -3,10 +3,12 @@
 import linecache
 import operator
 import os
+import re
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,6 +226,23 @@ def test_functions_of_a_notebook_train_as_those_of_a_file_and_a_command_line_goe
     (tmp_path / "mine.py").write_text(NOTEBOOK.replace("-jax", "jax"))
     refused = run("steps=4", f"--function-from={tmp_path}/mine.py", **again)
     assert refused.status == 2 and "algorithm.loss: the source of" in refused.err
+
+
+def test_the_readmes_run_from_python(workshop, one_device, monkeypatch, tmp_path, capsys):
+    """Its listing as it stands, but for the config and the number of steps."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    loss, listing = re.findall("```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(loss)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {'"quickstart"': repr(str(workshop.root / "train.yaml")), '"12+34="': '"1+2="'}
+    own['"steps": 20'] = f'"steps": 2, "run_dir": {str(workshop.folder())!r}'
+    for old, new in own.items():
+        assert old in listing
+        listing = listing.replace(old, new)
+    exec(listing, {})
+    lines = capsys.readouterr().out.splitlines()
+    printed = [line for line in lines if re.match(r"[12] [01]\.\d+ ", line)]
+    assert len(printed) == 2 and len(eval(lines[-1])) == 4
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
