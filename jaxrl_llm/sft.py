@@ -2,16 +2,27 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.sft import SftConfig
 
+if TYPE_CHECKING:
+    from jaxrl_llm.runs.files import RunFiles
 
-def sft(config: SftConfig) -> None:
-    """Run a whole supervised training from its config; continue where one left off."""
+
+def sft(config: SftConfig) -> "RunFiles":
+    """Run a whole supervised training from its config; continue where one left off.
+
+    Returns:
+        What the run has written: metrics and checkpoints.
+    """
     from jaxrl_llm.training.supervised import run_sft  # jax is slow, a wrong key should not wait
 
     run_sft(config)
+    from jaxrl_llm.runs.files import RunFiles
+
+    return RunFiles(config.run_dir)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,16 +1,20 @@
 """What a run has written to its folder, for reading: it needs no device, and the run may go on."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
+
+if TYPE_CHECKING:
+    from jaxrl_llm.evaluation.policy import Policy
 
 
 class RunFiles:
@@ -52,6 +56,23 @@ class RunFiles:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged
                 scores[step] = json.loads(record.read_bytes())["record"]["metrics"]["validation"]
         return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    @property
+    def policy(self) -> "Policy":
+        """The policy of the newest checkpoint when this is first asked for, on the devices.
+
+        `load_policy(run.folder, step=run.best_checkpoint)` loads another one.
+
+        Raises:
+            ConfigError: there is no checkpoint.
+        """
+        return self._newest_policy
+
+    @functools.cached_property
+    def _newest_policy(self) -> "Policy":
+        from jaxrl_llm.evaluation.policy import load_policy  # the rest needs no jax
+
+        return load_policy(self.folder)
 
     @property
     def dumped_steps(self) -> list[int]:

@@ -37,6 +37,7 @@ from jaxrl_llm.training.supervised import run_sft
 
 log = logging.getLogger(__name__)
 
+CLOSED = "the run is closed: open_run opens it again"
 UNFINISHED = (
     "step {} did not come to its end: open the run again, it continues from its newest checkpoint"
 )
@@ -90,7 +91,12 @@ class Run(RunFiles):
 
     @property
     def policy(self) -> Policy:
-        """The policy as it is now. The next step writes over its weights."""
+        """The policy as it is now. The next step writes over its weights.
+
+        Of a run that is closed it is that of the newest checkpoint.
+        """
+        if self._unusable == CLOSED:
+            return super().policy
         self._check_usable()
         at = self._loop.progress
         with on_device(at.states["actor"].params) as params:
@@ -228,7 +234,7 @@ class Run(RunFiles):
         traceback: TracebackType | None,
     ) -> None:
         """Close the run, as `close`."""
-        self._unusable, opened = "the run is closed: open_run opens it again", self._stack.pop_all()
+        self._unusable, opened = CLOSED, self._stack.pop_all()
         self._watchdog.beat()
         opened.__exit__(kind, error, traceback)
 

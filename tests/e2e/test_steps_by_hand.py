@@ -175,6 +175,8 @@ def test_a_whole_run_returns_what_it_has_written(config):
     np.testing.assert_allclose(row["logprobs"], row["rollout_logprobs"], atol=1e-4)
     groups = [[r["advantage"] for r in answers[i : i + 4]] for i in range(0, 32, 4)]
     np.testing.assert_allclose(np.sum(groups, axis=1), 0, atol=1e-4)
+    newest = files.policy
+    assert newest.step == 1 and newest.logprobs("12").total < 0
     with pytest.raises(ConfigError, match="no answers of step 9"):
         files.answers(9)
 
