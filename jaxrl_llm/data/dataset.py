@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
@@ -30,6 +30,10 @@ class Prompt:
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
+"""A prompt, a text that is a chat's only message, the messages of a chat, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,7 @@ def tokenize_prompts(
 
 
 def as_prompts(
-    prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]],
-    tokenizer: Tokenizer,
-    **template_kwargs: Any,
+    prompts: Sequence[PromptLike], tokenizer: Tokenizer, **template_kwargs: Any
 ) -> list[Prompt]:
     """Return tokenized prompts, from any of the forms that a prompt may have.
 
