@@ -1,7 +1,4 @@
-"""The public names: imported when they are used, seen by editors, and frozen in `tests/api.txt`.
-
-After a change that is meant, `python tests/test_api.py` writes the file anew.
-"""
+"""The public names: imported when they are used, seen by editors, and frozen in docs/api.md."""
 
 import importlib
 import subprocess
@@ -10,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.code import api
+
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("algorithms", "data", "evaluation", "models", "rewards", "rollout", "sharding")
-PACKAGES = ("jaxrl_llm", *(f"jaxrl_llm.{part}" for part in PARTS))
+PACKAGES = ("jaxrl_llm", *(f"jaxrl_llm.{part}" for part in api.PARTS))
 
 
 def run(source):
@@ -54,3 +52,21 @@ def test_a_program_does_not_hide_the_function_of_its_name(before):
     lines += ["from jaxrl_llm.train import main, train as own", "print(train.__name__)"]
     lines += ["print(jaxrl_llm.train is train, own is train, main.__module__, callable(sft))"]
     assert run("\n".join(lines)) == ["train", "True", "True", "jaxrl_llm.train", "True"]
+
+
+def test_the_page_lists_every_public_name_and_its_signature():
+    assert api.page() == api.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.code.api"
+
+
+def test_a_signature_has_no_types_and_no_texts_of_this_machine():
+    def function(a: int, b: float = 1.5, *rest: str, c=len, d: object = object(), **keys): ...
+
+    assert api.signature(function) == "(a, b=1.5, *rest, c=len, d=…, **keys)"
+    assert list(api.entry("name", function))[0].startswith("- `name(a, b=1.5")
+    assert list(api.entry("AXES", ("a",))) == ["- `AXES`: a tuple."]
+
+
+def test_every_package_that_exports_names_has_a_section():
+    inits = [*(ROOT / "jaxrl_llm").glob("*/__init__.py")]
+    exporting = {path.parent.name for path in inits if "attach(__name__)" in path.read_text()}
+    assert exporting == set(api.PARTS)

@@ -205,7 +205,7 @@ def test_prompts_may_be_texts_chats_token_ids_or_prompts(policy, engine):
     assert [a.prompts[0].messages for a in drawn] == [chat, chat, [], [], []]
     assert drawn[-1].prompts[2].ground_truth == "3"
     with pytest.raises(ValueError, match="prompt 1: expected a text, messages or tok"):
-        policy.sample(engine, ["1+2=", ""], max_new_tokens=5)
+        policy.sample(engine, ["1+2=", []], max_new_tokens=5)
 
 
 def test_the_same_seed_gives_the_same_answers(policy, engine):
