@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.code import api
+from jaxrl_llm import algorithms
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxrl_llm", *(f"jaxrl_llm.{part}" for part in api.PARTS))
@@ -62,8 +63,20 @@ def test_a_signature_has_no_types_and_no_texts_of_this_machine():
     def function(a: int, b: float = 1.5, *rest: str, c=len, d: object = object(), **keys): ...
 
     assert api.signature(function) == "(a, b=1.5, *rest, c=len, d=…, **keys)"
-    assert list(api.entry("name", function))[0].startswith("- `name(a, b=1.5")
+    assert next(api.entry("name", function)).startswith("- `name(a, b=1.5")
     assert list(api.entry("AXES", ("a",))) == ["- `AXES`: a tuple."]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["advantages", "correction", "kl", "logprobs", "losses", "reduce", "shaping", "values"],
+)
+def test_every_algorithm_is_exported(kind):
+    module = importlib.import_module(f"jaxrl_llm.algorithms.{kind}")
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    public = {name for name in getattr(module, "__all__", own) if not name.startswith("_")}
+    assert len(public) > 1
+    assert public <= set(algorithms.__all__)
 
 
 def test_every_package_that_exports_names_has_a_section():

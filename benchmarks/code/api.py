@@ -19,9 +19,9 @@ PARTS = ("algorithms", "data", "evaluation", "models", "rewards", "rollout", "sh
 HEAD = """\
 # Public names
 
-What can be imported from `jaxrl_llm` and its packages, as in `from jaxrl_llm.rollout import lay_out`.
-Only these names are meant for other code: a change of theirs has a line in CHANGELOG.md, what else there
-is may change at any time. Shapes, units and errors are in the docstrings: `help(lay_out)`.
+What can be imported from `jaxrl_llm` and its packages, as `from jaxrl_llm.rollout import lay_out`.
+Only these names are meant for other code: a change of theirs has a line in CHANGELOG.md, anything
+else may change at any time. Shapes, units and errors are in the docstrings: `help(lay_out)`.
 
 `python -m benchmarks.code.api` writes this page from the code.
 """

@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.logprobs import TokenStats
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import ModelConfig
-from jaxrl_llm.data.chat import load_tokenizer, stop_ids
+from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import PromptLike, as_prompts
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_spec

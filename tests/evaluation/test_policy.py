@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.chat import encode_prompt
@@ -31,11 +32,11 @@ from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
-LISTING = re.findall(
+LISTING, IN_PARTS = re.findall(
     r"^```python\n(.*?)^```$",
     (ROOT / "docs/by_hand.md").read_text(encoding="utf-8"),
     re.DOTALL | re.MULTILINE,
-)[0]
+)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
 
@@ -86,6 +87,7 @@ def stepped(directory, one_device):
         "score": lambda prompt, text: float(len(text)) + 0.1 * prompt.tokens[0],
     }
     exec(compile(LISTING, "docs/by_hand.md", "exec"), names)
+    names["reference"] = names["policy"].params
     yield names
     names["engine"].close()
 
@@ -132,8 +134,47 @@ def test_the_engine_holds_the_new_weights(stepped):
     assert np.abs(sampled - old).max() > 1e-3
 
 
-def test_the_loop_has_thirty_lines():
+def test_the_loop_has_thirty_lines_and_is_the_notebooks():
     assert sum(bool(line.strip()) for line in LISTING.splitlines()) <= 30
+    notebook = json.loads((ROOT / "notebooks/04_grpo_by_hand.ipynb").read_text(encoding="utf-8"))
+    assert LISTING.strip() in ["".join(cell["source"]) for cell in notebook["cells"]]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_gradient_in_parts_is_that_of_the_whole(stepped, remat):
+    policy, batch = stepped["policy"], stepped["batch"]
+    run = jax.checkpoint(policy.token_stats) if remat else policy.token_stats
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, rows, fields):
+        tokens = ppo_clip(
+            run(params, rows).logprobs, fields["rollout_logprobs"], fields["advantages"]
+        )
+        weights = fields.get("weights", token_mean(fields["mask"]))
+        return jnp.sum(weights * tokens.loss)
+
+    names = {**stepped, "params": policy.params, "gradient": gradient}
+    exec(compile(IN_PARTS, "docs/by_hand.md", "exec"), names)
+    whole = gradient(policy.params, policy.pack(batch), batch.fields)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(whole)) > 1e-3
+    chex.assert_trees_all_close(names["total"], whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_pages_kl_term_has_a_gradient_of_zero_at_the_reference(stepped):
+    policy, batch = stepped["policy"], stepped["batch"]
+    rows = policy.pack(batch)
+    batch = batch.add(ref_logprobs=policy.token_stats(policy.params, rows).logprobs)
+
+    @jax.jit
+    @jax.value_and_grad
+    def kl(params, batch):
+        logprobs = policy.token_stats(params, rows).logprobs
+        return jnp.sum(token_mean(batch["mask"]) * k3(logprobs, batch["ref_logprobs"]))
+
+    (value, slope), (moved, _) = (kl(stepped[n], batch.fields) for n in ("reference", "params"))
+    assert abs(float(value)) < 1e-6 < 1e-3 < float(moved)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(slope)) < 1e-5
 
 
 # ------------------------------------------------------------------------------------- token_stats
