@@ -95,6 +95,28 @@ def compiles_alone(monkeypatch, tmp_path):
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiles_on():
+    """Ends what a test leaves to be compiled in the background, before another counts."""
+    yield
+    if compilation := sys.modules.get("jaxrl_llm.compilation"):
+        compilation.BACKGROUND.drop()
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Has all programs compiled before the second step begins."""
+    from jaxrl_llm.compilation import BACKGROUND
+
+    release = BACKGROUND.release
+
+    def release_and_wait():
+        release()
+        BACKGROUND.wait()
+
+    monkeypatch.setattr(BACKGROUND, "release", release_and_wait)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--changed-since",

@@ -79,9 +79,9 @@ class MeteredLog:
         self._meter.end_step()
         self.first_s = self.first_s or since_begin()
 
-    def position(self) -> int:
-        """Return the length of the log."""
-        return self._log.position()
+    def position(self, step: int) -> int:
+        """Return the length of the log up to a step."""
+        return self._log.position(step)
 
 
 def settings(job: dict[str, Any], folder: Path) -> TrainConfig:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.compilation import WAITED, is_accounted
+
 PHASE = "phase"
 """Name of the statistic that marks the stages of a step among a trace's other events."""
 
@@ -36,11 +38,15 @@ class Clock:
 
 
 class CompileCounter:
-    """Counts the functions that XLA compiles while it is open, or reads from its cache."""
+    """Counts the functions that XLA compiles while it is open, or reads from its cache.
+
+    It also adds up how long threads have waited for that. What is compiled while others run is
+    counted where it ends, and nobody waits for it.
+    """
 
     def __init__(self) -> None:
         """Start to count."""
-        self.count, self._hits, self._seconds = 0, 0, 0.0
+        self.count, self._hits, self._seconds, self._waited = 0, 0, 0.0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         jax.monitoring.register_event_listener(self._listen_to_cache)
 
@@ -49,6 +55,9 @@ class CompileCounter:
         if event == "/jax/core/compile/backend_compile_duration":  # of a hit, too
             self.count += 1
             self._seconds += duration_secs
+            self._waited += 0.0 if is_accounted() else duration_secs
+        elif event == WAITED:
+            self._waited += duration_secs
 
     def _listen_to_cache(self, event: str, **kwargs: str | int) -> None:
         del kwargs
@@ -65,8 +74,9 @@ class CompileCounter:
             "perf/compilations": float(self.count - self._hits),
             "perf/compilation_cache_hits": float(self._hits),
             "perf/compile_seconds": self._seconds,
+            "perf/compile_wait_s": self._waited,
         }
-        self.count, self._hits, self._seconds = 0, 0, 0.0
+        self.count, self._hits, self._seconds, self._waited = 0, 0, 0.0, 0.0
         return counted
 
     def close(self) -> None:

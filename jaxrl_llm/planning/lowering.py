@@ -169,11 +169,11 @@ def plan_role(
     settings = forward_config(config.model, spec, layout, config.rollout.temperature)
     shape = microbatch_shape(config, spec, layout)
     learner = learner_of(update, settings, shape, layout, params, frozen)
-    state = with_shardings(jax.eval_shape(learner.init, params), learner.state_shardings)
+    state = learner.state_like()
     infer = inference_of(name, functions, settings, shape, layout, frozen)
     coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
-    everywhere = replicated(layout.mesh)
     if spec.moe is not None and config.model.router_loss_coef:
+        everywhere: Any = replicated(layout.mesh)
         weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
         coefs["balance_weights"] = weights
 
@@ -181,11 +181,11 @@ def plan_role(
         micro = abstract_microbatch(update.objective.asks_for(), config, bucket, layout.mesh)
         return params, frozen, micro, coefs
 
-    metrics = jax.eval_shape(learner.begin, *inputs(shape))[1]
-    metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
+    total = learner.total_like(*inputs(shape))
+    metrics = total[1]
     trace = {
         StepId(name, StepKind.ACCUMULATE): lambda bucket=shape: learner.accumulate.trace(
-            (params, metrics), *inputs(bucket)
+            total, *inputs(bucket)
         ),
         StepId(name, StepKind.APPLY): lambda: learner.apply.trace(
             state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
@@ -194,15 +194,20 @@ def plan_role(
             params, frozen, inputs(bucket)[2].rows
         ),
     }
-    needs_inference = (
+    needed = needs_inference(name, functions, spec)
+    return AbstractModel(
+        spec, settings, layout, shape, params, state.opt_state, frozen, needed
+    ), trace
+
+
+def needs_inference(name: str, functions: AlgorithmFunctions, spec: ModelSpec) -> bool:
+    """Tell whether a step asks a role for more than its updates do."""
+    return (
         name != "actor"
         or not functions.on_policy
         or functions.select_covariant is not None
         or (spec.lora is not None and functions.needs_reference)
     )
-    return AbstractModel(
-        spec, settings, layout, shape, params, state.opt_state, frozen, needs_inference
-    ), trace
 
 
 def plan_reference(

@@ -47,7 +47,9 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
         ConfigError: there can be no such engine here.
     """
     if config.rollout.engine == "native":
-        return native_engine(config, spec, layout)
+        engine = native_engine(config, spec, layout)
+        engine.compile_ahead()
+        return engine
     if distributed.process_count() > 1:
         raise ConfigError(
             f"rollout.engine is vllm, but the run has {distributed.process_count()} training "
@@ -135,7 +137,13 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
 
 
 def loaded_engine(
-    spec: ModelSpec, params: Any, settings: EngineSettings, layout: Layout, tokenizer: Any
+    spec: ModelSpec,
+    params: Any,
+    settings: EngineSettings,
+    layout: Layout,
+    tokenizer: Any,
+    *,
+    sequences: int | None = None,
 ) -> NativeEngine:
     """Build the native engine for a trained policy and load its weights, as version 0.
 
@@ -145,6 +153,7 @@ def loaded_engine(
         settings: room and precision.
         layout: how sequences and weights are split.
         tokenizer: of transformers; for requests with texts that stop them.
+        sequences: how many are to be sampled first; None: as many as may run.
 
     Raises:
         ConfigError: the model has fewer positions, or the engine can't be built so.
@@ -163,5 +172,6 @@ def loaded_engine(
         engine = NativeEngine(
             model_of(spec), settings, layout=layout, detokenize=detokenize, kernel=kernel
         )
+    engine.compile_ahead(sequences)
     engine.load(params, version=0)
     return engine

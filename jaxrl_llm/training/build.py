@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.compilation import compiling_what_is_needed
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.train import TrainConfig
@@ -15,12 +16,14 @@ from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import check_prompt_row, load_rows
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import check_sources
+from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.runs.resume import resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
+from jaxrl_llm.training.precompile import compile_first_step
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import build_rollout
@@ -46,15 +49,19 @@ def build_stages(
     """
     layouts = open_training_layouts(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
+    check_longest_sequence(config, model.spec)
+    stack.enter_context(compiling_what_is_needed())
+    engine = make_engine(config, model.spec, layouts.rollout, folder)
+    stack.callback(engine.close)
+    models, trainable = build_models(config, functions, model, layouts)
+    compile_first_step(config, functions, model.spec, models, layouts)
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
-    check_longest_sequence(config, model.spec)
     prompts, validation_prompts = read_training_prompts(config, tokenizer)
     executor = ThreadPoolExecutor(1, "background")
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
-    models, trainable = build_models(config, functions, model, layouts)
-    rollout = build_rollout(config, model, layouts, tokenizer, folder, stack)
+    rollout = build_rollout(config, model, layouts.train, engine, tokenizer)
     reward_shape = microbatch_shape(config, model.spec, layouts.reward_model)
     reward_model = open_scoring_model(
         config, tokenizer, model.spec, layouts.reward_model, reward_shape

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxrl_llm.compilation import abstract
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
@@ -18,10 +19,9 @@ from jaxrl_llm.models.moe.balance import RouterStats, balance_weights
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig, router_totals, token_fields, value_fields
 from jaxrl_llm.training.microbatches import (
-    BucketWarmup,
+    BucketPrograms,
     Fields,
     merge_microbatches,
-    pack_microbatches,
 )
 from jaxrl_llm.types import Batch, Rows
 
@@ -71,6 +71,7 @@ class Inference:
 
     Attributes:
         run: `compute`, jitted.
+        programs: of `run`.
     """
 
     def __init__(
@@ -83,14 +84,24 @@ class Inference:
         """Compile nothing yet."""
         options = compiler_options(Task.TRAIN, mesh.devices.flat)
         self.run: Any = jax.jit(compute, compiler_options=options)
-        self._shape, self._mesh, self._frozen = shape, mesh, frozen
-        self._rehearse = BucketWarmup(shape, mesh)
+        self.programs, self._frozen = BucketPrograms("log-probs", self.run, shape, mesh), frozen
+
+    def compile_ahead(self, params: Params, rows_like: Callable[[RowShape], Rows]) -> None:
+        """Begin to compile what the first batch needs in all likelihood.
+
+        Args:
+            params: that it will be given, or their shapes.
+            rows_like: bucket -> rows as shapes.
+        """
+        like = abstract((params, self._frozen))
+        self.programs.begin(like[0], lambda bucket: (*like, rows_like(bucket)))
 
     def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
         """Run over a batch, in micro-batches."""
         frozen = self._frozen
-        self._rehearse(lambda micro: self.run(params, frozen, micro.rows), params, batch)
-        cut = pack_microbatches(batch, set(), self._shape, self._mesh)
+        cut = self.programs.microbatches(
+            batch, (), params, lambda micro: (params, frozen, micro.rows)
+        )
         parts = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
         return merge_microbatches(parts, batch)
 
@@ -103,12 +114,14 @@ def balance_pass(
     They are the constant part of `load_balance_loss` times the model's coefficient. Without experts
     or with a coefficient of 0 there are none, and nothing is run.
     """
-    everywhere, rehearse = replicated(mesh), BucketWarmup(shape, mesh)
+    everywhere = replicated(mesh)
     options = compiler_options(Task.TRAIN, mesh.devices.flat)
 
     @functools.partial(jax.jit, out_shardings=everywhere, compiler_options=options)
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
         return router_totals(combine_params(params, rest), rows, model, mesh)
+
+    programs = BucketPrograms("experts' load", count, shape, mesh)
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def weigh(total: RouterStats) -> Array:
@@ -117,8 +130,7 @@ def balance_pass(
     def find(params: Params, batch: Batch) -> Fields:
         if not model.model.has_router or model.router_loss_coef == 0:
             return {}
-        rehearse(lambda micro: count(params, frozen, micro.rows), params, batch)
-        cut = pack_microbatches(batch, set(), shape, mesh)
+        cut = programs.microbatches(batch, (), params, lambda micro: (params, frozen, micro.rows))
         counted = (count(params, frozen, micro.rows) for _, micro in cut)
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
         return {"balance_weights": weigh(total)}

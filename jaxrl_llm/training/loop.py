@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.train import TrainConfig
@@ -147,6 +148,7 @@ class TrainingLoop:
         run.record(step, metrics)
         self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef))
         self.ended = end_step(run, self.progress, self.prompt_batches, metrics)
+        BACKGROUND.release()  # the other programs, now that there is a step to see
         return FinishedStep(step, batch, rollouts, scores, metrics, stages.rollout.tokenizer.decode)
 
     def close(self) -> None:

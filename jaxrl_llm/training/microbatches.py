@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_all, compiles_ahead
 from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches, plan_whole
 from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
@@ -26,9 +27,20 @@ class MicroBatch(NamedTuple):
 
 
 def pack_microbatches(
-    batch: Batch, names: set[str], shape: RowShape, mesh: Mesh
+    batch: Batch,
+    names: Iterable[str],
+    shape: RowShape,
+    mesh: Mesh,
+    ready: Callable[[RowShape], Any] | None = None,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """Cut a batch into micro-batches on the devices, each with the indices of its sequences.
+
+    Args:
+        batch: the batch.
+        names: of the fields that they hold.
+        shape: of the micro-batches.
+        mesh: the devices.
+        ready: waits until micro-batches of a bucket can be run.
 
     Raises:
         ValueError: a batch wider than a row.
@@ -41,6 +53,8 @@ def pack_microbatches(
     for planned in plan_microbatches(batch.sequence_lengths, shape):
         members, bucket = in_bucket(batch.sequence_lengths, planned, shape)
         indices, micro = _laid_out(batch, names, members, bucket)
+        if ready is not None:
+            ready(bucket)
         yield indices, distributed.put(micro, sharding)
 
 
@@ -79,43 +93,100 @@ def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
     return np.pad(values, widths)
 
 
-class BucketWarmup:
-    """Compiles a step for all buckets of micro-batches when it is first run, none of them later.
+class BucketPrograms:
+    """The programs of a jitted step over micro-batches, one for each bucket of their shapes.
+
+    On CPUs a batch waits for those that it needs, and the others are compiled while it runs.
+    Elsewhere the first batch waits for all.
 
     Args:
+        label: of the step.
+        step: jitted; a call of it finds what is compiled here.
         shape: of the micro-batches.
         mesh: the devices.
     """
 
-    def __init__(self, shape: RowShape, mesh: Mesh) -> None:
+    def __init__(self, label: str, step: Any, shape: RowShape, mesh: Mesh) -> None:
         """Begin without any."""
-        self._shape, self._mesh = shape, mesh
-        self._seen: set[Any] = set()
+        self._label, self._step, self._shape, self._mesh = label, step, shape, mesh
+        self._is_ahead = compiles_ahead(mesh.devices.flat)
+        self._programs: dict[Any, dict[RowShape, PendingProgram]] = {}
 
-    def __call__(
-        self,
-        run: Callable[[MicroBatch], Any],
-        params: Params,
-        batch: Batch,
-        names: Iterable[str] = (),
-    ) -> None:
-        """Run a step on a micro-batch without sequences in each bucket.
-
-        Nothing is run where these parameters' layout and dtypes were met before.
+    def begin(self, params: Params, inputs: Callable[[RowShape], tuple[Any, ...]]) -> None:
+        """Begin to compile the program of the largest bucket, before there is a batch.
 
         Args:
-            run: the step; what it returns is fetched, and forgotten.
-            params: what it runs with.
-            batch: with the fields that it asks for.
-            names: of these fields.
+            params: what the step will run with, or their shapes.
+            inputs: bucket -> the step's inputs, as shapes.
         """
-        kind = tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
-        if kind in self._seen or len(self._shape.buckets) == 1:
+        if self._is_ahead:
+            largest = self._shape.buckets[-1]
+            BACKGROUND.add([self._program(params, largest, lambda: inputs(largest))])
+
+    def microbatches(
+        self,
+        batch: Batch,
+        names: Iterable[str],
+        params: Params,
+        inputs: Callable[[MicroBatch], tuple[Any, ...]],
+    ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """Cut a batch as `pack_microbatches`; each can be run when it comes.
+
+        Args:
+            batch: with the fields that the step asks for.
+            names: of these fields.
+            params: what the step runs with; their layout and dtypes tell programs apart.
+            inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
+        """
+        buckets = self._shape.buckets
+        programs = self._programs.get(kind_of(params), {})
+        if len(programs) < len(buckets) or not all(p.is_done for p in programs.values()):
+            for bucket in buckets:
+                micro = _as_shapes(_laid_out(batch, names, [], bucket)[1], self._mesh)
+                given = abstract(inputs(micro))
+                self._program(params, bucket, lambda given=given: given)
+            programs = self._programs[kind_of(params)]
+            self._start(programs, batch)
+        ready = {bucket: program.result for bucket, program in programs.items()}
+        return pack_microbatches(
+            batch, names, self._shape, self._mesh, lambda bucket: ready[bucket]()
+        )
+
+    def _start(self, programs: dict[RowShape, PendingProgram], batch: Batch) -> None:
+        """Begin with what a batch needs, where others can wait."""
+        if not self._is_ahead:
+            compile_all([programs[bucket] for bucket in self._shape.buckets])
             return
-        self._seen.add(kind)
-        for bucket in self._shape.buckets:
-            _, micro = _laid_out(batch, names, [], bucket)
-            distributed.fetch(run(distributed.put(micro, over_batch(self._mesh))))
+        sizes = batch.sequence_lengths
+        plans = plan_microbatches(sizes, self._shape)
+        needed = dict.fromkeys(in_bucket(sizes, plan, self._shape)[1] for plan in plans)
+        BACKGROUND.add([programs[bucket] for bucket in needed][1:])  # this thread takes the first
+        BACKGROUND.add([p for bucket, p in programs.items() if bucket not in needed], later=True)
+
+    def _program(
+        self, params: Params, bucket: RowShape, inputs: Callable[[], tuple[Any, ...]]
+    ) -> PendingProgram:
+        """Return the program of a bucket; make it if there is none, or none that works."""
+        programs = self._programs.setdefault(kind_of(params), {})
+        if bucket not in programs or programs[bucket].has_failed:
+            label = f"{self._label} {bucket.rows} x {bucket.length}"
+            programs[bucket] = PendingProgram(label, lambda: self._step.lower(*inputs()).compile())
+        return programs[bucket]
+
+
+def kind_of(params: Params) -> Any:
+    """Return what tells a step's programs apart besides the shapes: layout and dtypes."""
+    return tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
+
+
+def _as_shapes(micro: MicroBatch, mesh: Mesh) -> MicroBatch:
+    sharding = over_batch(mesh)
+
+    def shape(array: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+
+    return jax.tree.map(shape, micro)
 
 
 def merge_microbatches(

@@ -1,6 +1,7 @@
-"""A new run's steps, compiled in another thread while its weights are read."""
+"""A run's steps, compiled before they are needed: from shapes, while other things are read."""
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -14,11 +15,24 @@ import jax
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.planning.lowering import StepKind
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.lowering import (
+    StepKind,
+    abstract_microbatch,
+    abstract_params,
+    needs_inference,
+)
 from jaxrl_llm.planning.memory import RunShapes, plan_shapes
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.inference import Inference
+from jaxrl_llm.training.layouts import Layouts
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
+from jaxrl_llm.training.microbatches import MicroBatch
+from jaxrl_llm.training.roles import Role
+from jaxrl_llm.training.stages.models import ModelsStage
 
 log = logging.getLogger(__name__)
 
@@ -85,3 +99,43 @@ def programs(shapes: RunShapes) -> Iterator[Any]:
             yield from map(trace, shapes.roles[name].shape.buckets)
         else:
             yield trace()
+
+
+def compile_first_step(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    spec: ModelSpec,
+    models: ModelsStage,
+    layouts: Layouts,
+) -> None:
+    """Begin to compile what the models of a run need in their first step, where others can wait.
+
+    It is a guess by the config. A batch for which it is wrong waits for its own programs.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        spec: the policy.
+        models: as they are built.
+        layouts: where they stand.
+    """
+    roles = {role.name: role for role in models.roles}
+    actor = roles["actor"]
+
+    def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
+        learner = role.learner
+        return abstract_microbatch(learner.objective.asks_for(), config, bucket, learner.mesh)
+
+    def infer_ahead(role: Role, params: Any) -> None:
+        if isinstance(role.infer, Inference):
+            role.infer.compile_ahead(params, lambda bucket: micro_like(role, bucket).rows)
+
+    for name, role in roles.items():
+        if needs_inference(name, functions, spec):
+            infer_ahead(role, role.learner.params_like)
+    if functions.needs_reference and spec.lora is None and layouts.reference is layouts.train:
+        infer_ahead(actor, abstract_params(spec, layouts.reference, config.model.dtype))
+    for role in models.to_update(1):
+        if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
+            coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+            role.learner.compile_ahead(functools.partial(micro_like, role), coefs)

@@ -25,7 +25,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig, hidden_states
 from jaxrl_llm.training.load_model import read_model
-from jaxrl_llm.training.microbatches import BucketWarmup, pack_microbatches
+from jaxrl_llm.training.microbatches import BucketPrograms
 from jaxrl_llm.types import Batch, Rows
 
 
@@ -48,14 +48,11 @@ def score_pass(
         hidden = layout.merge_context(hidden)
         return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows[3:]))
 
-    rehearse = BucketWarmup(shape, layout.mesh)
+    programs = BucketPrograms("reward model", compute, shape, layout.mesh)
 
     def score(params: Params, batch: Batch) -> np.ndarray:
-        rehearse(lambda micro: compute(params, micro.rows), params, batch)
-        pending = [
-            (indices, compute(params, micro.rows))
-            for indices, micro in pack_microbatches(batch, set(), shape, layout.mesh)
-        ]
+        cut = programs.microbatches(batch, (), params, lambda micro: (params, micro.rows))
+        pending = [(indices, compute(params, micro.rows)) for indices, micro in cut]
         scores = np.zeros(len(batch.sequence_lengths), np.float32)
         for indices, values in pending:
             scores[indices] = distributed.fetch(values)[: len(indices)]

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.compilation import PendingProgram, StepPrograms, abstract
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import name_of
@@ -28,11 +29,11 @@ from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.microbatches import (
-    BucketWarmup,
+    BucketPrograms,
     Fields,
     MicroBatch,
+    kind_of,
     merge_microbatches,
-    pack_microbatches,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
@@ -123,7 +124,68 @@ class Learner:
     @functools.cached_property
     def begin(self) -> Callable[..., Any]:
         """(params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches."""
-        return _zeros_for(self._loss, self._total_shardings)
+        made: list[Callable[[], Any]] = []
+
+        def zeros(*inputs: Any) -> Any:
+            if not made:  # they are the same in every bucket
+                like = self.total_like(*inputs)
+                zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
+                made.append(jax.jit(zero, out_shardings=self._total_shardings))
+            return made[0]()
+
+        return zeros
+
+    def total_like(self, *inputs: Any) -> tuple[Params, Fields]:
+        """Return the shapes of the sum of gradients and metrics, by the inputs of `begin`."""
+        if "total" not in self._shapes:
+            metrics: Any = jax.eval_shape(self._loss, *inputs)[1]
+            metrics.pop("policy", None)
+            params, everywhere = self._total_shardings
+            self._shapes["total"] = (
+                jax.tree.map(shape_in, self.params_like, params),
+                jax.tree.map(lambda x: shape_in(x, everywhere), metrics),
+            )
+        return self._shapes["total"]
+
+    def state_like(self) -> TrainState:
+        """Return the shapes of a TrainState."""
+        state = jax.eval_shape(self.init, self.params_like)
+        return jax.tree.map(shape_in, state, self.state_shardings)
+
+    def compile_ahead(self, micro_like: Callable[[RowShape], MicroBatch], coefs: Fields) -> None:
+        """Begin to compile what the first update needs in all likelihood.
+
+        Args:
+            micro_like: bucket -> a micro-batch as shapes.
+            coefs: coefficients of the objective, all of them.
+        """
+        params, rest = abstract(self.params_like), abstract(self._rest)
+
+        def inputs(bucket: RowShape) -> tuple[Any, ...]:
+            given = params, rest, micro_like(bucket), coefs
+            return self.total_like(*given), *given
+
+        self.programs.begin(params, inputs)
+        largest = self.shape.buckets[-1]
+        self._apply_ahead(params, lambda: (self.state_like(), *inputs(largest)[0]))
+
+    def _apply_ahead(self, params: Params, inputs: Callable[[], tuple[Any, ...]]) -> PendingProgram:
+        """Return the program of `apply`; begin to compile it where others can wait.
+
+        Args:
+            params: of the state.
+            inputs: the state, and the sum of gradients and metrics, as shapes.
+        """
+
+        def given() -> tuple[Any, ...]:
+            state, grads, metrics = inputs()
+            return state, grads, self._pop_statistics(dict(metrics))
+
+        return self._apply_programs.begin(kind_of(params), given)
+
+    def _pop_statistics(self, metrics: Fields) -> Any:
+        """Take the hooks' statistics out of an update's metrics; None without hooks."""
+        return metrics.pop(self.hooks.statistics, None) if self.hooks else None
 
     @functools.cached_property
     def accumulate(self) -> Any:
@@ -204,14 +266,21 @@ class Learner:
             inputs = state.params, self._rest, micro, coefs
             return self.accumulate(self.begin(*inputs) if total is None else total, *inputs)
 
-        self._warm_up(lambda micro: add(None, micro)[1], state.params, batch, names)
+        def shapes(micro: MicroBatch) -> tuple[Any, ...]:
+            inputs = abstract((state.params, self._rest, micro, coefs))
+            return self.total_like(*inputs), *inputs
+
         total, parts = None, []
-        for indices, micro in pack_microbatches(batch, names, self.shape, self.mesh):
+        cut = self.programs.microbatches(batch, names, state.params, shapes)
+        like = abstract(state)
+        apply = self._apply_ahead(state.params, lambda: (like, *self.total_like()))
+        for indices, micro in cut:
             total, policy_stats = add(total, micro)
             parts.append((indices, policy_stats))
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
-        statistics = metrics.pop(self.hooks.statistics, None) if self.hooks else None
+        statistics = self._pop_statistics(metrics)
+        apply.result()
         state, applied = self.apply(state, grads, statistics)
         policy = merge_microbatches(parts, batch)
         return state, metrics | applied | ({"policy": policy} if policy else {})
@@ -219,6 +288,14 @@ class Learner:
     @functools.cached_property
     def _rest(self) -> Params:
         return self.frozen or {}
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, Any]:
+        return {}
+
+    @functools.cached_property
+    def _apply_programs(self) -> StepPrograms:
+        return StepPrograms("optimizer", self.apply, self.mesh.devices.flat)
 
     @functools.cached_property
     def _total_shardings(self) -> tuple[Any, Any]:
@@ -233,8 +310,9 @@ class Learner:
         return self.objective(everything, micro, coefs, self.model, self.mesh)
 
     @functools.cached_property
-    def _warm_up(self) -> BucketWarmup:
-        return BucketWarmup(self.shape, self.mesh)
+    def programs(self) -> BucketPrograms:
+        """The programs of `accumulate`."""
+        return BucketPrograms("update", self.accumulate, self.shape, self.mesh)
 
     @functools.cached_property
     def _weigh(self) -> Callable[..., tuple[Array, Array]]:
@@ -247,20 +325,9 @@ class Learner:
         return weigh
 
 
-def _zeros_for(loss: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Return a function from an update's inputs to zeros, which are the same in every bucket."""
-    made: list[Callable[[], Any]] = []
-
-    def zeros(*inputs: Any) -> Any:
-        if not made:
-            metrics: Any = jax.eval_shape(loss, *inputs)[1]
-            metrics.pop("policy", None)
-            like = inputs[0], metrics
-            zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
-            made.append(jax.jit(zero, out_shardings=shardings))
-        return made[0]()
-
-    return zeros
+def shape_in(array: Any, layout: Any) -> jax.ShapeDtypeStruct:
+    """Return an array as a shape in a layout."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
 
 
 def apply_gradients(

@@ -220,7 +220,7 @@ def test_bypass_trusts_the_engine_s_log_probs(run):
     ],
     ids=["remax", "gae", "prime"],
 )
-def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, overrides):
+def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, overrides, patient):
     scorer = f"reward.function={workshop.mine('spread_if_even')}"
     penalty = "algorithm.penalty={fn: overlong_penalty, max_tokens: 4, buffer: 2}"
     own = tmp_path / "compiled"  # what another test has compiled would not be counted

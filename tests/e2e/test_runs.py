@@ -21,7 +21,7 @@ def trained(result):
 # ------------------------------------------------------------------------- compiling only once
 
 
-def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog):
+def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog, patient):
     """Prompts of 2 to 50 characters: three widths of prefill, and rows filled differently."""
     dice = np.random.default_rng(0)
     rows = read_rows(workshop.data / "train.parquet")

@@ -121,7 +121,7 @@ def hollow(build):
 
     def make(**options):
         engine = build(**options)
-        engine.programs.warm_up = lambda: None
+        engine.programs.warm_up = lambda *_: None
         made.append(engine)
         return engine
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.models.arrays import by_layer
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import EngineError
@@ -98,6 +99,7 @@ def test_weights_wait_for_the_chunk_in_flight(hollow, params, other_params, pool
 
 def test_nothing_compiles_after_the_first_load(engine, params, other_params):
     engine.sample([request()])
+    BACKGROUND.wait()
     with contextlib.closing(CompileCounter()) as counter:
         for length in range(1, 33):
             engine.sample([request(length, new=1 + length % 7, token=length % 32)])

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.models import linear
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
@@ -145,6 +146,7 @@ def test_nothing_compiles_at_the_second_sync_and_donated_weights_go(make, params
     engine = make()
     engine.load(params, version=0)
     mine = jax.tree.map(jnp.copy, other_params)
+    BACKGROUND.wait()
     with contextlib.closing(CompileCounter()) as counter:
         receipt = engine.load(other_params, version=1)
         answers = engine.sample([greedy(PROMPTS[0])])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl_llm.compilation import compiles_ahead
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
@@ -90,7 +91,7 @@ class NativeEngine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         kernel: Callable[..., jax.Array] | None = None,
     ) -> None:
-        """Compile nothing yet; the first `load` does."""
+        """Compile nothing yet; `compile_ahead` or the first `load` does."""
         quantized = settings.quantization == "fp8"
         if quantized:
             check_fp8(model, layout.mesh.devices.flat[0])
@@ -115,7 +116,7 @@ class NativeEngine:
         self._state = threading.Condition()
         self._device = threading.Lock()  # held while weights, pages and sequences are in use
         self._claims = 0  # who wants the device, the worker aside
-        self._paused = self._closed = False
+        self._paused = self._closed = self._is_warm = False
         self._worker = threading.Thread(target=self._work, daemon=True, name="native-engine")
         self._worker.start()
 
@@ -158,9 +159,19 @@ class NativeEngine:
             if recompute:
                 self._runner.preempt_all()
             self._runner.reset_prefix_cache()
-            if first:
+            if first and not self._is_warm:
                 self.programs.warm_up()
         return receipt
+
+    def compile_ahead(self, sequences: int | None = None) -> None:
+        """Begin to compile the programs, before there are weights, where others can wait.
+
+        Args:
+            sequences: how many are to be sampled first; None: as many as may run.
+        """
+        if compiles_ahead(self.programs.layout.mesh.devices.flat):
+            self._is_warm = True
+            self.programs.warm_up(sequences)
 
     def unload(self) -> None:
         """Free the weights; nothing may be asked for until the next `load`."""
@@ -200,6 +211,7 @@ class NativeEngine:
         with self._state:
             self._closed = True
             self._state.notify_all()
+        self.programs.close()
         if threading.current_thread() is not self._worker:
             self._worker.join()
 

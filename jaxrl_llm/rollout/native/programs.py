@@ -3,14 +3,13 @@
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model
@@ -28,9 +27,8 @@ from jaxrl_llm.rollout.native.decode import (
     scatter_pages,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, touched
+from jaxrl_llm.rollout.native.sizes import FEWEST_ROWS, PAGE, Sizes, touched
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
-from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
 
@@ -79,20 +77,20 @@ class Programs:
         place = functools.partial(jax.tree.unflatten, jax.tree.structure(pool))
         self._pool_layout = place([layout.sharding(BATCH, None, split) for split in heads])
         self._rows_layout = place([layout.sharding(BATCH, split) for split in heads])
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._programs: dict[tuple[Any, ...], PendingProgram] = {}
 
     def make_pool(self) -> Cache:
         """Make an empty pool."""
-        return self._program("pool")()
+        return self._compiled("pool")()
 
     def gather_pages(self, pool: Cache, table: Any) -> Cache:
         """Lay the pages of each row side by side; see `decode.gather_pages`."""
-        return self._program("gather", *table.shape)(pool, table)
+        return self._compiled("gather", *table.shape)(pool, table)
 
     def prefill(self, params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
         """Read a chunk of prompts; see `decode.prefill`. The pool is donated."""
         key = (*chunk.tokens.shape, chunk.table.shape[1])
-        return self._program("prefill", *key)(params, pool, chunk)
+        return self._compiled("prefill", *key)(params, pool, chunk)
 
     def decode(
         self,
@@ -105,42 +103,70 @@ class Programs:
     ) -> tuple[Cache, Cache, DecodeOutput]:
         """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
         shape = (*state.tokens.shape, page_size(rows), extras is not None)
-        return self._program("decode", *shape)(params, pool, rows, state, extras, targets)
+        return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets)
 
     def copy_pages(self, pool: Cache, source: Any, target: Any) -> Cache:
         """Copy a page of each row; see `decode.copy_pages`. The pool is donated."""
-        return self._program("copy", *source.shape)(pool, source, target)
+        return self._compiled("copy", *source.shape)(pool, source, target)
 
     def decode_pages(
         self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
     ) -> tuple[Cache, DecodeOutput]:
         """Decode a chunk over the pages of each row in place. The pool is donated."""
         shape = (*state.tokens.shape, table.shape[1] * PAGE, extras is not None)
-        return self._program("decode", *shape)(params, pool, state, extras, table)
+        return self._compiled("decode", *shape)(params, pool, state, extras, table)
 
-    def warm_up(self) -> None:
-        """Compile everything but what few requests ask for, several programs at a time."""
-        keys = list(self._keys())
-        # several keep the same order
-        at_once = 1 if distributed.process_count() > 1 else os.cpu_count()
-        with ThreadPoolExecutor(at_once) as threads:
-            compiled = [threads.submit(self.trace(*key).lower().compile) for key in keys]
-        self._compiled |= {key: one.result() for key, one in zip(keys, compiled, strict=True)}
+    def warm_up(self, sequences: int | None = None) -> None:
+        """Compile everything but what few requests ask for.
 
-    def _keys(self) -> Iterable[tuple[Any, ...]]:
-        """Yield what each program is called by."""
+        On CPUs this returns at once. What is needed before it is compiled is compiled then.
+
+        Args:
+            sequences: how many are to be sampled first; None: as many as may run. What they need
+                comes first.
+        """
+        keys = list(self._keys(sequences or self.sizes.rows[-1]))
+        programs = [self._program(*key) for key in keys]
+        if compiles_ahead(self.layout.mesh.devices.flat):
+            first = 1 + [name for name, *_ in keys].index("prefill")
+            BACKGROUND.add(programs[:first])
+            BACKGROUND.add(programs[first:], later=True)
+        else:
+            compile_all(programs)
+
+    def close(self) -> None:
+        """Compile no more; wait for what is being compiled."""
+        BACKGROUND.drop(self._programs.values())
+
+    def _keys(self, sequences: int) -> Iterable[tuple[Any, ...]]:
+        """Yield what each program is called by, in the order in which they are likely needed.
+
+        As sequences end, fewer rows are decoded; more than at first come with others.
+        """
         shapes = self.sizes
+        first = next((n for n in shapes.rows if n >= sequences), shapes.rows[-1])
+        fewer = [n for n in reversed(shapes.rows) if n <= first]
+        more = [n for n in shapes.rows if n > first]
+        prefill = sorted(
+            shapes.prefill_shapes,
+            key=lambda shape: (shape[1], shape[0] if sequences <= FEWEST_ROWS else -shape[0]),
+        )
+        decoded = [
+            (rows, width)
+            for rows, width in itertools.product([*fewer, *more], shapes.widths)
+            if shapes.fits(rows, width)
+        ]
         yield ("pool",)
-        for rows in () if shapes.has_rows else shapes.rows:
-            yield "copy", rows
-        for rows, width in itertools.product(shapes.rows, shapes.widths):
-            if shapes.fits(rows, width):
-                yield "decode", rows, width, False
-                if shapes.has_rows:
-                    yield "gather", rows, width // PAGE
-        for rows, length in shapes.prefill_shapes:
-            for width in {shapes.width(length), shapes.widths[-1]}:
-                yield "prefill", rows, length, width // PAGE
+        for rows, width in decoded:
+            yield "decode", rows, width, False
+            if shapes.has_rows:
+                yield "gather", rows, width // PAGE
+            elif width == shapes.widths[0]:
+                yield "copy", rows
+            if (rows, width) == decoded[0]:
+                for prompts, length in prefill:
+                    for pages in sorted({shapes.width(length), shapes.widths[-1]}):
+                        yield "prefill", prompts, length, pages // PAGE
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""
@@ -172,10 +198,14 @@ class Programs:
         build: Callable[..., Any] = getattr(self, f"_trace_{name}")
         return build(*shape)
 
-    def _program(self, *key: Any) -> Any:
-        if key not in self._compiled:
-            self._compiled[key] = self.trace(*key).lower().compile()
-        return self._compiled[key]
+    def _program(self, *key: Any) -> PendingProgram:
+        if key not in self._programs or self._programs[key].has_failed:
+            label = f"{key[0]} {' x '.join(str(n) for n in key[1:3])}".strip()
+            self._programs[key] = PendingProgram(label, lambda: self.trace(*key).lower().compile())
+        return self._programs[key]
+
+    def _compiled(self, *key: Any) -> Any:
+        return self._program(*key).result()
 
     def _trace_pool(self) -> Any:
         return jax.jit(self._empty_pool, out_shardings=self._pool_layout).trace()

@@ -1,10 +1,8 @@
 """The rollout stage: an engine that samples answers under the policy's newest weights."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,14 +16,13 @@ from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.quantization import declare_quantized, quantize_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
-from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_model import LoadedModel
 
 TRAINING, VALIDATION, GREEDY = range(3)
@@ -76,27 +73,19 @@ class RolloutStage:
 
 
 def build_rollout(
-    config: TrainConfig,
-    model: LoadedModel,
-    layouts: Layouts,
-    tokenizer: Any,
-    folder: Path,
-    stack: contextlib.ExitStack,
+    config: TrainConfig, model: LoadedModel, layout: Layout, engine: Engine, tokenizer: Any
 ) -> RolloutStage:
-    """Build the engine, and what samples from it.
+    """Build what samples from an engine.
 
     Args:
         config: of the run.
         model: the policy.
-        layouts: of training and of the engine.
+        layout: of training.
+        engine: of the run.
         tokenizer: the policy's.
-        folder: of the run.
-        stack: closes the engine at the run's end.
     """
     with config_errors_at("model.path"):
         stops = stop_ids(tokenizer, config.model.path)
-    engine = make_engine(config, model.spec, layouts.rollout, folder)
-    stack.callback(engine.close)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     sampler = make_sampler(engine, decode)
     merge = merge_for_engine(model, config.model.dtype)
@@ -107,7 +96,7 @@ def build_rollout(
             params=merge(params),
             tokenizer=tokenizer,
             stops=stops,
-            layout=layouts.train,
+            layout=layout,
             dtype=config.model.dtype,
             step=step,
         )
