@@ -23,8 +23,8 @@ What can be imported from `jaxrl_llm` and its packages, as `from jaxrl_llm.rollo
 Only these names are meant for other code: a change of theirs has a line in CHANGELOG.md, anything
 else may change at any time. Shapes, units and errors are in the docstrings: `help(lay_out)`.
 
-`jaxrl_llm.train` is always the function, although `python -m jaxrl_llm.train` is a program of the same
-name; so are `sft`, `evaluate` and `serve`. `from jaxrl_llm.train import main` is the program.
+`jaxrl_llm.train` is always the function, although `python -m jaxrl_llm.train` is a program of the
+same name; so are `sft`, `evaluate` and `serve`. `from jaxrl_llm.train import main` is the program.
 
 `python -m benchmarks.code.api` writes this page from the code.
 """
