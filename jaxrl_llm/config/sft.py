@@ -28,7 +28,7 @@ from jaxrl_llm.config.shared import (
 class SftConfig(Section):
     """A whole run of `jaxrl_llm.sft`."""
 
-    run_dir: str = Field(description="directory for everything that the run writes")
+    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
     export_to: str = Field(description="Hugging Face directory to write at the end")
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="seed of the data order and of random weights"

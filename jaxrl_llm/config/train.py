@@ -40,7 +40,7 @@ Config = TypeVar("Config", bound=Section)
 class TrainConfig(Section):
     """A whole run of `jaxrl_llm.train`."""
 
-    run_dir: str = Field(description="directory for everything that the run writes")
+    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="seed of the data order and of sampling"
     )

@@ -5,18 +5,25 @@ Files are written whole or not at all.
 """
 
 import argparse
+import contextlib
 import inspect
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.rows import Row, read_rows, write_rows
 from jaxrl_llm.rewards.functions import last_boxed
 
 Written = dict[Path, int]  # rows per file
+
+HUB_TIMEOUT_S = 10.0
+"""Seconds in which the hub must answer, or it is taken for unreachable."""
 
 
 def arithmetic(  # noqa: PLR0913 - each is a key of a config
@@ -214,13 +221,46 @@ def _hub_rows(source: str, config: str, split: str) -> list[Row]:
             f"{source}: no such directory, and reading from the hub needs the datasets package:"
             " pip install 'jaxrl_llm[hub]'"
         ) from error
+    with _offline_if_unreachable() as problem:
+        try:
+            return [dict(row) for row in load_dataset(source, config, split=split)]
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = problem or " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"{source}: no such directory, and the hub did not give split {split!r}: {reason}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable() -> Iterator[str | None]:
+    """Have only what is kept of the hub read where it can't be reached, without several attempts.
+
+    Yields:
+        Why it can't be reached; None if it can be.
+    """
+    import datasets.config
+    from huggingface_hub import constants
+
+    problem = None
     try:
-        return [dict(row) for row in load_dataset(source, config, split=split)]
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{source}: no such directory, and the hub did not give split {split!r}: {reason}"
-        ) from error
+        if not constants.HF_HUB_OFFLINE:
+            urllib.request.urlopen(constants.ENDPOINT, timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        problem = (
+            f"{constants.ENDPOINT} can't be reached ({reason}), and nothing of it is kept here"
+        )
+    switches: list[Any] = [constants, datasets.config]
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch in switches if problem else ():
+            switch.HF_HUB_OFFLINE = True
+        yield problem
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
 
 
 # ---------------------------------------------------------------------------------------- writing

@@ -162,7 +162,7 @@ def load_rows(
     Traceback (most recent call last):
     ValueError: no.parquet: no such file
     """
-    rows = load_function(spec, home=__name__, passed=("paths",), key="dataset")(paths)
+    rows = load_function(spec, home=__name__, passed=("paths",), key="data.dataset")(paths)
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
         raise ValueError(
             f"dataset: expected a sequence of rows from {spec.fn!r}, got a {type(rows).__name__}"

@@ -122,7 +122,7 @@ def read_evaluation_prompts(config: EvaluateConfig, policy: Policy) -> list[Prom
             filter_overlong=config.max_prompt_tokens is not None,
             template_kwargs=config.chat_template_kwargs,
         )
-    check_sources(config.reward.function, prompts)
+    check_sources(config.reward.function, {prompt.data_source for prompt in prompts})
     return prompts
 
 

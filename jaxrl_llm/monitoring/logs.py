@@ -14,6 +14,9 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook
     who = f"process {distributed.process_index()} " if distributed.process_count() > 1 else ""
     log_to_stderr(logging.WARNING, f"%(levelname)s {who}%(name)s: %(message)s")
+    for name in ("huggingface_hub", "datasets"):  # they print by themselves, too
+        logging.getLogger(name).propagate = False
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # it warns of each NaN
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax raises its errors, too
     logging.getLogger("jaxrl_llm").setLevel(
         logging.INFO if distributed.is_first() else logging.WARNING

@@ -9,6 +9,7 @@ from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.trackers import Outages
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.worker import shorten
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch
 
@@ -76,6 +77,34 @@ def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> l
             known = batch.fields.get(field)  # a critic's warm-up needs no log-probs of the policy
             row[name] = None if known is None else known[index][mask].tolist()
     return rows
+
+
+EXAMPLES = 3
+"""Validation answers that are shown on the screen."""
+EXAMPLE_CHARS = 80
+
+
+def example_lines(rollouts: Rollouts, scores: Sequence[Score], *, samples: int) -> list[str]:
+    """Return a line for the first answer to each of the first few prompts.
+
+    A line has ✓ or ✗ where the reward function reports `acc`.
+
+    Args:
+        rollouts: answers; the k answers to a prompt lie side by side.
+        scores: one for each answer.
+        samples: k.
+    """
+    lines = []
+    for index in range(0, len(scores), samples)[:EXAMPLES]:
+        prompt, score = rollouts.prompts[index].messages[-1]["content"], scores[index]
+        mark = "" if "acc" not in score.extra else "✓ " if score.extra["acc"] else "✗ "
+        told = f"failed: {score.error}" if score.error is not None else f"{mark}{score.score:.4g}"
+        asked, answered = (
+            shorten(" ".join(text.split()), EXAMPLE_CHARS)
+            for text in (prompt, rollouts.texts[index])
+        )
+        lines.append(f"  {asked} → {answered}  {shorten(told, EXAMPLE_CHARS)}")
+    return lines
 
 
 def print_before_and_after(folder: Path, display: Display) -> None:

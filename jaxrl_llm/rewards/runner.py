@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -79,30 +80,48 @@ class RewardRunner(ABC):
             items: the replies; the strings, and whatever else they hold, must be picklable.
             first: the first one's row, for messages.
 
+        Failures are logged on one line, with the first of them.
+
         Raises:
             RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
                 closed.
         """
+        failures: dict[int, Outcome] = {}
         with self._lock, closing(self._outcomes(items)) as outcomes:
             self._first = first
             check_open(self._closed)
-            scores = {number: self._to_score(number, items[number], o) for number, o in outcomes}
+            scores = {}
+            for number, outcome in outcomes:
+                scores[number] = self._to_score(number, items[number], outcome)
+                if outcome.failure is not None:
+                    failures[number] = outcome
+            if failures:
+                number = min(failures)
+                kinds = Counter(outcome.failure for outcome in failures.values())
+                log.warning(
+                    "reward %r failed on %d of %d answers (%s); the first: %s",
+                    *(self._spec.fn, len(failures), len(items)),
+                    ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+                    self._described(number, items[number], failures[number]),
+                )
         return [scores[number] for number in range(len(items))]
 
     def _to_score(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
         if outcome.failure is None:
             return Score(outcome.score, outcome.extra, None)
         self.counts[outcome.failure] += 1
-        error = f"{outcome.failure}: {outcome.message}"
-        reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
-        row = (
-            f"row {self._first + number} (data_source {item.data_source!r}, reply {reply},"
-            f" ground truth {truth})"
-        )
         if self._on_error is None:
-            raise RewardError(f"reward {self._spec.fn!r} failed on {row}: {error}")
-        log.warning("reward %r failed on %s: %s", self._spec.fn, row, error)
-        return Score(float(self._on_error), {}, error)
+            described = self._described(number, item, outcome)
+            raise RewardError(f"reward {self._spec.fn!r} failed on {described}")
+        return Score(float(self._on_error), {}, f"{outcome.failure}: {outcome.message}")
+
+    def _described(self, number: int, item: RewardItem, outcome: Outcome) -> str:
+        """Return which reply a failed call was of, and how it failed."""
+        reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
+        return (
+            f"row {self._first + number} (data_source {item.data_source!r}, reply {reply},"
+            f" ground truth {truth}): {outcome.failure}: {outcome.message}"
+        )
 
 
 def check_reward_function(spec: FunctionSpec) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
-from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.functions import SOURCES
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
@@ -110,9 +109,28 @@ def make_function_scoring(
         own, retried_before = distributed.process_slice(len(items)), pool.counts.get("retried", 0)
         parts = distributed.all_gather(pool.score(items[own], first=own.start))
         context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
-        return [result for part in parts for result in part]
+        scores = [result for part in parts for result in part]
+        check_error_share(scores, reward, function)
+        return scores
 
     return score
+
+
+def check_error_share(
+    scores: Sequence[Score], reward: ScoringConfig, function: FunctionSpec
+) -> None:
+    """Stop where a reward function fails on more answers than the config allows.
+
+    Raises:
+        RewardError: it does; the message has the first failure.
+    """
+    errors = [score.error for score in scores if score.error is not None]
+    if len(errors) > reward.max_error_share * len(scores):
+        raise RewardError(
+            f"reward {function.fn!r} failed on {len(errors)} of {len(scores)} answers, more than "
+            f"reward.max_error_share={reward.max_error_share:g} of them; the first failure: "
+            f"{errors[0]}"
+        )
 
 
 def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
@@ -137,10 +155,10 @@ def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
     )
 
 
-def check_sources(function: FunctionSpec | None, prompts: Sequence[Prompt]) -> None:
+def check_sources(function: FunctionSpec | None, sources: Iterable[str]) -> None:
     """Refuse data sources for which `by_source` knows no function, before anything is sampled."""
     if function and function.fn == "by_source":
-        unknown = sorted({prompt.data_source for prompt in prompts} - SOURCES.keys())
+        unknown = sorted(set(sources) - SOURCES.keys())
         if unknown:
             raise ConfigError(
                 f"reward.function: by_source knows no function for data_source {unknown[0]!r}, "

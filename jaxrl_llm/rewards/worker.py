@@ -224,13 +224,17 @@ def _load(
     except EOFError:
         raise
     except ConfigError as error:
-        text = str(error).removeprefix("reward.function: ")
+        text = str(error).removeprefix("reward.function: ") + _limit(error.__cause__, memory_gb)
         return None, shorten(text, MAX_LOAD_ERROR_CHARS)
     except Exception as error:  # also of a function given from Python, which is unpickled
         return None, shorten(_describe(error, memory_gb), MAX_LOAD_ERROR_CHARS)
 
 
 def _describe(error: BaseException, memory_gb: float | None) -> str:
-    limit = memory_gb is not None and isinstance(error, MemoryError)
-    cause = f"; it may take {memory_gb:g} GB (reward.memory_gb)" if limit else ""
-    return f"{type(error).__name__}: {error}{cause}"
+    return f"{type(error).__name__}: {error}{_limit(error, memory_gb)}"
+
+
+def _limit(error: BaseException | None, memory_gb: float | None) -> str:
+    """Return what a process may take, if that is the cause of an error."""
+    is_cause = memory_gb is not None and isinstance(error, MemoryError)
+    return f"; it may take {memory_gb:g} GB (reward.memory_gb)" if is_cause else ""

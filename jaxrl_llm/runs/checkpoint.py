@@ -282,6 +282,11 @@ class Checkpoints:
         return f"{text}; there is no earlier one that is whole"
 
     def _save_error(self, step: int | None, error: Exception) -> CheckpointError:
+        if step is not None and (self.directory / str(step)).is_dir():  # it is renamed in the end
+            return CheckpointError(
+                f"step {step} is saved in {self.directory}, but an earlier one can't be removed: "
+                f"{_reason(error)}"
+            )
         return CheckpointError(f"can't save step {step} in {self.directory}: {_reason(error)}")
 
 

@@ -3,13 +3,14 @@
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.sources import UserFunction, user_functions
@@ -48,6 +49,7 @@ CHANGEABLE = (
     "optim.max_skipped",
     "reward.workers",
     "reward.timeout_s",
+    "reward.max_error_share",
     "reward.memory_gb",
     "reward.max_processes",
     "reward.pass_env",
@@ -61,24 +63,45 @@ CHANGEABLE = (
 """Keys that may change when a run is continued: they move what is written, or only rounding."""
 
 
+class RunFolder(NamedTuple):
+    """A run's folder, while it is held.
+
+    Attributes:
+        path: of the folder.
+        record: writes config, users' functions, versions and commit into it. Called once nothing is
+            left that could refuse the run; before, no file of an earlier run is changed.
+    """
+
+    path: Path
+    record: Callable[[], None]
+
+
 @contextlib.contextmanager
-def run_folder(run_dir: str | Path, config: TrainConfig | SftConfig) -> Iterator[Path]:
-    """Hold a run's folder: one run at a time; its config, versions, commit and programs inside.
+def run_folder(run_dir: str | Path, config: TrainConfig | SftConfig) -> Iterator[RunFolder]:
+    """Hold a run's folder, for one run at a time, and keep compiled programs.
+
+    A folder in which no run has begun, as where it is refused, is left as it was before.
 
     Raises:
-        ConfigError: another run is there, or nothing can be written there.
+        ConfigError: another run is there, the one there was begun otherwise, or nothing can be
+            written there.
     """
-    folder = Path(run_dir)
+    folder, functions = Path(run_dir), user_functions(config)
+
+    def record() -> None:
+        distributed.run_on_first(lambda: _record(folder, config, functions))
+
     with contextlib.ExitStack() as stack:
-        distributed.run_on_first(lambda: stack.enter_context(_locked(folder, config)))
+        distributed.run_on_first(lambda: stack.enter_context(_locked(folder)))
+        distributed.run_on_first(lambda: _check_unchanged(folder, config, functions))
         if config.compilation_cache:
             stack.enter_context(use_compilation_cache(compilation_cache_of(folder)))
-        yield folder
+        yield RunFolder(folder, record)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, config: TrainConfig | SftConfig) -> Iterator[None]:
-    """Lock a run's folder, and write its config and versions into it.
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a run's folder; one that was made for a run that did not begin is removed again.
 
     The lock is one of the operating system, which also a killed process lets go of. A file system
     without such locks is refused: filelock would else take a file's existence for a lock, and that
@@ -87,24 +110,51 @@ def _locked(folder: Path, config: TrainConfig | SftConfig) -> Iterator[None]:
     # a file server may hold the lock of a node that is lost for a while
     timeout = LEASE_S if context.is_restarted() else 0.0
     lock = FileLock(folder / ".lock", timeout, poll_interval=1.0, fallback_to_soft=False)
+    ours = [folder / ".lock", folder / "checkpoints", folder, *folder.parents]
+    ours = [path for path in ours if not path.exists()]
     with contextlib.ExitStack() as stack:
-        with config_errors_at("run_dir"):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(lock)
-            except Timeout as error:
-                raise ConfigError(
-                    f"run_dir: another process is running in {str(folder)!r}"
-                ) from error
-        resolved, functions = folder / "config.yaml", user_functions(config)
-        if resolved.exists():
-            changed = changes(read_yaml(resolved), as_tree(config))
-            check_changed_keys(folder, _changed_functions(folder, functions, changed))
-        write_text(resolved, to_yaml(config))
-        _write_functions(folder, functions)
-        versions = json.dumps(collect_versions(config.seed), indent=1)
-        write_text(folder / "versions.json", versions + "\n")
-        yield
+            stack.enter_context(lock)
+        except Timeout as error:
+            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir: nothing can be written to {str(folder)!r}: {error.strerror or error}; "
+                "name a folder that can be made, as in run_dir=runs/mine"
+            ) from error
+        try:
+            yield
+        finally:
+            if not (folder / "config.yaml").exists():
+                _remove_empty(ours)
+
+
+def _remove_empty(paths: Iterable[Path]) -> None:
+    """Remove the lock and folders as long as they are empty."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _check_unchanged(
+    folder: Path, config: TrainConfig | SftConfig, functions: Mapping[str, UserFunction]
+) -> None:
+    """Refuse a config that the run in a folder was not begun with."""
+    resolved = folder / "config.yaml"
+    if resolved.exists():
+        changed = changes(read_yaml(resolved), as_tree(config))
+        check_changed_keys(folder, _changed_functions(folder, functions, changed))
+
+
+def _record(
+    folder: Path, config: TrainConfig | SftConfig, functions: Mapping[str, UserFunction]
+) -> None:
+    """Write what a run is made with, and can be repeated by."""
+    write_text(folder / "config.yaml", to_yaml(config))
+    _write_functions(folder, functions)
+    versions = json.dumps(collect_versions(config.seed), indent=1)
+    write_text(folder / "versions.json", versions + "\n")
 
 
 def _write_functions(folder: Path, functions: Mapping[str, UserFunction]) -> None:

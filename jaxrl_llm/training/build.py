@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +14,13 @@ from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
-from jaxrl_llm.data.rows import check_prompt_row, load_rows
+from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.runs.resume import resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.training.check_functions import check_schedules
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
@@ -29,6 +31,8 @@ from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import build_rollout
 from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import build_scoring, open_scoring_model
+
+log = logging.getLogger(__name__)
 
 
 def build_stages(
@@ -48,6 +52,7 @@ def build_stages(
         watchdog: ends the run when it hangs.
     """
     layouts = open_training_layouts(config)
+    rows = read_checked_rows(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
     check_longest_sequence(config, model.spec)
     stack.enter_context(compiling_what_is_needed())
@@ -57,7 +62,10 @@ def build_stages(
     compile_first_step(config, functions, model.spec, models, layouts)
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
-    prompts, validation_prompts = read_training_prompts(config, tokenizer)
+    prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer)
+    if config.steps is None:
+        steps = len(prompts) * config.epochs // config.batch.prompts_per_step
+        check_schedules(config, functions, steps)
     executor = ThreadPoolExecutor(1, "background")
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
@@ -70,14 +78,17 @@ def build_stages(
     algorithm = build_algorithm(config, functions)
     frozen = {"reward.classifier": reward_model.params} if reward_model else None
     opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
-    validate = make_validation(config, rollout, scoring.score_validation, validation_prompts)
+    validate = make_validation(
+        config, rollout, scoring.score_validation, validation_prompts, opened.display.line
+    )
     shape = microbatch_shape(config, model.spec, layouts.train)
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
-    coefs = {n: opened.extra.get(n, getattr(config.algorithm, n)) for n in Coefs._fields}
+    coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef)
+    coefs = coefs._replace(**{n: opened.extra[n] for n in Coefs._fields if n in opened.extra})
     stages = Stages(rollout, scoring, models, algorithm, run)
-    return stages, Progress(opened.step, opened.states, Coefs(**coefs)), opened.stream
+    return stages, Progress(opened.step, opened.states, coefs), opened.stream
 
 
 def open_training_layouts(config: TrainConfig) -> Layouts:
@@ -98,13 +109,28 @@ def check_longest_sequence(config: TrainConfig, spec: ModelSpec) -> None:
         )
 
 
-def read_training_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
-    """Read and tokenise the prompts to train and to validate on."""
+def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Read the rows to train and to validate on, and check their columns and data sources."""
     data = config.data
 
-    def read(paths: Sequence[str], key: str) -> list[Prompt]:
+    def read(paths: Sequence[str], key: str) -> Sequence[Row]:
         with config_errors_at(key):
-            rows = load_rows(data.dataset, paths, check=check_prompt_row)
+            return load_rows(data.dataset, paths, check=check_prompt_row)
+
+    train = read(data.train, "data.train")
+    validation = read(data.validation, "data.validation") if data.validation else []
+    check_sources(config.reward.function, {row["data_source"] for row in (*train, *validation)})
+    return train, validation
+
+
+def tokenize_rows(
+    config: TrainConfig, train_rows: Sequence[Row], validation_rows: Sequence[Row], tokenizer: Any
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Tokenise the prompts to train and to validate on."""
+    data = config.data
+
+    def tokenized(rows: Sequence[Row], key: str) -> list[Prompt]:
+        with config_errors_at(key):
             return tokenize_prompts(
                 rows,
                 tokenizer,
@@ -113,13 +139,18 @@ def read_training_prompts(config: TrainConfig, tokenizer: Any) -> tuple[list[Pro
                 template_kwargs=data.chat_template_kwargs,
             )[0]
 
-    train = read(data.train, "data.train")
-    validation = read(data.validation, "data.validation") if data.validation else []
-    check_sources(config.reward.function, [*train, *validation])
+    train = tokenized(train_rows, "data.train")
+    validation = tokenized(validation_rows, "data.validation") if validation_rows else []
     per_step = config.batch.prompts_per_step
     if not config.steps and len(train) * config.epochs < per_step:
         raise ConfigError(
             f"batch.prompts_per_step={per_step}, but data.train has only {len(train)} prompts for "
             f"{config.epochs} epochs: lower it, or set steps"
+        )
+    if len(train) < per_step:
+        log.warning(
+            "batch.prompts_per_step=%d, but data.train has only %d prompts: each comes %.3g times "
+            "in a step; lower it, or add data",
+            *(per_step, len(train), per_step / len(train)),
         )
     return train, validation[: config.validation.rows]

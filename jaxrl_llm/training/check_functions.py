@@ -26,6 +26,7 @@ from jaxrl_llm.training.experience import (
 from jaxrl_llm.training.load_functions import AlgorithmFunctions, Function
 from jaxrl_llm.training.objective import as_token_loss, per_token
 from jaxrl_llm.training.optimizer import check_learning_rates
+from jaxrl_llm.training.stages.algorithm import checked_controller
 
 Fields = dict[str, Any]
 Trial = tuple[str, Function, Callable[[Fields], Any]]
@@ -66,13 +67,12 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
     advantage = functions.advantage
     compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
     yield "algorithm.advantage", advantage, compute
-    if functions.kl:
-        key = "algorithm.kl_loss" if algorithm.kl_loss else "algorithm.kl_reward"
-        yield (
-            key,
-            functions.kl,
-            functools.partial(_kl, functions.kl, compiled=bool(algorithm.kl_loss)),
-        )
+    if kl := functions.kl:
+        in_loss = algorithm.kl_loss is not None
+        key = "algorithm.kl_loss" if in_loss else "algorithm.kl_reward"
+        yield key, kl, functools.partial(_kl, kl, compiled=in_loss)
+        control = functools.partial(_next_coef, functions.controller, algorithm.kl_coef)
+        yield "algorithm.kl_controller", functions.controller, control
     for key, function, kind in (
         ("algorithm.group_filter", functions.group_filter, np.bool_),
         ("algorithm.penalty", functions.penalty, np.floating),
@@ -100,6 +100,10 @@ def _kl(function: Function, fields: Fields, *, compiled: bool) -> Any:
             raise
         return None  # in the reward it may compute with numpy
     return per_token(result, function, "kl", fields["mask"].shape)
+
+
+def _next_coef(controller: Function, coef: float, fields: Fields) -> None:
+    checked_controller(controller)(coef, 0.01, len(fields["mask"]))  # it gets numbers, no arrays
 
 
 def _per_answer(function: Function, key: str, kind: type[np.generic], fields: Fields) -> Any:

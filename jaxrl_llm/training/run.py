@@ -19,19 +19,22 @@ from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
+from jaxrl_llm.monitoring.display import open_display
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import on_device
-from jaxrl_llm.training.build import build_stages
+from jaxrl_llm.training.build import build_stages, read_checked_rows
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
+from jaxrl_llm.training.preflight import check_inputs
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.supervised import run_sft
 
@@ -274,32 +277,74 @@ def open_run(config: TrainConfig) -> Run:
 
 def open_here(config: TrainConfig) -> Run:
     """Open a run in this process, which may be one of a cluster's."""
-    distributed.initialize()
     with contextlib.ExitStack() as stack:  # on an error, closes what was opened
-        stack.enter_context(distributed.abort_together((Preempted,)))
-        quiet_libraries()
-        functions = resolve_functions(config)  # wrong names fail before anything is loaded
-        prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
-        warm_start(config)
-        stack.enter_context(distributed.abort_together((Preempted,)))
-        stack.enter_context(context.reporting_failure())
-        watchdog = stack.enter_context(open_watchdog(config))
-        folder = stack.enter_context(run_folder(config.run_dir, config))
-        with compiling_ahead(config, folder) as wait:
-            stages, start, prompt_batches = build_stages(config, functions, folder, stack, watchdog)
-            wait()
-        loop = TrainingLoop(stages, start, prompt_batches)
-        return Run(folder, loop, stack.pop_all())
+        return _build(config, *_claim(config, stack), stack)
 
 
 def run_training(config: TrainConfig) -> None:
     """Open a run, run it to its end and print what it has learned."""
-    with open_here(config) as run:
-        run.finish()
+    with contextlib.ExitStack() as stack:
+        functions, folder = _claim(config, stack)
+        if _is_finished(config, folder.path):
+            return
+        with _build(config, functions, folder, stack) as run:
+            run.finish()
+
+
+def _claim(
+    config: TrainConfig, stack: contextlib.ExitStack
+) -> tuple[AlgorithmFunctions, RunFolder]:
+    """Check what needs no model, and hold the run's folder."""
+    distributed.initialize()
+    stack.enter_context(distributed.abort_together((Preempted,)))
+    quiet_libraries()
+    functions = resolve_functions(config)  # wrong names fail before anything is loaded
+    check_inputs(config, functions)
+    return functions, stack.enter_context(run_folder(config.run_dir, config))
+
+
+def _build(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    folder: RunFolder,
+    stack: contextlib.ExitStack,
+) -> Run:
+    """Make what the run needs, and build it where it stands; it takes over the stack."""
+    prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
+    warm_start(config)
+    stack.enter_context(distributed.abort_together((Preempted,)))
+    stack.enter_context(context.reporting_failure())
+    watchdog = stack.enter_context(open_watchdog(config))
+    path = folder.path
+    with compiling_ahead(config, path) as wait:
+        stages, start, prompt_batches = build_stages(config, functions, path, stack, watchdog)
+        wait()
+    folder.record()
+    loop = TrainingLoop(stages, start, prompt_batches)
+    return Run(path, loop, stack.pop_all())
+
+
+def _is_finished(config: TrainConfig, folder: Path) -> bool:
+    """Tell whether a run has no step left to take, and print then what it has learned."""
+    done = distributed.run_on_first(lambda: max(RunFiles(folder).checkpoints, default=0))
+    if config.steps is None or done < config.steps or config.checkpoint.resume == "never":
+        return False
+    display = open_display("training", config.steps, config.steps)
+    display.line(
+        f"nothing to do: the run in {str(folder)!r} has taken {done} steps, and steps="
+        f"{config.steps}; more steps continue it"
+    )
+    if distributed.is_first():
+        print_before_and_after(folder, display)
+    display.close()
+    return True
 
 
 def warm_start(config: TrainConfig) -> None:
-    """Make the base model by supervised training where there is none yet."""
+    """Make the base model by supervised training where there is none yet.
+
+    The rows to train on are read first: what is wrong with them should not wait for it.
+    """
     if config.model.warm_start is None:
         return
     path = Path(config.model.path)
@@ -307,6 +352,8 @@ def warm_start(config: TrainConfig) -> None:
         sft = load(SftConfig, config.model.warm_start)
     except ConfigError as error:
         raise ConfigError(f"model.warm_start: {error}") from error
+    if not path.exists():
+        read_checked_rows(config)
     sft = dataclasses.replace(sft, export_to=str(path), run_dir=f"{path}.sft")
     recipe = to_yaml(sft)
     # another recipe must not continue this one's checkpoints

@@ -23,7 +23,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.runs.directory import run_folder
+from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.resume import (
     ResumedRun,
     TrainableModel,
@@ -77,7 +77,7 @@ def _train(
     config: SftConfig,
     optimizer: optax.GradientTransformation,
     schedule: Callable[[Any], Any],
-    folder: Path,
+    folder: RunFolder,
     stack: contextlib.ExitStack,
 ) -> tuple[Params, ModelSpec, Any]:
     """Return what was trained, the model's spec, and the layout of its base if it has an adapter.
@@ -85,12 +85,13 @@ def _train(
     All other arrays are let go of, so that merging and saving hold the model once.
     """
     watchdog = stack.enter_context(open_watchdog(config))
-    learner, opened, spec, base = _start(config, optimizer, folder, stack)
+    learner, opened, spec, base = _start(config, optimizer, folder.path, stack)
+    folder.record()
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
     step, compiled = opened.step, CompileCounter()
     left = range(step + 1, total + 1)
-    profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
+    profiler = Profiler(left, config.log.profile_steps, folder.path, opened.display)
     for step in left:
         watchdog.beat()
         profiler.turn_to(step)
@@ -141,6 +142,7 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> tuple[Learner, ResumedRun, ModelSpec, Any]:
     layout = open_layout(config.mesh, "train", config.mesh.train)
+    examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed)
     shape = packed_shape(
         layout,
@@ -161,7 +163,6 @@ def _start(
         frozen=model.frozen,
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
-    examples = _read_examples(config)
     opened = resume_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
     return learner, opened, model.spec, base

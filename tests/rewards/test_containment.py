@@ -257,7 +257,7 @@ def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
     limits = Limits(memory_gb=0.5)
     with (
         RewardPool(FunctionSpec(f"{path}:act"), workers=1, limits=limits) as pool,
-        pytest.raises(RewardError, match=r"MemoryError: ; it may take 0.5 GB \(reward.memory_gb"),
+        pytest.raises(RewardError, match=r"MemoryError; it may take 0.5 GB \(reward.memory_gb"),
     ):
         pool.score(items("1"))
 

@@ -431,7 +431,7 @@ def test_a_program_that_is_not_there_is_an_error(start):
 
 def test_without_an_environment_the_command_that_makes_one_is_named(tmp_path):
     config = VllmConfig(python=str(tmp_path / "python"))
-    with pytest.raises(EngineError, match=r"python -m jaxrl_llm\.rollout\.vllm\.setup"):
+    with pytest.raises(ConfigError, match=r"python -m jaxrl_llm\.rollout\.vllm\.setup"):
         VllmEngine(SPEC, EngineSettings(4, 32), source=None, config=config, folder=tmp_path)
 
 

@@ -42,6 +42,14 @@ def refusal(function, *args, **more):
     return str(caught.value)
 
 
+@contextlib.contextmanager
+def recorded(folder, config):
+    """A run that nothing refuses."""
+    with run_folder(folder, config) as opened:
+        opened.record()
+        yield opened.path
+
+
 def enter(folder, config):
     with run_folder(folder, config):
         raise AssertionError("this is not reached")
@@ -49,7 +57,7 @@ def enter(folder, config):
 
 def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp_path):
     config = config_of(tmp_path / "a" / "b", seed=7)
-    with run_folder(config.run_dir, config) as folder:
+    with recorded(config.run_dir, config) as folder:
         assert folder == tmp_path / "a" / "b"
         assert load(TrainConfig, folder / "config.yaml") == config
         versions = json.loads((folder / "versions.json").read_text())
@@ -72,7 +80,8 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
         "from jaxrl_llm.runs.directory import run_folder\n"
         "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
         " data=DataConfig(train=('t',)))\n"
-        "with run_folder(config.run_dir, config):\n"
+        "with run_folder(config.run_dir, config) as opened:\n"
+        "    opened.record()\n"
         "    print('holding', flush=True)\n"
         "    sys.stdin.readline()\n"
     )
@@ -89,7 +98,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
         assert message == f"run_dir: another process is running in {str(tmp_path)!r}"
         assert (tmp_path / "config.yaml").read_text() == before, "nothing was touched"
         first.kill()
-    with run_folder(tmp_path, config):  # a killed process holds no lock
+    with recorded(tmp_path, config):  # a killed process holds no lock
         pass
 
 
@@ -98,7 +107,7 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path,
     again = JobContext(None, (), 1, 0, engine_devices=0, reward_tasks=0, max_retries=1)
     config, waited = config_of(tmp_path), []
     with contextlib.ExitStack() as other:
-        other.enter_context(run_folder(tmp_path, config))
+        other.enter_context(recorded(tmp_path, config))
         monkeypatch.setattr(context, "_contexts", [again._replace(restarts=0)])
         assert "another process is running" in refusal(enter, tmp_path, config)
         monkeypatch.setattr(context, "_contexts", [again])
@@ -106,7 +115,7 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path,
         assert "another process is running" in refusal(enter, tmp_path, config)
         monkeypatch.setattr(directory, "LEASE_S", 60.0)
         monkeypatch.setattr("time.sleep", lambda seconds: waited.append(other.close()))
-        with run_folder(tmp_path, config):
+        with recorded(tmp_path, config):
             assert len(waited) == 1
 
 
@@ -118,22 +127,65 @@ def test_a_run_folder_that_is_a_file(tmp_path):
     assert str(path) in message
 
 
+def files(folder):
+    """Return the bytes of a folder's files, by path; None for a folder."""
+    return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    """It used to leave a folder with the refused config."""
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match="no"), run_folder(folder, config_of(folder)) as opened:
+        (opened.path / "checkpoints").mkdir()  # as what looks for one does
+        raise ConfigError("no")
+    assert files(tmp_path) == {}
+    folder.mkdir(parents=True)
+    (folder / "mine.txt").write_text("kept")
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match="no"), run_folder(folder, config_of(folder)):
+        raise ConfigError("no")
+    assert files(tmp_path) == before
+
+
+def test_a_refused_run_changes_no_file_of_the_one_before(tmp_path):
+    """It used to overwrite `config.yaml`."""
+    with recorded(tmp_path, config_of(tmp_path, seed=1)):
+        pass
+    before = files(tmp_path)
+    again = config_of(tmp_path, seed=2)  # before its first checkpoint a run may begin anew
+    with pytest.raises(ConfigError, match="no"), run_folder(tmp_path, again):
+        raise ConfigError("no")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["file/run", "/proc/nowhere/run"])
+def test_a_folder_that_can_not_be_made_has_a_hint(tmp_path, monkeypatch, name):
+    """There was only `run_dir: [Errno 2]`."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    message = refusal(enter, name, config_of(name))
+    assert message.startswith(f"run_dir: nothing can be written to {name!r}: ")
+    assert message.endswith("; name a folder that can be made, as in run_dir=runs/mine")
+    assert "Errno" not in message
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
 def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
     config = config_of(tmp_path)
-    with pytest.raises(RuntimeError, match="mine"), run_folder(tmp_path, config):
+    with pytest.raises(RuntimeError, match="mine"), recorded(tmp_path, config):
         raise RuntimeError("mine")
-    with run_folder(tmp_path, config):
+    with recorded(tmp_path, config):
         pass
 
 
 def test_keys_that_changed_since_the_run_began_are_logged(tmp_path, caplog):
-    with run_folder(tmp_path, config_of(tmp_path, seed=1)):
+    with recorded(tmp_path, config_of(tmp_path, seed=1)):
         pass
-    with caplog.at_level(logging.WARNING), run_folder(tmp_path, config_of(tmp_path, seed=1)):
+    with caplog.at_level(logging.WARNING), recorded(tmp_path, config_of(tmp_path, seed=1)):
         pass
     assert caplog.messages == []
     again = config_of(tmp_path, seed=2, optim=OptimConfig(grad_clip=None))
-    with caplog.at_level(logging.WARNING), run_folder(tmp_path, again):
+    with caplog.at_level(logging.WARNING), recorded(tmp_path, again):
         pass
     assert caplog.messages == [
         "config changed since this run began: seed: 1 -> 2",
@@ -143,14 +195,14 @@ def test_keys_that_changed_since_the_run_began_are_logged(tmp_path, caplog):
 
 
 def test_a_run_with_a_checkpoint_refuses_keys_that_would_mix_two_runs(tmp_path, caplog):
-    with run_folder(tmp_path, config_of(tmp_path, seed=1)):
+    with recorded(tmp_path, config_of(tmp_path, seed=1)):
         (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     with (
         caplog.at_level(logging.WARNING),
-        run_folder(tmp_path, config_of(tmp_path, seed=1, steps=9)),
+        recorded(tmp_path, config_of(tmp_path, seed=1, steps=9)),
     ):
         assert caplog.messages == ["config changed since this run began: steps: None -> 9"]
-    message = refusal(run_folder(tmp_path, config_of(tmp_path, seed=2)).__enter__)
+    message = refusal(enter, tmp_path, config_of(tmp_path, seed=2))
     assert message.startswith("seed: 1 -> 2: the run in ")
     assert "name another run_dir" in message
     assert read_yaml(tmp_path / "config.yaml")["seed"] == 1  # what ran, not what was refused
@@ -174,7 +226,7 @@ def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
 
 def test_yaml_of_the_config_in_a_run_folder_is_what_print_config_prints(tmp_path):
     config = config_of(tmp_path)
-    with run_folder(tmp_path, config):
+    with recorded(tmp_path, config):
         assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
 
 
@@ -198,7 +250,7 @@ def begun(tmp_path):
     """A run with a checkpoint, whose loss is in a file."""
     (tmp_path / "mine.py").write_text(MINE)
     config = with_loss(tmp_path / "run", f"{tmp_path}/mine.py:capped")
-    with run_folder(config.run_dir, config) as folder:
+    with recorded(config.run_dir, config) as folder:
         (folder / "checkpoints/3").mkdir(parents=True)
     return tmp_path, config
 
@@ -217,7 +269,7 @@ def test_a_run_is_not_continued_with_an_edited_function(begun):
     assert message.startswith(f"algorithm.loss: the source of {folder}/mine.py:capped is no longer")
     assert "was begun otherwise" in message
     (folder / "mine.py").write_text(MINE.replace("CAP = 2.0", "CAP = 2.0  # two\nMORE = 1"))
-    with run_folder(config.run_dir, config):
+    with recorded(config.run_dir, config):
         pass
 
 
@@ -225,7 +277,7 @@ def test_before_the_first_checkpoint_a_function_may_be_edited(begun, caplog):
     folder, config = begun
     (folder / "run/checkpoints/3").rmdir()
     (folder / "mine.py").write_text(MINE.replace("-min", "min"))
-    with run_folder(config.run_dir, config):
+    with recorded(config.run_dir, config):
         assert "the source of" in caplog.text
     assert "    return min(" in (folder / "run/functions/algorithm.loss.py").read_text()
 
@@ -234,7 +286,7 @@ def test_a_run_goes_on_with_the_same_function_from_elsewhere(begun):
     folder, config = begun
     (folder / "other.py").write_text(MINE)
     moved = with_loss(config.run_dir, f"{folder}/other.py:capped")
-    with run_folder(moved.run_dir, moved):
+    with recorded(moved.run_dir, moved):
         pass
     (folder / "other.py").write_text(MINE.replace("2.0", "2.5"))
     assert "algorithm.loss" in refusal(enter, moved.run_dir, moved)

@@ -101,6 +101,16 @@ def test_a_function_that_can_not_work_is_named_with_its_key(key, function, expec
     assert expected in message
 
 
+def test_a_controller_is_tried_with_numbers_where_there_is_a_kl():
+    keys = {"algorithm.kl_controller": lambda coef, observed_kl, batch_size: -coef}
+    message = refusal(keys | {"algorithm.kl_loss": "k3"})
+    assert message == (
+        "algorithm.kl_controller: '<lambda>' returned -0.001 for coef=0.001 and observed_kl=0.01; "
+        "expected a number of 0 or more"
+    )
+    resolved(keys)
+
+
 @pytest.mark.parametrize("section", ["critic", "implicit_reward_model"])
 def test_losses_of_other_models_are_tried_too(section):
     advantage = "gae" if section == "critic" else "prime"

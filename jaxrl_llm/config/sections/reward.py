@@ -24,6 +24,15 @@ class ScoringConfig(Section):
             "score is not finite; null stops the run"
         ),
     )
+    max_error_share: Number = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description=(
+            "stop when a reward function fails on more than this share of the responses that are "
+            "scored together; 1 never stops"
+        ),
+    )
     memory_gb: Number | None = Field(
         default=4.0,
         gt=0,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.hf.fp8 import check_block_shapes
@@ -29,13 +30,13 @@ def find_python(python: str | None) -> str:
         python: the path of one; None takes the one that `setup` makes.
 
     Raises:
-        EngineError: there is none.
+        ConfigError: there is none.
     """
     path = str(HOME / "bin" / "python" if python is None else Path(python).expanduser())
     executable = shutil.which(path)
     if executable is None:
-        raise EngineError(
-            f"there is no interpreter {path} to run vLLM: make its environment by "
+        raise ConfigError(
+            f"rollout.engine: there is no interpreter {path} to run vLLM: make its environment by "
             "`python -m jaxrl_llm.rollout.vllm.setup`, or name one in rollout.vllm.python"
         )
     return executable

@@ -14,7 +14,8 @@ from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.monitoring.clock import is_due
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
-from jaxrl_llm.monitoring.report import RolloutDumps
+from jaxrl_llm.monitoring.report import RolloutDumps, example_lines
+from jaxrl_llm.monitoring.step_warnings import StepWarnings
 from jaxrl_llm.monitoring.tables import SHOWN
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import Scoring
@@ -44,6 +45,7 @@ class RunStage:
         dump: (step, batch, rollouts, scores) -> writes the answers to a file.
         preemption: whether the run was told to end.
         watchdog: ends the run when it hangs; `record` tells it of each step.
+        warn: (step, metrics) -> logs what is wrong with a step.
         prompts: to train on.
         validation_prompts: to validate on.
     """
@@ -61,6 +63,7 @@ class RunStage:
     display: Display
     preemption: Preemption
     watchdog: Watchdog
+    warn: Callable[[int, dict[str, float]], None]
     prompts: list[Prompt] = field(default_factory=list)
     validation_prompts: list[Prompt] = field(default_factory=list)
 
@@ -69,10 +72,14 @@ class RunStage:
         self.watchdog.beat()
         self.log.write(step, metrics)
         parts = [f"{label} {metrics[k]:.4g}" for label, k in SHOWN.items() if k in metrics]
+        if metrics.get("reward/errors"):
+            parts.append(f"errors {metrics['reward/errors']:.4g}")
         parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
         line = f"step {step}/{self.total_steps}  " + "  ".join(parts)
         self.display.advance(line) if step else self.display.line(line)
         self.display.plot(step, metrics)
+        if step:
+            self.warn(step, metrics)
 
 
 def build_run(
@@ -111,6 +118,7 @@ def build_run(
         display=opened.display,
         preemption=opened.preemption,
         watchdog=watchdog,
+        warn=StepWarnings(config, opened.total_steps),
     )
 
 
@@ -133,15 +141,29 @@ def no_validation(step: int) -> dict[str, float]:
 
 
 def make_validation(
-    config: TrainConfig, rollout: RolloutStage, score: Scoring, prompts: list[Prompt]
+    config: TrainConfig,
+    rollout: RolloutStage,
+    score: Scoring,
+    prompts: list[Prompt],
+    show: Callable[[str], None],
 ) -> Callable[[int], dict[str, float]] | None:
-    """Return the function that validates at a step, or None without validation prompts."""
+    """Return the function that validates at a step, or None without validation prompts.
+
+    Args:
+        config: of the run.
+        rollout: samples the answers.
+        score: rollouts -> one score for each answer.
+        prompts: to answer.
+        show: takes lines for the screen, with the answers to the first prompts.
+    """
     if not prompts:
         return None
 
     def validate(step: int) -> dict[str, float]:
         rollouts = rollout.sample_validation(prompts, step)
         scores, samples = score(rollouts), config.validation.samples
+        for line in example_lines(rollouts, scores, samples=samples):
+            show(line)
         return validation_metrics(rollouts.prompts, scores, samples=samples)
 
     return validate

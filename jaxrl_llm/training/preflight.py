@@ -1,0 +1,36 @@
+"""What is looked at before a model is loaded, besides what functions return."""
+
+import logging
+
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.fields import asks_for, name_of
+from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.rewards.runner import check_reward_function
+from jaxrl_llm.rollout.vllm.environment import find_python
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
+
+log = logging.getLogger(__name__)
+
+
+def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
+    """Import the functions that get no arrays, look for vLLM, and warn of what can't learn.
+
+    Raises:
+        ConfigError: a function can't be imported, or vLLM's environment is not there.
+    """
+    data, rollout = config.data, config.rollout
+    if config.reward.function:
+        check_reward_function(config.reward.function)
+    load_function(data.dataset, kinds.DATASETS, passed=("paths",), key="data.dataset")
+    if data.prepare:
+        load_function(data.prepare, kinds.PREPARATIONS, key="data.prepare")
+    if rollout.engine == "vllm" and not (rollout.nodes or rollout.vllm.launch):
+        find_python(rollout.vllm.python)  # elsewhere this machine need not have it
+    if rollout.samples_per_prompt == 1 and "group_ids" in asks_for(functions.advantage):
+        log.warning(
+            "rollout.samples_per_prompt=1, but %s (algorithm.advantage) compares the answers to a "
+            "prompt with each other, and there is one: set 2 or more, or take an advantage without "
+            "groups, as reinforce_plus_plus",
+            name_of(functions.advantage),
+        )
