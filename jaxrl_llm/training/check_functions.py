@@ -45,7 +45,13 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
         len(config.reward.components),
     )
     for key, function, run in trials(config, functions):
-        check_function(key, function, run, fields)
+        check_function(key, function, functools.partial(jax.eval_shape, run, fields))
+    if functions.kl:
+        controller, coef = functions.controller, config.algorithm.kl_coef
+        control = functools.partial(
+            checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
+        )
+        check_function("algorithm.kl_controller", controller, control)  # it gets numbers
     if config.steps is not None:
         check_schedules(config, functions, config.steps)
 
@@ -71,8 +77,6 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
         in_loss = algorithm.kl_loss is not None
         key = "algorithm.kl_loss" if in_loss else "algorithm.kl_reward"
         yield key, kl, functools.partial(_kl, kl, compiled=in_loss)
-        control = functools.partial(_next_coef, functions.controller, algorithm.kl_coef)
-        yield "algorithm.kl_controller", functions.controller, control
     for key, function, kind in (
         ("algorithm.group_filter", functions.group_filter, np.bool_),
         ("algorithm.penalty", functions.penalty, np.floating),
@@ -100,10 +104,6 @@ def _kl(function: Function, fields: Fields, *, compiled: bool) -> Any:
             raise
         return None  # in the reward it may compute with numpy
     return per_token(result, function, "kl", fields["mask"].shape)
-
-
-def _next_coef(controller: Function, coef: float, fields: Fields) -> None:
-    checked_controller(controller)(coef, 0.01, len(fields["mask"]))  # it gets numbers, no arrays
 
 
 def _per_answer(function: Function, key: str, kind: type[np.generic], fields: Fields) -> Any:
@@ -140,16 +140,14 @@ def abstract_fields(size: int, length: int, components: int) -> Fields:
     }
 
 
-def check_function(
-    key: str, function: Function, run: Callable[[Fields], Any], fields: Fields
-) -> None:
-    """Run a function on shapes.
+def check_function(key: str, function: Function, run: Callable[[], Any]) -> None:
+    """Run a function.
 
     Raises:
         ConfigError: it raises, or `run` refuses what it returned.
     """
     try:
-        jax.eval_shape(run, fields)
+        run()
     except RunError as error:  # of what it returned
         text = str(error).removeprefix(f"{key.partition('[')[0]}: ")
         raise ConfigError(f"{key}: {text}") from error

@@ -156,7 +156,7 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(run, finished
     assert "before and after" in again.out and "critic/score/mean" in again.out
     table = again.out.index("before and after")
     assert again.out[table:] == finished.out[finished.out.index("before and after") :]
-    assert "step" not in again.out[:table]
+    assert "step 4/4" not in again.out[:table]
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2", "4"]
 

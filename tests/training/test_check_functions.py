@@ -109,6 +109,7 @@ def test_a_controller_is_tried_with_numbers_where_there_is_a_kl():
         "expected a number of 0 or more"
     )
     resolved(keys)
+    resolved({"algorithm.kl_loss": "k3", "algorithm.kl_controller.fn": "adaptive"})
 
 
 @pytest.mark.parametrize("section", ["critic", "implicit_reward_model"])
