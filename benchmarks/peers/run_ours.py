@@ -145,7 +145,7 @@ def main() -> None:
     job = read_job()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = settings(job, Path(folder))
-        held = stack.enter_context(run_folder(config.run_dir, config))
+        held = stack.enter_context(run_folder(config.run_dir, config)).path
         watchdog = stack.enter_context(open_watchdog(config))
         stages, start, stream = build_stages(
             config, resolve_functions(config), held, stack, watchdog

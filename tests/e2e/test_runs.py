@@ -196,6 +196,9 @@ def test_the_rollouts(finished):
         "score",
         "extra",
         "error",
+        "advantage",
+        "logprobs",
+        "rollout_logprobs",
     }
     line = next(line for line in finished.metrics if line["step"] == 2)
     assert np.mean([row["score"] for row in rows]) == pytest.approx(line["critic/score/mean"])
