@@ -5,7 +5,7 @@ has just agreed with its reference on the device.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +55,12 @@ class PagedChoice(NamedTuple):
     """How a cache is read in decoding.
 
     Attributes:
+        name: triton, in place, or xla, over rows gathered from pages.
         reason: why, in words.
         kernel: what attends over pages; None: they are gathered into rows.
     """
 
+    name: Literal["triton", "xla"]
     reason: str
     kernel: Kernel | None = None
 
@@ -197,26 +199,26 @@ def choose_paged_kernel(
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 11, 2))
     >>> choose_paged_kernel("auto", tiny_spec(), layout, "float32", device=cpu)
-    PagedChoice(reason='the devices are cpu, not cuda', kernel=None)
+    PagedChoice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
     """
     if asked == "xla":
-        return PagedChoice("XLA's attention was asked for")
+        return PagedChoice("xla", "XLA's attention was asked for")
     heads = paged_heads(spec, layout)
     if isinstance(heads, str):
-        return PagedChoice(heads)
+        return PagedChoice("xla", heads)
     heads = heads._replace(is_int8=is_int8)
     if against := paged_objection(heads, dtype, device):
-        return PagedChoice(against)
+        return PagedChoice("xla", against)
     try:
         if kernel is None:  # not above: a jax to come will have no Pallas for Triton
             from jaxrl_llm.models.paged_triton import attend_pages as kernel
         if not device.is_here:
-            return PagedChoice("nothing speaks against the kernel, which was not tried", kernel)
+            return PagedChoice("triton", "nothing speaks against it; it was not tried", kernel)
         off = paged_difference(kernel, heads, dtype)
     except Exception as error:  # whatever stops a kernel speaks against it
         message = (str(error).strip() or "no message").splitlines()[0]
-        return PagedChoice(f"the kernel failed: {type(error).__name__}: {message}")
+        return PagedChoice("xla", f"the kernel failed: {type(error).__name__}: {message}")
     by = f"its results differ from XLA's in float32 by up to {off:.2%} of a token's"
     if not off <= TOLERANCE:
-        return PagedChoice(f"{by}; at most {TOLERANCE:.0%} is rounding")
-    return PagedChoice(by, kernel)
+        return PagedChoice("xla", f"{by}; at most {TOLERANCE:.0%} is rounding")
+    return PagedChoice("triton", by, kernel)

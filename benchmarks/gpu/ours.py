@@ -40,13 +40,13 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped import BLOCKED, grouped_matmul
 from jaxrl_llm.models.parameters import declare, init_params
-from jaxrl_llm.rollout.build import choose_cache_kernel
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
@@ -268,7 +268,13 @@ def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
     """Return one of the native engines, with room for so many sequences of a length."""
     spec, layout, variant = spec_of(job["shape"]), layout_of(), ENGINES[job["engine"]]
     settings = EngineSettings(requests, length, dtype=job["dtype"], **variant.get("settings", {}))
-    choice = choose_cache_kernel(variant.get("attention", "auto"), spec, layout, settings)
+    choice = choose_cache_kernel(
+        variant.get("attention", "auto"),
+        spec,
+        layout,
+        settings.dtype,
+        is_int8=settings.kv_cache_dtype == "int8",
+    )
     if job["engine"] == "pages" and choice.kernel is None and jax.default_backend() == "gpu":
         raise ValueError(f"expected a kernel over pages, got none: {choice.reason}")
     return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)

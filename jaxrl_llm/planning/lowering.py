@@ -24,12 +24,13 @@ from jaxrl_llm.models.paged_attention import attend_in_turn
 from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.build import choose_cache_kernel, engine_settings, native_engine
+from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.check_functions import abstract_fields
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
@@ -289,7 +290,13 @@ def plan_engine(
     choice = None if gpu is None else planned_choice(config, spec, layout, gpu)
     if choice is None:
         own = without_adapter(spec)
-        choice = choose_cache_kernel(config.model.attention, own, layout, engine_settings(config))
+        choice = choose_cache_kernel(
+            config.model.attention,
+            own,
+            layout,
+            config.model.dtype,
+            is_int8=config.rollout.kv_cache_dtype == "int8",
+        )
     engine = native_engine(config, spec, layout, choice=choice)
     engine.close()
     trace = {

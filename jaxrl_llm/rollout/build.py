@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,15 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.kernels import this_device
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel, paged_heads
+from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.kernel_choice import choose_experts
-
-log = logging.getLogger(__name__)
+from jaxrl_llm.training.kernel_choice import choose_cache_kernel, choose_experts
 
 
 def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
@@ -81,40 +76,15 @@ def native_engine(
     spec, settings = without_adapter(spec), engine_settings(config)
     layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
     if choice is None:
-        choice = choose_cache_kernel(config.model.attention, spec, layout, settings)
+        choice = choose_cache_kernel(
+            config.model.attention,
+            spec,
+            layout,
+            settings.dtype,
+            is_int8=settings.kv_cache_dtype == "int8",
+        )
     with config_errors_at("rollout"):
         return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
-
-
-_DECIDED: dict[tuple[Any, ...], PagedChoice] = {}
-_DECIDING = threading.Lock()  # the engine's programs are also lowered by a thread that goes ahead
-
-
-def choose_cache_kernel(
-    asked: str, spec: ModelSpec, layout: Layout, settings: EngineSettings
-) -> PagedChoice:
-    """Decide how the native engine reads its cache, and log it, once.
-
-    Several processes decide alike: the kernel is taken where it is possible in all of them.
-
-    Args:
-        asked: `model.attention`: xla, or else the kernel where it is possible.
-        spec: the model.
-        layout: how sequences are split.
-        settings: of the engine.
-    """
-    dtype, is_int8 = settings.dtype, settings.kv_cache_dtype == "int8"
-    case = asked, dtype, is_int8, paged_heads(spec, layout)
-    with _DECIDING:
-        if case not in _DECIDED:
-            own = choose_paged_kernel(
-                asked, spec, layout, dtype, device=this_device(), is_int8=is_int8
-            )
-            others = distributed.all_gather((own.kernel is not None, own.reason))
-            against = [reason for is_possible, reason in others if not is_possible]
-            _DECIDED[case] = PagedChoice(against[0]) if against else own
-            log.info("decoding over %s", _DECIDED[case])
-        return _DECIDED[case]
 
 
 def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:
@@ -167,7 +137,8 @@ def loaded_engine(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
-    kernel = choose_cache_kernel("auto", spec, layout, settings).kernel
+    is_int8 = settings.kv_cache_dtype == "int8"
+    kernel = choose_cache_kernel("auto", spec, layout, settings.dtype, is_int8=is_int8).kernel
     with config_errors_at("the engine"):
         engine = NativeEngine(
             model_of(spec), settings, layout=layout, detokenize=detokenize, kernel=kernel

@@ -13,13 +13,14 @@ from jaxrl_llm.models.moe.grouped_kernel import (
     choose_grouped_kernels,
     grouped_shapes,
 )
+from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 
 log = logging.getLogger(__name__)
 
-Choice = TypeVar("Choice", KernelChoice, GroupedChoice)
+Choice = TypeVar("Choice", KernelChoice, GroupedChoice, PagedChoice)
 
 _DECIDED: dict[tuple[Any, ...], Any] = {}
 
@@ -73,8 +74,34 @@ def choose_experts(
     ).kernels
 
 
+def choose_cache_kernel(
+    asked: str, spec: ModelSpec, layout: Layout, dtype: str, *, is_int8: bool = False
+) -> PagedChoice:
+    """Decide how the native engine reads its cache in decoding, and log it, once.
+
+    Several processes decide alike: the kernel is taken where it is possible in all of them.
+
+    Args:
+        asked: `model.attention`: xla, or else the kernel where it is possible.
+        spec: the model.
+        layout: how sequences are split.
+        dtype: of the engine.
+        is_int8: whether keys and values are in int8.
+    """
+    case = "decoding", asked, dtype, is_int8, paged_heads(spec, layout)
+    return _decide(
+        case,
+        lambda: choose_paged_kernel(
+            asked, spec, layout, dtype, device=this_device(), is_int8=is_int8
+        ),
+    )
+
+
 def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
-    """Decide a case that begins with a key of `model` and its value, unless it is decided."""
+    """Decide a case that begins with a name and what was asked for, unless it is decided.
+
+    A CPU has no kernels to choose from, so there the log is for who looks for it.
+    """
     name, asked, *_ = case
     with _DECIDING:
         if case not in _DECIDED:
@@ -83,5 +110,6 @@ def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
             others = distributed.all_gather((own.name, own.reason))
             against = [reason for kernel, reason in others if kernel == "xla"]
             _DECIDED[case] = type(own)("xla", against[0]) if against else own
-            log.info("%s by %s: %s", name, *_DECIDED[case][:2])
+            level = logging.DEBUG if this_device().platform == "cpu" else logging.INFO
+            log.log(level, "%s by %s: %s", name, *_DECIDED[case][:2])
         return _DECIDED[case]

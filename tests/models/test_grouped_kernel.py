@@ -166,7 +166,7 @@ def test_interpreted_kernels_agree():
 
 def test_a_run_says_once_what_multiplies_and_refuses_what_can_not(undecided, caplog):
     layout, config = layout_on({"data": 1}), ModelConfig(path="-", dtype="bfloat16")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, "jaxrl_llm"):
         for _ in range(2):
             settings = load_model.forward_config(config, SPEC, layout)
     assert settings.grouped_kernels is None

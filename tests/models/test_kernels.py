@@ -241,7 +241,7 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
 def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, caplog):
     monkeypatch.setattr(kernel_choice, "_DECIDED", {})
     layout = one_device()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, "jaxrl_llm"):
         for _ in range(2):
             settings = load_model.forward_config(ModelConfig(path="-"), SPEC, layout)
     assert settings.kernel is None

@@ -81,7 +81,7 @@ def test_scales_are_tried_with_int8(latent):
     }.values(),
 )
 def test_what_speaks_against_it(changed, reason):
-    assert choose(**changed) == (reason, None)
+    assert choose(**changed) == ("xla", reason, None)
 
 
 def test_heads_that_devices_cannot_share():
@@ -111,9 +111,13 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_taken():
         raise RuntimeError("no shared memory\nleft")
 
     assert choose(kernel=wrong).reason.endswith("at most 4% is rounding")
-    assert choose(kernel=broken) == ("the kernel failed: RuntimeError: no shared memory", None)
+    assert choose(kernel=broken) == (
+        "xla",
+        "the kernel failed: RuntimeError: no shared memory",
+        None,
+    )
 
 
 def test_it_can_be_asked_away():
     choice = choose_paged_kernel("xla", SPEC, on(), "bfloat16", device=HOPPER)
-    assert choice == ("XLA's attention was asked for", None)
+    assert choice == ("xla", "XLA's attention was asked for", None)

@@ -13,14 +13,14 @@ from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.rollout import build
-from jaxrl_llm.rollout.build import choose_cache_kernel
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.training import kernel_choice
+from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 from tests.guarded import MODEL, NATIVE
 from tests.specs import tiny_spec
 
@@ -89,7 +89,7 @@ def test_answers(expected, devices, axes, kernel):
 
 @pytest.fixture
 def undecided(monkeypatch):
-    monkeypatch.setattr(build, "_DECIDED", {})
+    monkeypatch.setattr(kernel_choice, "_DECIDED", {})
 
 
 @pytest.mark.usefixtures("undecided")
@@ -99,19 +99,19 @@ def undecided(monkeypatch):
 )
 def test_on_a_cpu_pages_are_gathered(asked, reason, caplog):
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG", "jaxrl_llm"):
         for _ in range(2):  # it is decided and logged once
-            assert choose_cache_kernel(asked, SPEC, layout, EngineSettings(4, 40)) == (reason, None)
-    assert caplog.messages == [f"decoding over rows gathered from pages: {reason}"]
+            assert choose_cache_kernel(asked, SPEC, layout, "float32") == ("xla", reason, None)
+    assert caplog.messages == [f"decoding by xla: {reason}"]
 
 
 @pytest.mark.usefixtures("undecided")
 def test_a_process_without_the_kernel_decides_for_all(monkeypatch):
     """Pages are read in place where every process can."""
-    can = PagedChoice("it agrees", attend_gathered)
-    monkeypatch.setattr(build, "choose_paged_kernel", lambda *_, **__: can)
+    can = PagedChoice("triton", "it agrees", attend_gathered)
+    monkeypatch.setattr(kernel_choice, "choose_paged_kernel", lambda *_, **__: can)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    assert choose_cache_kernel("auto", SPEC, layout, EngineSettings(4, 40)) == can
-    build._DECIDED.clear()
-    monkeypatch.setattr(distributed, "all_gather", lambda own: [own, (False, "no memory")])
-    assert choose_cache_kernel("auto", SPEC, layout, EngineSettings(4, 40)) == ("no memory", None)
+    assert choose_cache_kernel("auto", SPEC, layout, "float32") == can
+    kernel_choice._DECIDED.clear()
+    monkeypatch.setattr(distributed, "all_gather", lambda own: [own, ("xla", "no memory")])
+    assert choose_cache_kernel("auto", SPEC, layout, "float32") == ("xla", "no memory", None)
