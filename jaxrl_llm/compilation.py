@@ -118,8 +118,9 @@ class CompileQueue:
             later: after those that are needed soon.
         """
         programs = [program for program in programs if not program.is_done]
-        for program in programs:
-            program.announce()
+        if not (later and self._is_held):
+            for program in programs:
+                program.announce()
         with self._changed:
             (self._later if later else self._soon).extend(programs)
             self._start()
@@ -130,6 +131,8 @@ class CompileQueue:
 
     def release(self) -> None:
         """Go on with those that are needed later."""
+        for program in list(self._later):
+            program.announce()
         with self._changed:
             self._is_held = False
             self._start()

@@ -17,7 +17,7 @@ from jaxrl_llm.config.serve import ServeConfig
 API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"
 KEEP_ALIVE_S = 60  # longer than clients keep a connection, or they would write to a closed one
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("jaxrl_llm.serve")  # also where it is the program
 
 
 def serve(config: ServeConfig) -> None:
@@ -33,7 +33,8 @@ def serve(config: ServeConfig) -> None:
         import uvicorn
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
-    from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
+    from jaxrl_llm.monitoring.compiling import reporting_compilation  # which imports jax
+    from jaxrl_llm.monitoring.logs import quiet_libraries
     from jaxrl_llm.runs.compile_cache import use_compilation_cache
     from jaxrl_llm.serving.app import make_app
 
@@ -41,7 +42,12 @@ def serve(config: ServeConfig) -> None:
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if api_key is None and not is_loopback(config.host):
         log.warning("host=%s without an API key: whoever reaches it may use it", config.host)
-    with bind(config.host, config.port) as listener, use_compilation_cache():
+    with (
+        bind(config.host, config.port) as listener,
+        use_compilation_cache(),
+        reporting_compilation(),
+    ):
+        log.info("loading %s", config.model)
         served, engine = open_served_model(config)
         try:
             server = uvicorn.Server(
@@ -56,6 +62,8 @@ def serve(config: ServeConfig) -> None:
             )
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, server.handle_exit)  # also after uvicorn, which raises it
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            log.info("serving %s at http://%s:%d/v1", served.name, host, config.port)
             server.run(sockets=[listener])
         finally:
             engine.close()
@@ -91,7 +99,10 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     settings = EngineSettings(
         config.max_running_sequences, max_tokens, config.kv_cache_gb, config.dtype
     )
-    return served, loaded_engine(policy.spec, policy.params, settings, layout, policy.tokenizer)
+    engine = loaded_engine(
+        policy.spec, policy.params, settings, layout, policy.tokenizer, sequences=1
+    )
+    return served, engine
 
 
 def bind(host: str, port: int) -> socket.socket:

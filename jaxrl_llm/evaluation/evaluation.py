@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 import json
+import logging
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.compilation import compiling_what_is_needed
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import as_tree
@@ -21,6 +23,7 @@ from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import check_prompt_row, load_rows, write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
 from jaxrl_llm.evaluation.policy import Policy, load_policy
+from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
@@ -37,6 +40,8 @@ METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores o
 
 Report = dict[str, Any]
 
+log = logging.getLogger(__name__)
+
 
 def run_evaluation(config: EvaluateConfig) -> Report:
     """Sample, score, print and write; return the contents of metrics.json."""
@@ -50,8 +55,11 @@ def _evaluate(config: EvaluateConfig) -> Report:
     out = distributed.run_on_first(functools.partial(new_results_folder, config.out))
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_compilation_cache())
+        stack.enter_context(reporting_compilation())
+        stack.enter_context(compiling_what_is_needed())
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
+        log.info("loading %s", config.model)
         policy = load_policy(config.model, layout, step=config.step, on_host=True)
         prompts = read_evaluation_prompts(config, policy)
         settings = EngineSettings(
@@ -60,8 +68,12 @@ def _evaluate(config: EvaluateConfig) -> Report:
             cache_gb=config.kv_cache_gb,
             dtype=config.dtype,
         )
-        engine = loaded_engine(policy.spec, policy.params, settings, layout, policy.tokenizer)
+        answers = len(prompts) * config.samples
+        engine = loaded_engine(
+            policy.spec, policy.params, settings, layout, policy.tokenizer, sequences=answers
+        )
         stack.callback(engine.close)
+        log.info("sampling %d answers to each of %d prompts", config.samples, len(prompts))
         rollouts = sample(
             engine,
             prompts,

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxrl_llm.cluster import context
+from jaxrl_llm.monitoring.compiling import CompileProgress
 from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
 from jaxrl_llm.monitoring.trackers import BackgroundWriter
 from jaxrl_llm.sharding.distributed import is_first
@@ -41,16 +42,19 @@ class Display:
                 TimeRemainingColumn(),
                 console=self.console,
             )
+            self._title = title
             self._task = self._progress.add_task(title, total=total, completed=done)
             self._progress.start()
+            self._compiling = CompileProgress(self._tell)
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
         self.console.print(text, markup=False)
 
-    def advance(self, text: str) -> None:
-        """Print a step's line and move the bar."""
-        self.line(text)
+    def advance(self, text: str = "") -> None:
+        """Print a step's line, if it has one, and move the bar."""
+        if text:
+            self.line(text)
         if self._progress:
             self._progress.advance(self._task)
 
@@ -71,10 +75,16 @@ class Display:
         """Remove the bar, and wait until all is printed, if it is read."""
         try:
             if self._progress:
+                self._compiling.close()
                 self._progress.stop()
         finally:
             if self._writer:
                 self._writer.close(CLOSE_S)
+
+    def _tell(self, text: str) -> None:
+        """Show what goes on before the bar."""
+        assert self._progress is not None
+        self._progress.update(self._task, description=text or self._title)
 
 
 class LauncherDisplay(Display):
@@ -88,8 +98,8 @@ class LauncherDisplay(Display):
         """Print one line above the bar."""
         context.call_display("line", text)
 
-    def advance(self, text: str) -> None:
-        """Print a step's line and move the bar."""
+    def advance(self, text: str = "") -> None:
+        """Print a step's line, if it has one, and move the bar."""
         context.call_display("advance", text)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -55,10 +55,10 @@ class NotebookDisplay(Display):
         self._lines = [*self._lines, text][-LATEST:]
         self._show()
 
-    def advance(self, text: str) -> None:
-        """Show a step's line."""
+    def advance(self, text: str = "") -> None:
+        """Count a step, and show its line, if it has one, when it is drawn."""
         self._done += 1
-        self._lines = [*self._lines, text][-LATEST:]
+        self._lines = [*self._lines, *([text] if text else [])][-LATEST:]
 
     def plot(self, step: int, metrics: Mapping[str, float]) -> None:
         """Draw a step's metrics, if drawing does not take too large a part of the time."""

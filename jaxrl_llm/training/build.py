@@ -16,6 +16,7 @@ from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.runs.resume import resume_run
@@ -51,11 +52,13 @@ def build_stages(
         stack: closes at the run's end what is opened here.
         watchdog: ends the run when it hangs.
     """
+    stack.enter_context(reporting_compilation())
+    stack.enter_context(compiling_what_is_needed())
+    log.info("loading %s", config.model.path)
     layouts = open_training_layouts(config)
     rows = read_checked_rows(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
     check_longest_sequence(config, model.spec)
-    stack.enter_context(compiling_what_is_needed())
     engine = make_engine(config, model.spec, layouts.rollout, folder)
     stack.callback(engine.close)
     models, trainable = build_models(config, functions, model, layouts)

@@ -1,6 +1,7 @@
 """Supervised training: the update of RL with another loss, on packed examples."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.compilation import BACKGROUND, compiling_what_is_needed
 from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
@@ -21,6 +23,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
+from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.directory import RunFolder, run_folder
@@ -39,6 +42,8 @@ from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.update import Learner, check_skipped
 from jaxrl_llm.types import Batch
+
+logger = logging.getLogger(__name__)  # `log` is the run's
 
 
 def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -115,8 +120,9 @@ def _train(
             **compiled.metrics(),
         }
         log.write(step, metrics)
-        if is_due(step, max(1, total // 10), total):
-            opened.display.line(f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}")
+        line = f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}"
+        opened.display.advance(line if is_due(step, max(1, total // 10), total) else "")
+        BACKGROUND.release()
         opened.checkpoints.check()
         ending = opened.preemption.requested()
         if ending or is_due(step, config.checkpoint.every, total):
@@ -141,6 +147,10 @@ def _start(
     folder: Path,
     stack: contextlib.ExitStack,
 ) -> tuple[Learner, ResumedRun, ModelSpec, Any]:
+    stack.enter_context(reporting_compilation())
+    stack.enter_context(compiling_what_is_needed())
+    weights = "random weights of" if config.model.random_init else "weights of"
+    logger.info("supervised training: making ready %s %s", weights, config.model.path)
     layout = open_layout(config.mesh, "train", config.mesh.train)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed)

@@ -11,6 +11,8 @@ import yaml
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.sft import main as sft_main
 
 
 def trained(result):
@@ -48,6 +50,27 @@ def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog,
     assert "rows longer than max_prompt_tokens=52" in caplog.text
     assert lines[0]["perf/compilations"] > 0, "the counter counts nothing"
     assert [line["perf/compilations"] for line in lines[2:]] == [0] * 5
+
+
+def test_supervised_training_moves_its_bar_at_each_step(workshop, monkeypatch, caplog):
+    """And says what goes on before the first one."""
+    moves, before = [], []
+    advance = Display.advance
+
+    def moved(self, text=""):
+        before.append(list(caplog.messages))
+        moves.append(text)
+        advance(self, text)
+
+    monkeypatch.setattr(Display, "advance", moved)
+    with caplog.at_level("INFO", "jaxrl_llm"):
+        folder = workshop.folder()
+        words = ("steps=20", f"export_to={folder}.base")
+        workshop(*words, main=sft_main, config="sft.yaml", run_dir=folder).ok()
+    assert len(moves) == 20
+    assert [bool(text) for text in moves] == [step % 2 == 0 for step in range(1, 21)]
+    said = f"supervised training: making ready random weights of {workshop.root}/random"
+    assert before[0][0] == said
 
 
 # ----------------------------------------------------------------------------- user functions

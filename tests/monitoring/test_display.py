@@ -2,7 +2,9 @@
 
 import io
 import sys
+import time
 
+from jaxrl_llm.compilation import PendingProgram
 from jaxrl_llm.monitoring.display import Display
 
 
@@ -30,8 +32,14 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
-    display = Display("training", 4, 1)
-    display.advance("step 2/4")
+    display = Display("training", 5, 1)
+    display.advance("step 2/5")
+    display.advance()  # without a line
+    PendingProgram("decode 8 x 32", lambda: time.sleep(0.3)).result()
     display.close()
-    assert "step 2/4" in screen.getvalue()
-    assert "2/4" in screen.getvalue().replace("step 2/4", "")
+    PendingProgram("decode 16 x 32", lambda: None).result()
+    printed = screen.getvalue()
+    assert "step 2/5" in printed
+    assert "3/5" in printed and "step 3/5" not in printed
+    assert "compiling decode 8 x 32 (1 of 1)" in printed
+    assert printed.rindex("training") > printed.rindex("compiling"), "it ends"

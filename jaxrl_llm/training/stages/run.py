@@ -29,6 +29,9 @@ from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.types import Batch
 
+SHOWN_WAIT_S = 1.0
+"""From which on a step's wait for programs has a line of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunStage:
@@ -77,6 +80,14 @@ class RunStage:
         parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
         line = f"step {step}/{self.total_steps}  " + "  ".join(parts)
         self.display.advance(line) if step else self.display.line(line)
+        waited = metrics.get("perf/compile_wait_s", 0.0)
+        if waited >= SHOWN_WAIT_S:
+            compiled, found = (
+                metrics[f"perf/{name}"] for name in ("compilations", "compilation_cache_hits")
+            )
+            self.display.line(
+                f"waited {waited:.1f} s for programs: {compiled:.0f} compiled, {found:.0f} loaded"
+            )
         self.display.plot(step, metrics)
         if step:
             self.warn(step, metrics)
