@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import ppo_clip
@@ -30,6 +31,7 @@ from jaxrl_llm.training.load_model import like_of
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
+from tests.guarded import MODEL, NATIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTING, IN_PARTS = re.findall(
@@ -76,19 +78,23 @@ def engine(policy):
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def stepped(directory, one_device):
-    """The names that the page's loop leaves after one step."""
+def run_listing(model, optimizer):
+    """Return the names that the page's loop leaves after one step."""
     names = {
-        "model": directory,
-        "optimizer": optax.sgd(1.0),
+        "model": model,
+        "optimizer": optimizer,
         "seed": 3,
         "prompt_batches": [[f"{a}+{b}=" for a in range(8) for b in range(8)]],
         "score": lambda prompt, text: float(len(text)) + 0.1 * prompt.tokens[0],
     }
     exec(compile(LISTING, "docs/by_hand.md", "exec"), names)
-    names["reference"] = names["policy"].params
-    yield names
+    return names
+
+
+@pytest.fixture(scope="module")
+def stepped(directory, one_device):
+    names = run_listing(directory, optax.sgd(1.0))
+    yield names | {"reference": names["policy"].params}
     names["engine"].close()
 
 
@@ -117,6 +123,20 @@ def test_a_step_by_hand_is_the_trainers(stepped):
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, policy.params)
     assert max(jax.tree.leaves(moved)) > 1e-3
     chex.assert_trees_all_close(stepped["params"], state.params, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE, "jaxrl_llm/evaluation/policy.py", "docs/by_hand.md")
+def test_eight_devices_split_weights_and_moments_and_give_the_same(stepped, directory, monkeypatch):
+    eight = jax.local_devices()
+    monkeypatch.setattr("jax.devices", lambda: eight)
+    split = run_listing(directory, optax.sgd(1.0, momentum=0.0))
+    split["engine"].close()
+    for tree in (split["params"], split["opt_state"][0].trace):
+        assert tree["embed"].sharding.spec == PartitionSpec(None, "fsdp")
+    chex.assert_trees_all_close(
+        jax.device_get(split["params"]), jax.device_get(stepped["params"]), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_the_engine_holds_the_new_weights(stepped):
