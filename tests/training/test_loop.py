@@ -82,6 +82,8 @@ def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
     engine.load.return_value = echo
     stage = RolloutStage(
         engine=engine,
+        tokenizer=Mock(),
+        policy=Mock(),
         sample=Mock(),
         sample_greedy=Mock(),
         sample_validation=Mock(),
