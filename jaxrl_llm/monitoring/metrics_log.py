@@ -155,7 +155,8 @@ class MetricsLog:
         if trackers.wandb:
             opened.append(WeightsAndBiases(trackers.wandb, run_dir, config))
         if trackers.tensorboard:
-            opened.append(TensorBoard(run_dir / "tensorboard", step + 1 if step else 0))
+            first = step + 1 if step else 0
+            opened.append(TensorBoard(run_dir / "tensorboard", first, config))
         self._file = MetricsFile(run_dir / "metrics.jsonl", position)
         self._trackers = [BackgroundWriter(tracker) for tracker in opened]
 

@@ -211,6 +211,25 @@ class BackgroundWriter(Generic[Record]):
 # --------------------------------------------------------------------------------------- trackers
 
 
+HEADLINES = ("critic/score/mean", "train/loss")
+"""Metrics beside the hyper-parameters in TensorBoard, where a run has them."""
+
+
+def dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return the values of a nested mapping by their dotted keys; lists as text, without nulls.
+
+    >>> dotted_keys({"a": {"b": 1, "c": [2, 3]}, "d": None})
+    {'a.b': 1, 'a.c': '[2, 3]'}
+    """
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= dotted_keys(value, f"{prefix}{name}.")
+        elif value is not None:
+            flat[prefix + name] = value if isinstance(value, bool | int | float) else str(value)
+    return flat
+
+
 class TensorBoard:
     """Event files in a folder; a step is one event, which is written at once.
 
@@ -221,15 +240,22 @@ class TensorBoard:
     Args:
         folder: of the files.
         step: the first one; later ones that a run before this one wrote are not shown.
+        config: the resolved config, which is shown as text and as hyper-parameters.
     """
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, config: Mapping[str, Any] | None = None) -> None:
         """Import the library; nothing is written yet."""
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import masked_crc32c
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import hparams, scalar, text
+
+        keys = dotted_keys(config or {})
+        listing = "\n".join(f"    {key}: {value}" for key, value in keys.items())  # as markdown
+        self._about: list[Any] = []
+        if keys:
+            self._about = [text("config", listing), *hparams(keys, dict.fromkeys(HEADLINES))]
 
         self._protocol: Any = event_pb2
         self._scalar, self._checksum = scalar, masked_crc32c
@@ -242,6 +268,8 @@ class TensorBoard:
         """Begin a file, with the mark that hides what an earlier run wrote of these steps."""
         started = self._protocol.SessionLog(status=self._protocol.SessionLog.START)
         self._append(self._protocol.Event(step=self._step, session_log=started))
+        for summary in self._about:
+            self._append(self._protocol.Event(step=self._step, summary=summary))
 
     def write(self, record: Row, /) -> None:
         """Write a step."""

@@ -2,11 +2,14 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
+import datasets.config
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 
 from jaxrl_llm.data.prepare import arithmetic, gsm8k, main, math
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows, write_rows
@@ -283,3 +286,18 @@ def test_mistakes_forget_every_carry_in_the_supervised_file_only(tmp_path: Path)
 def test_mistakes_are_for_sums_and_a_share(tmp_path: Path, operators: str, mistakes: float) -> None:
     with pytest.raises(ValueError, match="got mistakes="):
         arithmetic(tmp_path, operators=operators, mistakes=mistakes)
+
+
+def test_a_hub_that_can_not_be_reached_is_tried_once(tmp_path, monkeypatch, caplog):
+    """Six attempts took half a minute, and each was logged twice."""
+    for switch in (constants, datasets.config):
+        monkeypatch.setattr(switch, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r":9 can't be reached .*refused.*nothing of it is kept"):
+        gsm8k(tmp_path / "out", source="openai/no-such-data")
+    assert time.monotonic() - started < 5
+    assert "Retrying" not in caplog.text
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE

@@ -7,6 +7,7 @@ Functions: `tests/training/test_check_functions.py`, `tests/config/test_function
 import json
 import re
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -157,6 +158,41 @@ def test_a_typo_in_a_scorer_s_name_takes_two_seconds(workshop):
     process = workshop.start(f"reward.function={workshop.mine('digit_som')}", run_dir=run_dir)
     refused(workshop.finish(process, run_dir), 2, "did you mean 'digit_sum'")
     assert time.monotonic() - started < 10, "much more than the two seconds of a quiet machine"
+
+
+# ------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def page(workshop):
+    """The file that the page about users' functions has its reader write."""
+    text = (Path(__file__).parents[2] / "docs" / "your_functions.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    path = workshop.root / "page.py"
+    path.write_text("\n\n".join(block for block in blocks if "def " in block))
+    return path
+
+
+def test_the_functions_of_the_page_train(run, page):
+    words = [
+        f"reward.function={page}:score",
+        f"algorithm.advantage={page}:centred",
+        f"algorithm.loss={page}:capped",
+        "algorithm.loss.cap=1.5",
+    ]
+    line = run(*words, "steps=1").ok().metrics[-1]
+    assert 0 < line["critic/score/mean"] <= 1
+    assert line["critic/advantages/min"] < 0 < line["critic/advantages/max"]
+    assert line["reward/errors"] == 0
+
+
+def test_the_dataset_of_the_page_is_read(run, page, workshop):
+    items = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
+    path = workshop.root / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, items)))
+    words = ["data.validation=[]", "data.prepare=null", "batch.prompts_per_step=4", "steps=1"]
+    result = run(f"data.dataset={page}:questions", f"data.train={path}", *words).ok()
+    assert result.metrics[-1]["critic/score/mean"] > 0
 
 
 # ---------------------------------------------------------------------------------------- nonsense

@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from tensorboardX.record_writer import masked_crc32c
 
 from jaxrl_llm.config.sections.log import LogConfig
@@ -221,6 +222,25 @@ def test_a_run_that_is_continued_hides_the_steps_after_its_checkpoint(tmp_path):
     values = [(value.tag, value.simple_value) for value in written[2].summary.value]
     assert values == [("loss", 0.5), ("b_c", 2.0)]
     assert written[2].step == 1 and written[2].wall_time > 1e9
+
+
+def test_the_config_is_shown_as_text_and_as_hyper_parameters(tmp_path):
+    config = {"seed": 3, "model": {"path": "m", "lora": None}, "data": {"shuffle": True}}
+    tracker = TensorBoard(tmp_path, 0, config)
+    tracker.open()
+    tracker.close()
+    values = [value for event in events(tmp_path) for value in event.summary.value]
+    text, *_ = values
+    assert (text.tag, text.metadata.plugin_data.plugin_name) == ("config/text_summary", "text")
+    assert text.tensor.string_val == [b"    seed: 3\n    model.path: m\n    data.shuffle: True"]
+    contents = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content) for v in values}
+    hyper = contents["_hparams_/session_start_info"].session_start_info.hparams
+    assert hyper["seed"].number_value == 3
+    assert hyper["model.path"].string_value == "m"
+    assert hyper["data.shuffle"].bool_value
+    named = contents["_hparams_/experiment"].experiment
+    assert [info.name for info in named.hparam_infos] == ["seed", "model.path", "data.shuffle"]
+    assert [info.name.tag for info in named.metric_infos] == ["critic/score/mean", "train/loss"]
 
 
 # ---------------------------------------------------------------------------------------- a disk

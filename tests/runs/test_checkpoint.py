@@ -67,6 +67,26 @@ def test_any_known_step_may_be_read(opened, mesh, tmp_path):
     assert checkpoints.restore(like(make_state(mesh))).step == 4
 
 
+def test_an_earlier_one_that_can_not_be_removed_is_no_failed_save(
+    opened, mesh, tmp_path, monkeypatch
+):
+    """It was said that the new step could not be saved, with the names of the old one's files."""
+    checkpoints = opened(tmp_path)
+    wait = checkpoints._manager.wait_until_finished
+
+    def wait_and_fail_to_remove():
+        wait()
+        raise PermissionError(1, "Operation not permitted", "metadata")
+
+    checkpoints.save(6, make_state(mesh), EXTRA)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "wait_until_finished", wait_and_fail_to_remove)
+        expected = "step 6 is saved in .*, but an earlier one can't be removed: Operation not perm"
+        with pytest.raises(CheckpointError, match=expected):
+            checkpoints.wait()
+    assert opened(tmp_path).restore(like(make_state(mesh))).step == 6
+
+
 def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
     """The write goes on in the background while the buffers are overwritten."""
     expected = {
