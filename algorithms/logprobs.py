@@ -117,6 +117,30 @@ def token_stats(
     )
 
 
+def token_stats_from_logits(
+    logits: Float[Array, "X V"], targets: Int[Array, " X"], *, temperature: float = 1.0
+) -> TokenStats:
+    r"""Score targets under $\pi = \mathrm{softmax}(z / \tau)$ of logits z that are there.
+
+    Args:
+        logits: z, of X tokens.
+        targets: token ids from 0 to V − 1.
+        temperature: τ.
+
+    Returns:
+        Log-probs, entropies and Σπ² per token, differentiable in the logits.
+
+    Raises:
+        ValueError: the temperature is not positive.
+
+    >>> token_stats_from_logits(jnp.zeros((1, 4)), jnp.array([2])).sum_pi_squared.tolist()
+    [0.25]
+    """
+    if temperature <= 0:
+        raise ValueError(f"got temperature {temperature}, expected a positive one")
+    return _stats(logits.astype(jnp.float32) / temperature, targets)
+
+
 @dataclass(frozen=True)
 class _Projection:
     temperature: float

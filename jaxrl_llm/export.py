@@ -30,6 +30,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="write the adapter alone, in PEFT's format, and not the model with it merged in",
     )
+    parser.add_argument(
+        "--function-from",
+        metavar="MODULE",
+        help="my_file.py or pkg.mod, that has the model's function which a notebook gave the run",
+    )
     return parser.parse_args(arguments)
 
 

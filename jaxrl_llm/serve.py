@@ -84,13 +84,15 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     layout = open_layout(mesh, "rollout", config.mesh.rollout)
-    policy = load_policy(config.model, layout, on_host=True)
-    max_tokens = config.max_tokens or policy.spec.max_positions
+    policy = load_policy(config.model, layout, on_host=True, function_from=config.function_from)
+    max_tokens = config.max_tokens or policy.model.max_positions
+    if max_tokens is None:
+        raise ConfigError("max_tokens: the model names no longest sequence; set it")
     served = ServedModel(
         name=config.name or config.model,
         tokenizer=policy.tokenizer,
         stop_ids=policy.stops,
-        vocab_size=policy.spec.vocab_size,
+        vocab_size=policy.model.vocab_size,
         max_tokens=max_tokens,
         max_answers=config.limits.max_answers,
         text_limit=text_limit(policy.tokenizer, max_tokens),
@@ -100,7 +102,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         config.max_running_sequences, max_tokens, config.kv_cache_gb, config.dtype
     )
     engine = loaded_engine(
-        policy.spec, policy.params, settings, layout, policy.tokenizer, sequences=1
+        policy.model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
     )
     return served, engine
 

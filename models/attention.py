@@ -91,6 +91,24 @@ def attend(
     return joined.swapaxes(1, 2).reshape(rows, length, heads, v.shape[3])
 
 
+def segment_mask(segment_ids: Int[Array, "R L"]) -> Bool[Array, "R 1 L L"]:
+    r"""Return which tokens each token of packed rows attends to, $j \le i$ with $s_j = s_i$.
+
+    It is the `mask` of `nnx.dot_product_attention` and `nnx.MultiHeadAttention`, whose memory grows
+    with the square of L; `attend` needs none. Padding, of segment 0, attends to padding, so that no
+    softmax is over nothing.
+
+    Args:
+        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
+
+    >>> segment_mask(jnp.array([[1, 1, 2]]))[0, 0].astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    index = jnp.arange(segment_ids.shape[1])
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (same & (index[:, None] >= index[None, :]))[:, None]
+
+
 class _Scoring(NamedTuple):
     """How products of queries and keys become scores, and the place of the first query."""
 

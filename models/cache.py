@@ -63,6 +63,38 @@ class Cache(NamedTuple):
         return LayerCache(*(arrays[number] for arrays in self if arrays))
 
 
+def write_slots(
+    cache: Cache,
+    layer: int,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
+    positions: Int[Array, "B T"],
+) -> Cache:
+    """Write a layer's keys and values of the next tokens of each row, for a model of one's own.
+
+    Attention over them is `models.attention.attend_cache(q, cache.keys[layer], cache.values[layer],
+    positions)`.
+
+    Args:
+        cache: Not in int8.
+        layer: Its number.
+        k: Keys of T tokens per row.
+        v: Their values.
+        positions: Of the tokens. Nothing is written of one at a position past the slots.
+
+    >>> cache = Cache((jnp.zeros((1, 1, 2, 4)),), (jnp.zeros((1, 1, 4, 2)),))
+    >>> k = jnp.ones((1, 1, 1, 2))
+    >>> write_slots(cache, 0, k, k, jnp.array([[2]])).values[0][0, 0, :, 0].tolist()
+    [0.0, 0.0, 1.0, 0.0]
+    """
+    rows, every = jnp.arange(k.shape[0])[:, None], slice(None)
+    keys, values = list(cache.keys), list(cache.values)
+    at = (rows, every, every, positions), (rows, every, positions)
+    keys[layer] = keys[layer].at[at[0]].set(k.astype(keys[layer].dtype), mode="drop")
+    values[layer] = values[layer].at[at[1]].set(v.astype(values[layer].dtype), mode="drop")
+    return cache._replace(keys=tuple(keys), values=tuple(values))
+
+
 def init_cache(
     spec: ModelSpec,
     batch: int,

@@ -1,21 +1,23 @@
-"""What the trainer and the engine ask of a model, and the decoder as one answer.
+"""What the trainer and the engine ask of a model.
 
 Forward passes, updates and the native engine run a model only through `Model`, so that a vision
 tower, a layer of another kind or a user's own module can be trained and sampled by implementing it.
-What a config builds is a `Decoder`: loading, adapters and heads know its `ModelSpec`.
+That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels and vLLM know its
+`ModelSpec`. What the config's `model.function` returns is another, as of `models.functional`.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.models import heads, parameters, quantization, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
+from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
+from jaxrl_llm.models.lora import without_adapter
+from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
@@ -44,6 +46,11 @@ class Model(Protocol):
         ...
 
     @property
+    def max_positions(self) -> int | None:
+        """The longest sequence, in tokens; None: the model knows no longest one."""
+        ...
+
+    @property
     def logit_softcap(self) -> int | float | None:
         """What logits are capped at: z becomes c·tanh(z/c). None: they are not."""
         ...
@@ -58,6 +65,13 @@ class Model(Protocol):
 
         `sharding.rules` has a rule for each logical axis. An array whose first axis is `layers` is
         a stack; `extend` is given it as a tuple of one array per layer.
+        """
+        ...
+
+    def init_params(self, key: PRNGKey) -> Params:
+        """Draw fresh float32 parameters, nested as `declare()`.
+
+        It is traced under `jax.jit`, so that each device draws only its part.
         """
         ...
 
@@ -105,10 +119,11 @@ class Model(Protocol):
 
     def head_matrix(
         self, params: Params, layout: Layout | None = None
-    ) -> Float[Array, "D V"] | SplitMatrix:
+    ) -> Float[Array, "D V"] | SplitMatrix | None:
         """Return the matrix that projects hidden states onto the vocabulary.
 
-        Log-probs are computed from it in chunks of tokens, so that logits [R L V] never exist.
+        Log-probs are computed from it in chunks of tokens, so that logits [R L V] never exist. None
+        is returned by a model whose hidden states are logits already.
 
         Args:
             params: The parameters.
@@ -237,133 +252,6 @@ class QuantizableModel(Model, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """The decoder that a `ModelSpec` describes, by the functions of `models`.
-
-    It decodes by `ModelSpec.for_decoding`, whose parameters are the same.
-
-    >>> decoder = Decoder(tiny_spec())
-    >>> decoder.vocab_size, decoder.has_router, decoder == Decoder(tiny_spec())
-    (8, False, True)
-    """
-
-    spec: ModelSpec
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of rows of the embedding."""
-        return self.spec.vocab_size
-
-    @property
-    def logit_softcap(self) -> int | float | None:
-        """What logits are capped at."""
-        return self.spec.logit_softcap
-
-    @property
-    def has_router(self) -> bool:
-        """Whether there are experts."""
-        return self.spec.moe is not None
-
-    def declare(self) -> Declarations:
-        """See `models.parameters.declare`."""
-        return parameters.declare(self.spec)
-
-    def compute_dtypes(self, dtype: DTypeLike) -> Any:
-        """See `models.parameters.compute_dtypes`."""
-        return parameters.compute_dtypes(self.spec, dtype)
-
-    def declare_quantized(self) -> Declarations:
-        """See `models.quantization.declare_quantized`."""
-        return quantization.declare_quantized(self.spec)
-
-    def hidden_states(
-        self,
-        params: Params,
-        tokens: Int[Array, "R L"],
-        positions: Int[Array, "R L"],
-        segment_ids: Int[Array, "R L"],
-        *,
-        dtype: DTypeLike,
-        remat: str,
-        layout: Layout | None,
-    ) -> tuple[Float[Array, "R L D"], Router]:
-        """See `models.transformer.forward_with_router`."""
-        return transformer.forward_with_router(
-            params,
-            self.spec,
-            tokens,
-            positions,
-            segment_ids,
-            dtype=dtype,
-            remat=remat,
-            layout=layout,
-        )
-
-    def head_matrix(
-        self, params: Params, layout: Layout | None = None
-    ) -> Float[Array, "D V"] | SplitMatrix:
-        """See `models.heads.head_matrix`."""
-        return heads.head_matrix(params, self.spec, layout)
-
-    def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        """See `models.heads.logits`."""
-        return heads.logits(params, self.spec, hidden)
-
-    def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
-        """See `models.heads.token_values`."""
-        return heads.token_values(params, hidden)
-
-    def sequence_scores(
-        self,
-        params: Params,
-        hidden: Float[Array, "R L D"],
-        row: Int[Array, " B"],
-        start: Int[Array, " B"],
-        size: Int[Array, " B"],
-    ) -> Float32[Array, " B"]:
-        """See `models.heads.sequence_scores`."""
-        return heads.sequence_scores(params, hidden, row, start, size)
-
-    def init_cache(
-        self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str = "auto"
-    ) -> Cache:
-        """See `models.cache.init_cache`."""
-        spec = self.spec.for_decoding
-        return init_cache(spec, batch, length, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-
-    def extend(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        *,
-        dtype: DTypeLike,
-        layout: Layout | None,
-    ) -> tuple[Float[Array, "B T D"], Cache]:
-        """See `models.cache.extend`."""
-        spec = self.spec.for_decoding
-        return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
-
-    def extend_pages(
-        self,
-        params: Params,
-        pool: Cache,
-        tables: PageTables,
-        tokens: Int[Array, " B"],
-        positions: Int[Array, " B"],
-        *,
-        dtype: DTypeLike,
-        layout: Layout | None,
-    ) -> tuple[Float[Array, "B D"], Cache]:
-        """See `models.cache.extend_pages`."""
-        spec = self.spec.for_decoding
-        return extend_pages(
-            params, spec, pool, tables, tokens, positions, dtype=dtype, layout=layout
-        )
-
-
 def model_of(spec: ModelSpec) -> Model:
     """Return the model that a spec describes.
 
@@ -371,3 +259,35 @@ def model_of(spec: ModelSpec) -> Model:
     (8, 4)
     """
     return Decoder(spec)
+
+
+def decoder_spec(model: Model) -> ModelSpec:
+    """Return the spec of a `Decoder`.
+
+    Raises:
+        TypeError: The model is another one.
+
+    >>> decoder_spec(model_of(tiny_spec())) == tiny_spec()
+    True
+    """
+    if not isinstance(model, Decoder):
+        raise TypeError(f"expected a model of a Hugging Face directory, got {model}")
+    return model.spec
+
+
+def base_model(model: Model) -> Model:
+    """Return a model without its adapter, if it has one.
+
+    >>> base_model(model_of(tiny_spec())) == model_of(tiny_spec())
+    True
+    """
+    return Decoder(without_adapter(model.spec)) if isinstance(model, Decoder) else model
+
+
+def is_adapted(model: Model) -> bool:
+    """Tell whether a model has an adapter.
+
+    >>> is_adapted(model_of(tiny_spec()))
+    False
+    """
+    return isinstance(model, Decoder) and model.spec.lora is not None

@@ -33,6 +33,9 @@ DEFAULT_RULES: Rules = {
 }
 
 
+UNSPLIT = "_"
+"""How the logical names of dimensions begin that no rule splits."""
+
 ROLLOUT_RULES: Rules = {**DEFAULT_RULES, "embed": "fsdp", "expert_embed": "fsdp"}
 """Rules of the engine: what is split only to save memory would be gathered for every token."""
 
@@ -70,7 +73,8 @@ def partition_spec(
 
     Args:
         axes: Logical name of each dimension.
-        rules: Logical name to mesh axis, several mesh axes, or None for "never sharded".
+        rules: Logical name to mesh axis, several mesh axes, or None for "never sharded". A name
+            that begins with `UNSPLIT` needs no rule, and is never sharded.
         mesh: The devices.
         shape: Size of each dimension.
 
@@ -161,6 +165,8 @@ def fallbacks(
 
 
 def _mesh_axes(axis: str, rules: Rules) -> tuple[str, ...]:
+    if axis.startswith(UNSPLIT):
+        return ()
     if axis not in rules:
         raise ValueError(f"no rule for the logical axis {axis!r}; rules exist for {sorted(rules)}")
     rule = rules[axis]

@@ -235,6 +235,7 @@ class EngineHost(_Process):
         """Return the engine and the spec of its model."""
         from jaxrl_llm.models.hf.config import read_spec
         from jaxrl_llm.models.lora import without_adapter
+        from jaxrl_llm.models.model import model_of
         from jaxrl_llm.monitoring.logs import quiet_libraries
         from jaxrl_llm.rollout.build import local_engine
         from jaxrl_llm.runs.compile_cache import use_compilation_cache
@@ -250,4 +251,4 @@ class EngineHost(_Process):
             self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
         spec = without_adapter(read_spec(config.model.path))
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
-        return local_engine(config, spec, layout, folder), spec
+        return local_engine(config, model_of(spec), layout, folder), spec

@@ -130,6 +130,8 @@ def _config(cls: type[Config], options: argparse.Namespace, flags: Iterable[str]
         apply_override(tree, override)
     if options.function_from is not None:
         tree = renamed_functions(tree, options.function_from)
+        if "function_from" in cls.__pydantic_fields__:  # of the run that is read
+            tree["function_from"] = options.function_from
     return from_tree(cls, tree)
 
 

@@ -34,6 +34,13 @@ class EvaluateConfig(Section):
     step: int | None = Field(
         default=None, description="which checkpoint of a run; null takes the newest"
     )
+    function_from: str | None = Field(
+        default=None,
+        description=(
+            "my_file.py or pkg.mod, that has the function which a notebook gave the run as "
+            "model.function"
+        ),
+    )
     seed: int = Field(default=0, ge=0, description="seed of sampling")
     rows: int | None = Field(
         default=None, ge=1, description="the first n rows only; null takes all"

@@ -246,7 +246,7 @@ def checked_keywords(
         ConfigError: they do not fit the function's signature.
     """
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = signature_of(function).parameters
     except ValueError:  # a builtin without a signature: the call itself will check
         return dict(spec.kwargs)
     named = {
@@ -266,6 +266,18 @@ def checked_keywords(
         else value
         for name, value in spec.kwargs.items()
     }
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return what a function takes, or a class whose metaclass hides it, such as flax's modules.
+
+    Raises:
+        ValueError: a builtin has no signature.
+    """
+    if isinstance(function, type) and type(function).__call__ is not type.__call__:
+        own = inspect.signature(function.__init__)
+        return own.replace(parameters=list(own.parameters.values())[1:])
+    return inspect.signature(function)
 
 
 def _check_names(

@@ -15,7 +15,14 @@ from jaxrl_llm.config.sections.rollout import CACHE_GB
 class ServeConfig(Section):
     """All of `jaxrl_llm.serve`."""
 
-    model: str = Field(description="Hugging Face directory: config.json, safetensors, tokenizer")
+    model: str = Field(description="Hugging Face directory, or the run_dir of train or sft")
+    function_from: str | None = Field(
+        default=None,
+        description=(
+            "my_file.py or pkg.mod, that has the function which a notebook gave the run as "
+            "model.function"
+        ),
+    )
     name: str | None = Field(
         default=None, description="the model's name for clients; null takes model"
     )

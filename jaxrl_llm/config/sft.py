@@ -20,6 +20,7 @@ from jaxrl_llm.config.shared import (
     STALL_TIMEOUT,
     adapter_has_a_kept_base,
     adapter_is_new_or_given,
+    own_model_is_plain,
     profiled_steps_are_steps,
 )
 
@@ -56,6 +57,7 @@ class SftConfig(Section):
             profiled_steps_are_steps,
             adapter_is_new_or_given,
             adapter_has_a_kept_base,
+            own_model_is_plain,
         )
 
 

@@ -98,9 +98,9 @@ def _of_object(function: Any) -> str:
         function = type(function)
     module = inspect.getmodule(function)
     known = {**vars(module)} if module else {}
-    if inspect.isfunction(function):
-        known |= function.__globals__
-        known |= {k: v for k, v in inspect.getclosurevars(function).nonlocals.items()}
+    for method in _functions_of(function):
+        known |= method.__globals__
+        known |= {k: v for k, v in inspect.getclosurevars(method).nonlocals.items()}
     known[function.__name__] = function
 
     def text(name: str) -> str | None:
@@ -113,11 +113,33 @@ def _of_object(function: Any) -> str:
         if not is_own or not (inspect.isfunction(value) or inspect.isclass(value)):
             return None
         try:
-            return _normalized(textwrap.dedent(inspect.getsource(value)))
+            return _normalized(_text(value))
         except (OSError, SyntaxError, TypeError):
             return None
 
     return _reachable(function.__name__, text) or _compiled(function)
+
+
+def _functions_of(value: Any) -> list[Any]:
+    """Return a function, or the methods that a class defines."""
+    values = vars(value).values() if inspect.isclass(value) else [value]
+    return [v for v in values if inspect.isfunction(v)]
+
+
+def _text(value: Any) -> str:
+    """Return the text of a function or class.
+
+    Raises:
+        OSError, SyntaxError, TypeError: there is none.
+    """
+    try:
+        return textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError):  # of a notebook's class, before Python 3.13
+        cell = ast.parse("".join(inspect.findsource([*_functions_of(value), value][0])[0]))
+    classes = [n for n in cell.body if isinstance(n, ast.ClassDef) and n.name == value.__name__]
+    if not classes:
+        raise OSError(f"no source of {value}")
+    return ast.unparse(classes[-1])
 
 
 def _compiled(function: Callable[..., Any]) -> str:

@@ -30,7 +30,9 @@ from jaxrl_llm.config.shared import (
     STALL_TIMEOUT,
     adapter_has_a_kept_base,
     adapter_is_new_or_given,
+    own_model_is_plain,
     profiled_steps_are_steps,
+    set_beside_own_model,
 )
 
 Config = TypeVar("Config", bound=Section)
@@ -82,6 +84,8 @@ class TrainConfig(Section):
             profiled_steps_are_steps,
             adapter_is_new_or_given,
             adapter_has_a_kept_base,
+            own_model_is_plain,
+            own_model_has_the_native_engine,
             something_scores,
             components_are_reported,
             vllm_keys_have_vllm,
@@ -247,6 +251,13 @@ def engines_have_nodes(config: TrainConfig) -> Iterator[str]:
             f"rollout.nodes={config.rollout.nodes} needs a cluster: set cluster.nodes to the nodes "
             "that train"
         )
+
+
+def own_model_has_the_native_engine(config: TrainConfig) -> Iterator[str]:
+    """Refuse engines, and precisions of theirs, that know only models of Hugging Face."""
+    if config.model.function is not None:
+        others = "engine", "quantization", "kv_cache_dtype", "nodes"
+        yield from set_beside_own_model(config.rollout, "rollout", others)
 
 
 def devices_are_of_engines(config: TrainConfig) -> Iterator[str]:

@@ -8,10 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import active_parameters
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.spec import ModelSpec
 
 
@@ -57,6 +60,17 @@ def model_cost(spec: ModelSpec) -> Cost:
     pairs = full * spec.heads * spec.head_dim
     parameters = sum(active_parameters(spec))
     return Cost(parameters / pairs if pairs else math.inf, 6.0 * parameters)
+
+
+def sequence_cost(model: Model) -> Cost:
+    """Return what sequences cost in any model; of one that is no `Decoder` by its parameters alone.
+
+    Nobody knows then what attention costs, and verl's assumption takes its place.
+    """
+    if isinstance(model, Decoder):
+        return model_cost(model.spec)
+    parameters = sum(math.prod(array.shape) for array in jax.tree.leaves(model.declare()))
+    return Cost(VERL_COST.breakeven, 6.0 * parameters)
 
 
 def karmarkar_karp(

@@ -60,7 +60,13 @@ def _evaluate(config: EvaluateConfig) -> Report:
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         log.info("loading %s", config.model)
-        policy = load_policy(config.model, layout, step=config.step, on_host=True)
+        policy = load_policy(
+            config.model,
+            layout,
+            step=config.step,
+            on_host=True,
+            function_from=config.function_from,
+        )
         prompts = read_evaluation_prompts(config, policy)
         settings = EngineSettings(
             max_running_sequences=config.max_running_sequences,
@@ -70,7 +76,12 @@ def _evaluate(config: EvaluateConfig) -> Report:
         )
         answers = len(prompts) * config.samples
         engine = loaded_engine(
-            policy.spec, policy.params, settings, layout, policy.tokenizer, sequences=answers
+            policy.model,
+            policy.params,
+            settings,
+            policy.layout,
+            policy.tokenizer,
+            sequences=answers,
         )
         stack.callback(engine.close)
         log.info("sampling %d answers to each of %d prompts", config.samples, len(prompts))
@@ -118,13 +129,14 @@ def read_evaluation_prompts(config: EvaluateConfig, policy: Policy) -> list[Prom
         ConfigError: a file can't be read, a prompt is too long, or no reward function knows its
             source.
     """
-    room = policy.spec.max_positions - config.max_new_tokens
+    positions = policy.model.max_positions
+    room = sys.maxsize if positions is None else positions - config.max_new_tokens
     if config.max_prompt_tokens is not None:
         room = min(room, config.max_prompt_tokens)
     if room < 1:
         raise ConfigError(
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's "
-            f"{policy.spec.max_positions} positions (max_position_embeddings)"
+            f"{positions} positions (max_position_embeddings)"
         )
     with config_errors_at("data"):
         prompts, _ = tokenize_prompts(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,29 @@ from jaxtyping import Array, Float32
 
 from jaxrl_llm.algorithms.logprobs import TokenStats
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import PromptLike, as_prompts
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.lora import without_adapter
+from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, model_of
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.tables import TokenTable
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.runs.export import restore_model
+from jaxrl_llm.runs.export import TrainedModel, restore_model
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
-from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.layouts import open_layout, own_rules, packed_shape
 from jaxrl_llm.training.load_model import forward_config, merged_into_base
 from jaxrl_llm.training.microbatches import pack_batch
 from jaxrl_llm.types import Batch, Rows
@@ -46,7 +48,7 @@ class Policy:
     Its parameters never change: a loop of your own has its own, of which these are the first.
 
     Attributes:
-        spec: the architecture, an adapter merged into it.
+        model: its functions, an adapter merged into it.
         params: the weights in float32, nested dicts of arrays.
         tokenizer: of transformers.
         stops: tokens that end an answer, as in training.
@@ -55,7 +57,7 @@ class Policy:
         step: of the checkpoint, None for a directory.
     """
 
-    spec: ModelSpec
+    model: Model
     params: Params
     tokenizer: Any
     stops: tuple[int, ...]
@@ -67,7 +69,7 @@ class Policy:
     def forward(self) -> ForwardConfig:
         """How the model is run over packed rows; kernels are chosen when it is first used."""
         config = ModelConfig(path="", dtype=self.dtype)  # pyright: ignore[reportArgumentType]
-        return forward_config(config, self.spec, self.layout)
+        return forward_config(config, self.model, self.layout)
 
     def open_engine(
         self,
@@ -90,8 +92,10 @@ class Policy:
         """
         config, devices = MeshConfig(), list(self.layout.mesh.devices.flat)
         layout = layout or open_layout(config, "rollout", config.rollout, devices)
+        rules = {**self.layout.rules, **layout.rules}  # a model's own axes have rules here only
+        layout = dataclasses.replace(layout, rules=rules)
         settings = EngineSettings(max_running_sequences, max_tokens, cache_gb, self.dtype)
-        return loaded_engine(self.spec, self.params, settings, layout, self.tokenizer)
+        return loaded_engine(self.model, self.params, settings, layout, self.tokenizer)
 
     def sample(
         self,
@@ -154,7 +158,7 @@ class Policy:
         if isinstance(text, str):
             text = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens = [*before, *map(int, text)]
-        first, longest = max(1, len(before)), self.spec.max_positions
+        first, longest = max(1, len(before)), self.model.max_positions or sys.maxsize
         if not first < len(tokens) <= longest:
             raise ValueError(
                 f"got {len(tokens)} tokens, of which the first has no log-prob: expected 2 to "
@@ -185,7 +189,7 @@ class Policy:
         if width % share:
             raise ValueError(f"got a batch of {width} columns, expected a multiple of {share}")
         shape = packed_shape(
-            self.layout, self.spec, tokens=count * width, longest=width, sequences=count
+            self.layout, self.model, tokens=count * width, longest=width, sequences=count
         )
         return pack_batch(batch, shape, self.layout.mesh)
 
@@ -217,6 +221,7 @@ def load_policy(
     dtype: str = "float32",
     step: int | None = None,
     on_host: bool = False,
+    function_from: str | None = None,
 ) -> Policy:
     """Load the policy of a Hugging Face directory, or of a run.
 
@@ -227,6 +232,8 @@ def load_policy(
         step: which checkpoint of a run; None takes the newest.
         on_host: leave the weights of a directory in the host's memory, for an engine that makes a
             copy of its own. No computation can use them there.
+        function_from: module or file that has the function which a notebook gave a run as
+            `model.function`.
 
     Raises:
         ConfigError: nothing there can be read, it is no language model, or a directory has steps.
@@ -234,13 +241,10 @@ def load_policy(
     path, mesh = str(path), MeshConfig()
     layout = layout or open_layout(mesh, "train", mesh.train)
     if (Path(path) / "checkpoints").is_dir():
-        params, spec, source, step = restore_model(path, step=step)
-        alone = without_adapter(spec)
-        homes = layout.of(declare(alone))
-        if spec.lora:
-            params, spec = merged_into_base(params, spec, source, homes)
-        else:
-            params = distributed.put(params, homes)
+        trained = restore_model(path, step=step, function_from=function_from)
+        layout = with_rules_of_run(path, trained.model, layout)
+        params, model = _placed(trained, layout)
+        source, step = trained.source, trained.step
     else:
         if step is not None:
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
@@ -252,11 +256,11 @@ def load_policy(
             homes = layout.of(declare(spec))
             if on_host:
                 homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
-            params = load_params(path, spec, shardings=homes)
+            params, model = load_params(path, spec, shardings=homes), model_of(spec)
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         policy = Policy(
-            spec=spec,
+            model=model,
             params=params,
             tokenizer=tokenizer,
             stops=stop_ids(tokenizer, source),
@@ -267,3 +271,22 @@ def load_policy(
     if not on_host:
         _ = policy.forward  # kernels are tried out now, as this can't be done inside of `jax.jit`
     return policy
+
+
+def with_rules_of_run(path: str, model: Model, layout: Layout) -> Layout:
+    """Return a layout with a run's rules for the logical axes of its own model."""
+    if isinstance(model, Decoder):
+        return layout
+    rules = read_yaml(Path(path) / "config.yaml")["mesh"]["rules"]
+    rules = {**own_rules(rules, layout.rules, has_own_axes=True), **layout.rules}
+    return dataclasses.replace(layout, rules=rules)
+
+
+def _placed(trained: TrainedModel, layout: Layout) -> tuple[Params, Model]:
+    """Put a checkpoint's weights into a layout, an adapter merged into its base."""
+    params, model, source, _ = trained
+    homes = layout.of(base_model(model).declare())
+    if not is_adapted(model):
+        return distributed.put(params, homes), model
+    params, spec = merged_into_base(params, decoder_spec(model), source, homes)
+    return params, model_of(spec)

@@ -20,9 +20,9 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter, without_adapter
+from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.paged_attention import attend_in_turn
 from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
-from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
@@ -100,11 +100,17 @@ def abstract_params(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> 
     >>> abstract_params(spec, Layout(make_mesh({}, jax.devices()[:1])), "bfloat16")["embed"].dtype
     dtype(bfloat16)
     """
+    return abstract_weights(model_of(spec), layout, dtype)
+
+
+def abstract_weights(model: Model, layout: Layout, dtype: str = "float32") -> Any:
+    """Return any model's parameters as `abstract_params` does."""
+    declared = model.declare()
     return jax.tree.map(
         lambda d, s, t: jax.ShapeDtypeStruct(d.shape, t, sharding=s),
-        declare(spec),
-        layout.of(declare(spec)),
-        compute_dtypes(spec, dtype),
+        declared,
+        layout.of(declared),
+        model.compute_dtypes(dtype),
     )
 
 
@@ -167,8 +173,8 @@ def plan_role(
     if spec.lora is not None:
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
-    settings = forward_config(config.model, spec, layout, config.rollout.temperature)
-    shape = microbatch_shape(config, spec, layout)
+    settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
+    shape = microbatch_shape(config, model_of(spec), layout)
     learner = learner_of(update, settings, shape, layout, params, frozen)
     state = learner.state_like()
     infer = inference_of(name, functions, settings, shape, layout, frozen)
@@ -195,19 +201,19 @@ def plan_role(
             params, frozen, inputs(bucket)[2].rows
         ),
     }
-    needed = needs_inference(name, functions, spec)
+    needed = needs_inference(name, functions, has_adapter=spec.lora is not None)
     return AbstractModel(
         spec, settings, layout, shape, params, state.opt_state, frozen, needed
     ), trace
 
 
-def needs_inference(name: str, functions: AlgorithmFunctions, spec: ModelSpec) -> bool:
+def needs_inference(name: str, functions: AlgorithmFunctions, *, has_adapter: bool) -> bool:
     """Tell whether a step asks a role for more than its updates do."""
     return (
         name != "actor"
         or not functions.on_policy
         or functions.select_covariant is not None
-        or (spec.lora is not None and functions.needs_reference)
+        or (has_adapter and functions.needs_reference)
     )
 
 
@@ -229,8 +235,8 @@ def plan_reference(
         apart: whether that is elsewhere than the actor, whose pass it has otherwise.
     """
     weights = abstract_params(spec, layout, config.model.dtype)
-    settings = forward_config(config.model, spec, layout, config.rollout.temperature)
-    shape = microbatch_shape(config, spec, layout)
+    settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
+    shape = microbatch_shape(config, model_of(spec), layout)
     if apart:
         infer = logprob_pass(settings, shape, layout.mesh, ("logprobs",))
     else:
@@ -297,7 +303,7 @@ def plan_engine(
             config.model.dtype,
             is_int8=config.rollout.kv_cache_dtype == "int8",
         )
-    engine = native_engine(config, spec, layout, choice=choice)
+    engine = native_engine(config, model_of(spec), layout, choice=choice)
     engine.close()
     trace = {
         StepId(ENGINE, kind): functools.partial(engine.trace, kind.value)

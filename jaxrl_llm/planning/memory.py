@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxrl_llm.config.errors import config_errors_at
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import read_spec
@@ -100,6 +100,11 @@ def plan_shapes(
     Raises:
         ConfigError: the run could not be built.
     """
+    if config.model.function is not None:
+        raise ConfigError(
+            "model.function: nothing can be planned for a model of one's own, only for that of a "
+            "Hugging Face directory"
+        )
     functions, layouts = resolve_functions(config), open_layouts(config.mesh, devices)
     gpu = device_of(layouts.rollout) if devices else gpu
     with config_errors_at("model.path"):

@@ -9,8 +9,9 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.lora import without_adapter
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.functional import FunctionalModel
+from jaxrl_llm.models.model import Model, base_model, decoder_spec
 from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
@@ -20,7 +21,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.kernel_choice import choose_cache_kernel, choose_experts
 
 
-def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
+def make_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path) -> Engine:
     """Build the engine that the config names, here or on nodes of its own."""
     job = context.current()
     if job is not None and job.engine_hosts:
@@ -28,21 +29,21 @@ def make_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Pa
 
         return RemoteEngine(
             job,
-            without_adapter(spec),
+            decoder_spec(base_model(model)),
             dtype=config.model.dtype,
             max_tokens=engine_settings(config).max_tokens,
         )
-    return local_engine(config, spec, layout, folder)
+    return local_engine(config, model, layout, folder)
 
 
-def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: Path) -> Engine:
+def local_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path) -> Engine:
     """Build the engine on this process's devices; vLLM's begins to start, and writes to the folder.
 
     Raises:
         ConfigError: there can be no such engine here.
     """
     if config.rollout.engine == "native":
-        engine = native_engine(config, spec, layout)
+        engine = native_engine(config, model, layout)
         engine.compile_ahead()
         return engine
     if distributed.process_count() > 1:
@@ -54,7 +55,7 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
 
     with config_errors_at("rollout"):
         return VllmEngine(
-            without_adapter(spec),
+            decoder_spec(base_model(model)),
             engine_settings(config),
             source=config.model.path,
             config=config.rollout.vllm,
@@ -63,28 +64,41 @@ def local_engine(config: TrainConfig, spec: ModelSpec, layout: Layout, folder: P
 
 
 def native_engine(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, *, choice: PagedChoice | None = None
+    config: TrainConfig, model: Model, layout: Layout, *, choice: PagedChoice | None = None
 ) -> NativeEngine:
     """Build the native engine for the longest prompt and answer of a run.
 
     Args:
         config: of the run.
-        spec: the model.
+        model: the policy.
         layout: how sequences and weights are split.
         choice: how it reads its cache; None: `choose_cache_kernel`.
     """
-    spec, settings = without_adapter(spec), engine_settings(config)
-    layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
-    if choice is None:
-        choice = choose_cache_kernel(
-            config.model.attention,
-            spec,
-            layout,
-            settings.dtype,
-            is_int8=settings.kv_cache_dtype == "int8",
-        )
+    model, settings, kernel = base_model(model), engine_settings(config), None
+    if isinstance(model, Decoder):
+        spec = model.spec
+        layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
+        if choice is None:
+            choice = choose_cache_kernel(
+                config.model.attention,
+                spec,
+                layout,
+                settings.dtype,
+                is_int8=settings.kv_cache_dtype == "int8",
+            )
+        kernel = choice.kernel
+    log_recomputation(model)
     with config_errors_at("rollout"):
-        return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
+        return NativeEngine(model, settings, layout=layout, kernel=kernel)
+
+
+def log_recomputation(model: Model) -> None:
+    """Say that answers take long, where a model of the user's own has no cache."""
+    if isinstance(model, FunctionalModel) and model.cached is None:
+        log.warning(
+            "model.function has no cache: for each token that is drawn its whole sequence is "
+            "computed again, which is slow; give it init_cache and extend"
+        )
 
 
 def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:
@@ -107,7 +121,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
 
 
 def loaded_engine(
-    spec: ModelSpec,
+    model: Model,
     params: Any,
     settings: EngineSettings,
     layout: Layout,
@@ -118,7 +132,7 @@ def loaded_engine(
     """Build the native engine for a trained policy and load its weights, as version 0.
 
     Args:
-        spec: the model, without an adapter.
+        model: without an adapter.
         params: its weights.
         settings: room and precision.
         layout: how sequences and weights are split.
@@ -128,21 +142,22 @@ def loaded_engine(
     Raises:
         ConfigError: the model has fewer positions, or the engine can't be built so.
     """
-    if settings.max_tokens > spec.max_positions:
+    if model.max_positions is not None and settings.max_tokens > model.max_positions:
         raise ConfigError(
             f"the longest prompt and answer have {settings.max_tokens} tokens, but the model has "
-            f"{spec.max_positions} positions (max_position_embeddings)"
+            f"{model.max_positions} positions (max_position_embeddings)"
         )
     detokenize = functools.partial(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
-    is_int8 = settings.kv_cache_dtype == "int8"
-    kernel = choose_cache_kernel("auto", spec, layout, settings.dtype, is_int8=is_int8).kernel
+    kernel = None
+    if isinstance(model, Decoder):
+        spec, is_int8 = model.spec, settings.kv_cache_dtype == "int8"
+        layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
+        kernel = choose_cache_kernel("auto", spec, layout, settings.dtype, is_int8=is_int8).kernel
+    log_recomputation(model)
     with config_errors_at("the engine"):
-        engine = NativeEngine(
-            model_of(spec), settings, layout=layout, detokenize=detokenize, kernel=kernel
-        )
+        engine = NativeEngine(model, settings, layout=layout, detokenize=detokenize, kernel=kernel)
     engine.compile_ahead(sequences)
     engine.load(params, version=0)
     return engine

@@ -1,6 +1,9 @@
 """A model that a run trained: read from its checkpoint, and written as a Hugging Face directory."""
 
 import dataclasses
+import json
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,16 +11,21 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import NOT_IMPORTABLE, FunctionSpec, renamed_functions, split_name
 from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.sections.model import LoraConfig
+from jaxrl_llm.config.sources import UserFunction, source_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.adapter import save_adapter
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.hf.save import save_arrays, save_params
 from jaxrl_llm.models.lora import split_adapter
-from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model, decoder_spec, is_adapted, model_of
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
+from jaxrl_llm.training.own_model import KEY, make_model
+
+log = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic", "implicit_reward_model")
 
@@ -27,24 +35,32 @@ class TrainedModel(NamedTuple):
 
     Attributes:
         params: on the host; of an adapter only what was trained.
-        spec: with the adapter, if there is one.
-        source: Hugging Face directory that the model began as.
+        model: with the adapter, if there is one.
+        source: Hugging Face directory that the model began as, or of its tokenizer.
         step: of the checkpoint.
     """
 
     params: Any
-    spec: ModelSpec
+    model: Model
     source: str
     step: int
 
 
-def restore_model(run_dir: str | Path, *, step: int | None, role: str = "actor") -> TrainedModel:
+def restore_model(
+    run_dir: str | Path,
+    *,
+    step: int | None,
+    role: str = "actor",
+    function_from: str | None = None,
+) -> TrainedModel:
     """Read the parameters of a run's checkpoint.
 
     Args:
         run_dir: of `train` or `sft`.
         step: of the checkpoint, or None for the newest.
         role: which of the models that the run trains.
+        function_from: module or file that has the function which a notebook gave as
+            `model.function`.
 
     Raises:
         ConfigError: no run, no such checkpoint, or the run trains no such model.
@@ -55,14 +71,10 @@ def restore_model(run_dir: str | Path, *, step: int | None, role: str = "actor")
     config = read_yaml(folder / "config.yaml")
     source = config.get(role, {}).get("path") or config["model"]["path"]
     try:
-        spec = read_spec(source)
-        if role == "critic":
-            spec = dataclasses.replace(spec, value_head=True, reward_head=False)
-        if role == "actor":
-            spec = adapted_spec(spec, *adapter_keys(config["model"]))
+        model = _model_of_role(folder, role, source, function_from)
         checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
-        like = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
-        like = split_adapter(like)[0] if spec.lora else like
+        like = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
+        like = split_adapter(like)[0] if is_adapted(model) else like
         digests = checkpoints.extra(step)["origin"]
         trained = [name for name in ROLES if name in digests]
         if role not in trained:
@@ -71,7 +83,41 @@ def restore_model(run_dir: str | Path, *, step: int | None, role: str = "actor")
     except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     params = saved.state  # numpy arrays, as `like` has no layout
-    return TrainedModel(params, spec, source, saved.step)
+    return TrainedModel(params, model, source, saved.step)
+
+
+def _model_of_role(folder: Path, role: str, source: str, function_from: str | None) -> Model:
+    """Return the model that a role of a run trains, with its adapter or value head."""
+    config = read_yaml(folder / "config.yaml")
+    of_policy = config["model"]
+    own = of_policy.get("function")  # runs of earlier versions have no such key
+    if own and not config.get(role, {}).get("path"):
+        function = _function_of(own, function_from)
+        _warn_of_another_source(folder, function)
+        return make_model(function, source, seed=config["seed"])
+    spec = read_spec(source)
+    if role == "critic":
+        spec = dataclasses.replace(spec, value_head=True, reward_head=False)
+    if role == "actor":
+        spec = adapted_spec(spec, *adapter_keys(of_policy))
+    return model_of(spec)
+
+
+def _function_of(tree: Mapping[str, Any], function_from: str | None) -> FunctionSpec:
+    """Return the function of a run's config; a notebook's own is found in the notebook."""
+    if function_from is not None:
+        tree = renamed_functions(tree, function_from)
+    keywords = {name: value for name, value in tree.items() if name != "fn"}
+    where, name = split_name(tree["fn"])
+    given = getattr(sys.modules[where], name, None) if where == NOT_IMPORTABLE else None
+    return FunctionSpec(tree["fn"], keywords, given)
+
+
+def _warn_of_another_source(folder: Path, function: FunctionSpec) -> None:
+    path, source = folder / "functions.json", source_of(function)
+    kept = json.loads(path.read_text()).get(KEY) if path.exists() else None
+    if kept and source and UserFunction(function.fn, source).digest != kept["sha256"]:
+        log.warning("%s: the source of %s is another than the run's", KEY, function.fn)
 
 
 def export_model(
@@ -82,10 +128,12 @@ def export_model(
     dtype: str = "float32",
     role: str = "actor",
     adapter: bool = False,
+    function_from: str | None = None,
 ) -> int:
     """Write the parameters of a run's checkpoint as a Hugging Face directory.
 
-    A run that trained an adapter gives the model with the adapter merged into it.
+    A run that trained an adapter gives the model with the adapter merged into it. A model of one's
+    own (`model.function`) has no `config.json`; it is loaded by the function again.
 
     Args:
         run_dir: of `train` or `sft`.
@@ -94,6 +142,7 @@ def export_model(
         dtype: of the saved arrays.
         role: which of the models that the run trains.
         adapter: write the adapter alone, in PEFT's format.
+        function_from: as for `restore_model`.
 
     Returns:
         The checkpoint's step.
@@ -101,19 +150,40 @@ def export_model(
     Raises:
         ConfigError: no run, no such checkpoint, no adapter, or `out` exists.
     """
-    params, spec, source, saved_step = restore_model(run_dir, step=step, role=role)
-    if adapter and spec.lora is None:
+    params, model, source, saved_step = restore_model(
+        run_dir, step=step, role=role, function_from=function_from
+    )
+    if adapter and not is_adapted(model):
         raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
     try:
         if adapter:
+            spec = decoder_spec(model)
             save_adapter(out, params, spec, base=source, dtype=jax.numpy.dtype(dtype))
             return saved_step
-        if spec.lora:
-            params, spec = merged_into_base(params, spec, source)
-        save_params(out, params, spec, source=source, dtype=jax.numpy.dtype(dtype))
+        if is_adapted(model):
+            params, spec = merged_into_base(params, decoder_spec(model), source)
+            model = model_of(spec)
+        save_model(out, params, model, source=source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return saved_step
+
+
+def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype: str) -> None:
+    """Write a directory of safetensors and tokenizer; with `config.json` where there can be one.
+
+    Args:
+        out: to write.
+        params: of the model.
+        model: without an adapter.
+        source: directory that it began as, or of its tokenizer.
+        dtype: of the saved arrays.
+    """
+    kind = jax.numpy.dtype(dtype)
+    if isinstance(model, Decoder):
+        save_params(out, params, model.spec, source=source, dtype=kind)
+    else:
+        save_arrays(out, params, model.declare(), config=None, source=source, dtype=kind)
 
 
 def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:

@@ -15,7 +15,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.build import make_engine
@@ -58,11 +58,11 @@ def build_stages(
     layouts = open_training_layouts(config)
     rows = read_checked_rows(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
-    check_longest_sequence(config, model.spec)
-    engine = make_engine(config, model.spec, layouts.rollout, folder)
+    check_longest_sequence(config, model.model)
+    engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
     models, trainable = build_models(config, functions, model, layouts)
-    compile_first_step(config, functions, model.spec, models, layouts)
+    compile_first_step(config, functions, model.model, models, layouts)
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer)
@@ -73,9 +73,9 @@ def build_stages(
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
     rollout = build_rollout(config, model, layouts.train, engine, tokenizer)
-    reward_shape = microbatch_shape(config, model.spec, layouts.reward_model)
+    reward_shape = microbatch_shape(config, model.model, layouts.reward_model)
     reward_model = open_scoring_model(
-        config, tokenizer, model.spec, layouts.reward_model, reward_shape
+        config, tokenizer, model.model, layouts.reward_model, reward_shape
     )
     scoring = build_scoring(config, functions, reward_model, rollout, executor, stack)
     algorithm = build_algorithm(config, functions)
@@ -84,7 +84,7 @@ def build_stages(
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
-    shape = microbatch_shape(config, model.spec, layouts.train)
+    shape = microbatch_shape(config, model.model, layouts.train)
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
@@ -99,16 +99,16 @@ def open_training_layouts(config: TrainConfig) -> Layouts:
     mesh = config.mesh
     if config.rollout.nodes:  # mesh.rollout is of the engines' devices, not of these
         mesh = dataclasses.replace(mesh, rollout=RolloutSizes())
-    return open_layouts(mesh)
+    return open_layouts(mesh, has_own_axes=config.model.function is not None)
 
 
-def check_longest_sequence(config: TrainConfig, spec: ModelSpec) -> None:
+def check_longest_sequence(config: TrainConfig, model: Model) -> None:
     """Refuse a model that can't hold the longest sequence."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > spec.max_positions:
+    if model.max_positions is not None and longest > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model has "
-            f"{spec.max_positions} positions (max_position_embeddings)"
+            f"{model.max_positions} positions (max_position_embeddings)"
         )
 
 

@@ -1,14 +1,14 @@
 """A model's forward pass in training, over packed rows."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32
 
-from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats
+from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats, token_stats_from_logits
 from jaxrl_llm.data.packing import unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.gather import SplitMatrix
@@ -17,6 +17,7 @@ from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.sharding.layout import TOKENS, Layout
+from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
 from jaxrl_llm.types import Rows
 
 
@@ -27,8 +28,9 @@ class ForwardConfig:
     `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
     update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
     (`sharding.layout.Layout`), `kernel` what computes it (`models.kernels.choose_kernel`; None:
-    XLA), and `grouped_kernels` what multiplies rows of experts
-    (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA).
+    XLA), `grouped_kernels` what multiplies rows of experts
+    (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), and `rules` how a model of the
+    user's own splits its logical axes.
     """
 
     model: Model
@@ -41,6 +43,7 @@ class ForwardConfig:
     context: str = "heads"
     kernel: Kernel | None = None
     grouped_kernels: GroupedKernels | None = None
+    rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
 
 
 def token_fields(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> TokenStats:
@@ -63,6 +66,13 @@ def token_stats_from_hidden(
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
     axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
     head = config.model.head_matrix(params, layout)
+    by_token = PartitionSpec(axes)
+    if head is None:  # hidden states are logits
+        score = functools.partial(token_stats_from_logits, temperature=config.temperature)
+        stats = layout.by_tokens(score, in_specs=(by_token, by_token), axes=axes)(
+            hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        )
+        return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
     if not isinstance(head, SplitMatrix):
         head = SplitMatrix(head, (), ())
     score = functools.partial(
@@ -73,7 +83,6 @@ def token_stats_from_hidden(
         embed_axes=head.embed_axes,
         vocab_axes=head.vocab_axes,
     )
-    by_token = PartitionSpec(axes)
     specs = by_token, PartitionSpec(head.embed_axes, head.vocab_axes), by_token
     stats = layout.by_tokens(score, in_specs=specs, axes=axes)(
         hidden.reshape(-1, hidden.shape[-1]), head.array, targets.reshape(-1)
@@ -103,7 +112,11 @@ def hidden_states(
 ) -> tuple[Float[Array, "P l D"], RouterStats | None]:
     """Return the hidden states of the rows, in pieces where devices share a row."""
     layout = Layout(
-        mesh, config.context, kernel=config.kernel, grouped_kernels=config.grouped_kernels
+        mesh,
+        config.context,
+        config.rules,
+        kernel=config.kernel,
+        grouped_kernels=config.grouped_kernels,
     )
     tokens, positions, segments = (
         layout.split_context(jnp.asarray(x))

@@ -1,5 +1,6 @@
 """Where each model of a run stands: meshes, rules, and the shape of micro-batches on them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,9 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.balance import model_cost
+from jaxrl_llm.data.balance import sequence_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules
@@ -32,13 +33,16 @@ class Layouts(NamedTuple):
         return getattr(self, meshes.get(role, role))
 
 
-def open_layouts(config: MeshConfig, devices: Sequence[Any] | None = None) -> Layouts:
+def open_layouts(
+    config: MeshConfig, devices: Sequence[Any] | None = None, *, has_own_axes: bool = False
+) -> Layouts:
     """Lay the devices out as the config says, for each model; by default all that jax has."""
+    place = functools.partial(open_layout, config, devices=devices, has_own_axes=has_own_axes)
 
     def other(name: str, sizes: MeshSizes | None) -> Layout:
-        return train if sizes is None else open_layout(config, name, sizes, devices)
+        return train if sizes is None else place(name, sizes)
 
-    train = open_layout(config, "train", config.train, devices)
+    train = place("train", config.train)
     return Layouts(
         train,
         other("rollout", config.rollout),
@@ -49,9 +53,21 @@ def open_layouts(config: MeshConfig, devices: Sequence[Any] | None = None) -> La
 
 
 def open_layout(
-    config: SftMeshConfig, name: str, sizes: MeshSizes, devices: Sequence[Any] | None = None
+    config: SftMeshConfig,
+    name: str,
+    sizes: MeshSizes,
+    devices: Sequence[Any] | None = None,
+    *,
+    has_own_axes: bool = False,
 ) -> Layout:
     """Lay the devices out as one of the config's meshes says; by default all that jax has.
+
+    Args:
+        config: of the meshes.
+        name: of the mesh.
+        sizes: of its axes.
+        devices: to take some of.
+        has_own_axes: as for `own_rules`.
 
     Raises:
         ConfigError: the devices don't make up this mesh, or a rule is none.
@@ -75,11 +91,19 @@ def open_layout(
         }
         mesh = make_mesh(along, chosen)
     defaults = ROLLOUT_RULES if name == "rollout" else DEFAULT_RULES
-    return Layout(mesh, config.context_by, own_rules(config.rules, defaults))
+    rules = own_rules(config.rules, defaults, has_own_axes=has_own_axes)
+    return Layout(mesh, config.context_by, rules)
 
 
-def own_rules(changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES) -> Rules:
+def own_rules(
+    changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES, *, has_own_axes: bool = False
+) -> Rules:
     """Return rules with a config's own in their place.
+
+    Args:
+        changed: the config's rules.
+        defaults: the others.
+        has_own_axes: whether there may be rules for logical axes of a user's own model.
 
     >>> own_rules({"embed": None})["embed"]
     >>> own_rules({"vocab": ["tensor"]})["vocab"]
@@ -89,7 +113,7 @@ def own_rules(changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES) -> Ru
         ConfigError: there is no such logical axis, or the rule is none.
     """
     for axis, rule in changed.items():
-        if axis not in DEFAULT_RULES:
+        if axis not in DEFAULT_RULES and not has_own_axes:
             raise ConfigError(f"mesh.rules.{axis}: {closest(axis, DEFAULT_RULES)}")
         names = [rule] if isinstance(rule, str) else rule or []
         if not isinstance(names, list) or any(name not in AXES for name in names):
@@ -99,13 +123,13 @@ def own_rules(changed: Mapping[str, Any], defaults: Rules = DEFAULT_RULES) -> Ru
 
 
 def packed_shape(
-    layout: Layout, spec: ModelSpec, *, tokens: int, longest: int, sequences: int
+    layout: Layout, model: Model, *, tokens: int, longest: int, sequences: int
 ) -> RowShape:
     """Return the shape of the micro-batches of a pass.
 
     Args:
         layout: where it runs.
-        spec: the model, which says what a sequence costs.
+        model: which says what a sequence costs.
         tokens: the most on each device.
         longest: sequence, in tokens; a row is as long, or longer if several devices share it.
         sequences: in all.
@@ -126,16 +150,16 @@ def packed_shape(
         length,
         sequences=sequences,
         multiple_of=batch_shards(layout.mesh),
-        cost=model_cost(spec),
+        cost=sequence_cost(model),
         unit=share,
     )
 
 
-def microbatch_shape(config: TrainConfig, spec: ModelSpec, layout: Layout) -> RowShape:
+def microbatch_shape(config: TrainConfig, model: Model, layout: Layout) -> RowShape:
     """Return the shape of the micro-batches of a run's updates and passes in one layout."""
     return packed_shape(
         layout,
-        spec,
+        model,
         tokens=config.batch.max_tokens_per_device,
         longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         sequences=minibatch_size(config),

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.hf.load import load_arrays, load_params
 from jaxrl_llm.models.lora import (
     combine_params,
     find_targets,
@@ -20,7 +22,7 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.model import Model, decoder_spec, model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
@@ -28,9 +30,10 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.sharding.rules import fallbacks
+from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.kernel_choice import choose_attention, choose_experts
+from jaxrl_llm.training.own_model import KEY, check_axes, make_model
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +42,21 @@ class LoadedModel(NamedTuple):
     """A model in the training layout.
 
     Attributes:
-        spec: the architecture.
+        model: the functions.
         params: float32 master weights of what is trained: all, or the adapter.
         like: shape, dtype and sharding of each of these arrays.
         frozen: the model that an adapter is beside, in the compute dtype; None without one.
     """
 
-    spec: ModelSpec
+    model: Model
     params: Any
     like: Any
     frozen: Any = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Return the architecture, of a model that a Hugging Face directory describes."""
+        return decoder_spec(self.model)
 
 
 def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
@@ -57,6 +65,8 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
     Raises:
         ConfigError: the directory can't be read, or holds a critic.
     """
+    if config.function is not None:
+        return open_own_model(config, config.function, layout, seed=seed)
     with config_errors_at("model.path"):
         spec = read_spec(config.path)
         if spec.value_head or spec.reward_head:
@@ -68,7 +78,28 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
             return with_adapter(model, config, layout, seed=seed) if is_adapted else model
         split = layout.of(declare(spec))
         draw = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)
-        return laid_out(spec, draw(jax.random.key(seed)), layout)
+        return laid_out(model_of(spec), draw(jax.random.key(seed)), layout)
+
+
+def open_own_model(
+    config: ModelConfig, function: FunctionSpec, layout: Layout, *, seed: int
+) -> LoadedModel:
+    """Make the model that a function returns, and load or draw its weights.
+
+    Raises:
+        ConfigError: there is no such model, or its directory has not its weights.
+    """
+    model = make_model(function, config.path, seed=seed)
+    with config_errors_at(KEY):
+        declared = model.declare()
+    check_axes(model, layout)
+    with config_errors_at("model.path"):
+        split = layout.of(declared)
+        if config.random_init:
+            params = jax.jit(model.init_params, out_shardings=split)(jax.random.key(seed))
+        else:
+            params = load_arrays(config.path, declared, shardings=split)
+    return laid_out(model, params, layout)
 
 
 def check_expert_keys(config: ModelConfig, spec: ModelSpec, *, is_adapted: bool) -> None:
@@ -110,7 +141,7 @@ def with_adapter(
     if config.dtype != "float32":
         dtypes = compute_dtypes(base.spec, config.dtype)
         frozen = reshard(frozen, layout.of(declare(base.spec)), dtype=dtypes)
-    return LoadedModel(spec, adapter, like_of(adapter, split), frozen)
+    return LoadedModel(model_of(spec), adapter, like_of(adapter, split), frozen)
 
 
 def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) -> ModelSpec:
@@ -160,14 +191,16 @@ def merged_into_base(
 
 def read_model(path: str, spec: ModelSpec, layout: Layout) -> LoadedModel:
     """Load the weights of a Hugging Face directory in a layout."""
-    return laid_out(spec, load_params(path, spec, shardings=layout.of(declare(spec))), layout)
+    params = load_params(path, spec, shardings=layout.of(declare(spec)))
+    return laid_out(model_of(spec), params, layout)
 
 
-def laid_out(spec: ModelSpec, params: Any, layout: Layout) -> LoadedModel:
+def laid_out(model: Model, params: Any, layout: Layout) -> LoadedModel:
     """Return parameters that are in a layout as a LoadedModel; log where its rules don't apply."""
-    for name, left in fallbacks(declare(spec), layout.mesh, layout.rules).items():
+    declared = model.declare()
+    for name, left in fallbacks(declared, layout.mesh, layout.rules).items():
         log.warning("%s is not split as the rules say: %s", name, left)
-    return LoadedModel(spec, params, like_of(params, layout.of(declare(spec))))
+    return LoadedModel(model, params, like_of(params, layout.of(declared)))
 
 
 def like_of(params: Any, layout: Any) -> Any:
@@ -178,7 +211,7 @@ def like_of(params: Any, layout: Any) -> Any:
 
 
 def forward_config(
-    config: ModelConfig, spec: ModelSpec, layout: Layout, temperature: float = 1.0
+    config: ModelConfig, model: Model, layout: Layout, temperature: float = 1.0
 ) -> ForwardConfig:
     """Return how the model is run in training.
 
@@ -186,9 +219,10 @@ def forward_config(
         ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
             or multiply rows of experts as the config says.
     """
-    check_split(spec, layout)
+    check_split(config, model, layout)
+    spec = model.spec if isinstance(model, Decoder) else None  # another model attends by itself
     return ForwardConfig(
-        model=model_of(spec),
+        model=model,
         dtype=config.dtype,
         remat=config.remat,
         logprob_chunk=config.logprob_chunk,
@@ -196,19 +230,22 @@ def forward_config(
         router_bias_rate=config.router_bias_rate,
         temperature=temperature,
         context=layout.context,
-        kernel=choose_attention(config.attention, spec, layout, config.dtype).kernel,
-        grouped_kernels=choose_experts(config.experts, spec, layout, config.dtype),
+        kernel=spec and choose_attention(config.attention, spec, layout, config.dtype).kernel,
+        grouped_kernels=spec and choose_experts(config.experts, spec, layout, config.dtype),
+        rules=layout.rules if spec is None else DEFAULT_RULES,
     )
 
 
-def check_split(spec: ModelSpec, layout: Layout) -> None:
+def check_split(config: ModelConfig, model: Model, layout: Layout) -> None:
     """Raise ConfigError where a model can't be run on a mesh, before anything is compiled."""
     rows = jax.ShapeDtypeStruct((batch_shards(layout.mesh) * layout.pieces, 1), jnp.int32)
-    params = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
-    with config_errors_at("mesh"):
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
+    is_own = not isinstance(model, Decoder)
+    remat = config.remat if is_own else "none"
+    with config_errors_at(KEY if is_own else "mesh"):
         jax.eval_shape(
-            lambda params, rows: model_of(spec).hidden_states(
-                params, rows, rows, rows, dtype="float32", remat="none", layout=layout
+            lambda params, rows: model.hidden_states(
+                params, rows, rows, rows, dtype="float32", remat=remat, layout=layout
             ),
             params,
             rows,

@@ -17,12 +17,12 @@ from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.model import Model, is_adapted
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import (
     StepKind,
     abstract_microbatch,
-    abstract_params,
+    abstract_weights,
     needs_inference,
 )
 from jaxrl_llm.planning.memory import RunShapes, plan_shapes
@@ -76,7 +76,9 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
 
 
 def is_large(config: ModelConfig) -> bool:
-    """Tell whether it takes long to read a model's weights."""
+    """Tell whether it takes long to read a model's weights; of one's own it is not known."""
+    if config.function is not None:
+        return False
     with config_errors_at("model.path"):
         arrays = jax.tree.leaves(declare(read_spec(config.path)))
     return not config.random_init and sum(math.prod(a.shape) for a in arrays) >= LARGE
@@ -104,7 +106,7 @@ def programs(shapes: RunShapes) -> Iterator[Any]:
 def compile_first_step(
     config: TrainConfig,
     functions: AlgorithmFunctions,
-    spec: ModelSpec,
+    model: Model,
     models: ModelsStage,
     layouts: Layouts,
 ) -> None:
@@ -115,7 +117,7 @@ def compile_first_step(
     Args:
         config: of the run.
         functions: that it names.
-        spec: the policy.
+        model: the policy.
         models: as they are built.
         layouts: where they stand.
     """
@@ -131,10 +133,11 @@ def compile_first_step(
             role.infer.compile_ahead(params, lambda bucket: micro_like(role, bucket).rows)
 
     for name, role in roles.items():
-        if needs_inference(name, functions, spec):
+        if needs_inference(name, functions, has_adapter=is_adapted(model)):
             infer_ahead(role, role.learner.params_like)
-    if functions.needs_reference and spec.lora is None and layouts.reference is layouts.train:
-        infer_ahead(actor, abstract_params(spec, layouts.reference, config.model.dtype))
+    is_copy = not is_adapted(model) and layouts.reference is layouts.train
+    if functions.needs_reference and is_copy:
+        infer_ahead(actor, abstract_weights(model, layouts.reference, config.model.dtype))
     for role in models.to_update(1):
         if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
             coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}

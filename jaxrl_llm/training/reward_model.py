@@ -16,7 +16,7 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
@@ -74,7 +74,7 @@ class RewardModel(NamedTuple):
 
 
 def open_reward_model(
-    path: str, dtype: str, tokenizer: Any, actor: ModelSpec, layout: Layout, shape: RowShape
+    path: str, dtype: str, tokenizer: Any, actor: Model, layout: Layout, shape: RowShape
 ) -> RewardModel:
     """Load a reward model in the compute dtype.
 
@@ -112,7 +112,7 @@ def open_reward_model(
     return RewardModel(params, score)
 
 
-def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: ModelSpec) -> None:
+def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> None:
     """Raise ValueError unless the policy's tokens mean the same to a reward model.
 
     A directory without a tokenizer is believed if its vocabulary is large enough.

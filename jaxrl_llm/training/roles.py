@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.config.errors import RunError, config_errors_at
+from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.fields import call
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
@@ -91,13 +92,13 @@ def make_roles(
             path = path or config.model.path  # these begin at the base, and have no adapter
         model = actor
         if path:
-            model = read_role(path, key, layout, actor.spec, value_head=is_critic)
+            model = read_role(path, key, layout, actor.model, value_head=is_critic)
         elif layout is not layouts.train:
-            placed = reshard(actor.params, layout.of(declare(actor.spec)))
-            model = laid_out(actor.spec, placed, layout)
+            placed = reshard(actor.params, layout.of(actor.model.declare()))
+            model = laid_out(actor.model, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
-        settings = forward_config(config.model, model.spec, layout, config.rollout.temperature)
+        settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
         shape = shape_on(layout)
         learner = learner_of(update, settings, shape, layout, model.like, model.frozen)
         infer = inference_of(name, functions, settings, shape, layout, model.frozen)
@@ -159,7 +160,7 @@ def inference_of(
 
 
 def read_role(
-    path: str, key: str, layout: Layout, actor: ModelSpec, *, value_head: bool
+    path: str, key: str, layout: Layout, actor: Model, *, value_head: bool
 ) -> LoadedModel:
     """Load the model of a critic or of a reward model.
 
@@ -176,7 +177,7 @@ def read_role(
             raise ValueError(f"{path} ends in a value head, expected a language model")
         for name in ("vocab_size", "max_positions"):
             got, expected = getattr(spec, name), getattr(actor, name)
-            if got < expected:
+            if expected is not None and got < expected:
                 raise ValueError(
                     f"{path} has {name}={got}, expected the policy's {expected} or more"
                 )
@@ -184,12 +185,21 @@ def read_role(
 
 
 def as_critic(model: LoadedModel, key: str, layout: Layout) -> LoadedModel:
-    """Return a model with a value head: its own, or one of zeros."""
+    """Return a model with a value head: its own, or one of zeros.
+
+    Raises:
+        ConfigError: it is none of a Hugging Face directory.
+    """
+    if not isinstance(model.model, Decoder):
+        raise ConfigError(
+            "critic.path: a value is asked for, but model.function gives no critic; name the "
+            "Hugging Face directory of a model that knows the policy's tokens"
+        )
     if model.spec.value_head:
         return model
     log.info("the critic starts from %s, with a new value head of zeros", key)
     params, spec = with_value_head(model.params, model.spec)
-    return laid_out(spec, distributed.put(params, layout.of(declare(spec))), layout)
+    return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
 
 
 class LabelError(RunError):

@@ -14,6 +14,7 @@ from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.sources import user_functions
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt, as_prompts
@@ -355,7 +356,11 @@ def warm_start(config: TrainConfig) -> None:
     if not path.exists():
         read_checked_rows(config)
     sft = dataclasses.replace(sft, export_to=str(path), run_dir=f"{path}.sft")
-    recipe = to_yaml(sft)
+    if config.model.function is not None:
+        own = dataclasses.replace(sft.model, function=config.model.function)
+        mesh = dataclasses.replace(sft.mesh, rules=config.mesh.rules)
+        sft = dataclasses.replace(sft, model=own, mesh=mesh)
+    recipe = to_yaml(sft) + "".join(f.digest for f in user_functions(sft).values())
     # another recipe must not continue this one's checkpoints
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(recipe)[:8]}")
     build_once(path, recipe, lambda: run_sft(sft))

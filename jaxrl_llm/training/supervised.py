@@ -20,13 +20,13 @@ from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.rows import check_example_row, load_rows
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model, decoder_spec, model_of
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.directory import RunFolder, run_folder
+from jaxrl_llm.runs.export import save_model
 from jaxrl_llm.runs.resume import (
     ResumedRun,
     TrainableModel,
@@ -66,16 +66,12 @@ def run_sft(config: SftConfig) -> None:
             )
         with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
             folder = stack.enter_context(run_folder(config.run_dir, config))
-            params, spec, base = _train(config, optimizer, schedule, folder, stack)
+            params, model, base = _train(config, optimizer, schedule, folder, stack)
+            source = config.model.path
             if base is not None:
-                params, spec = merged_into_base(params, spec, config.model.path, base)
-            save_params(
-                config.export_to,
-                params,
-                spec,
-                source=config.model.path,
-                dtype=np.float32,
-            )
+                params, spec = merged_into_base(params, decoder_spec(model), source, base)
+                model = model_of(spec)
+            save_model(config.export_to, params, model, source=source, dtype="float32")
 
 
 def _train(
@@ -84,13 +80,13 @@ def _train(
     schedule: Callable[[Any], Any],
     folder: RunFolder,
     stack: contextlib.ExitStack,
-) -> tuple[Params, ModelSpec, Any]:
-    """Return what was trained, the model's spec, and the layout of its base if it has an adapter.
+) -> tuple[Params, Model, Any]:
+    """Return what was trained, the model, and the layout of its base if it has an adapter.
 
     All other arrays are let go of, so that merging and saving hold the model once.
     """
     watchdog = stack.enter_context(open_watchdog(config))
-    learner, opened, spec, base = _start(config, optimizer, folder.path, stack)
+    learner, opened, model, base = _start(config, optimizer, folder.path, stack)
     folder.record()
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
@@ -138,7 +134,7 @@ def _train(
     compiled.close()
     opened.checkpoints.wait()
     check_finished(step, total)
-    return state.params, spec, base
+    return state.params, model, base
 
 
 def _start(
@@ -146,22 +142,23 @@ def _start(
     optimizer: optax.GradientTransformation,
     folder: Path,
     stack: contextlib.ExitStack,
-) -> tuple[Learner, ResumedRun, ModelSpec, Any]:
+) -> tuple[Learner, ResumedRun, Model, Any]:
     stack.enter_context(reporting_compilation())
     stack.enter_context(compiling_what_is_needed())
     weights = "random weights of" if config.model.random_init else "weights of"
     logger.info("supervised training: making ready %s %s", weights, config.model.path)
-    layout = open_layout(config.mesh, "train", config.mesh.train)
+    has_own_axes = config.model.function is not None
+    layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed)
     shape = packed_shape(
         layout,
-        model.spec,
+        model.model,
         tokens=config.batch.max_tokens_per_device,
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
     )
-    forward = forward_config(config.model, model.spec, layout)
+    forward = forward_config(config.model, model.model, layout)
     learner = Learner(
         PolicyObjective(loss=negative_log_likelihood),
         forward,
@@ -175,7 +172,7 @@ def _start(
     )
     opened = resume_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
-    return learner, opened, model.spec, base
+    return learner, opened, model.model, base
 
 
 def _read_examples(config: SftConfig) -> list[Example]:

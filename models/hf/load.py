@@ -1,7 +1,8 @@
 """Load parameters from a Hugging Face directory."""
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jaxrl_llm.models.arrays import ArrayDecl, Params
+from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.convert import from_hf
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
@@ -51,10 +52,37 @@ def load_params(
             saved rotary frequencies and DeepSeek's layers for multi-token prediction.
         FileNotFoundError: There are no safetensors files.
     """
-    declarations, where = declare(spec), resolve(directory)
+    ignored = functools.partial(_is_ignored, spec=spec)
+    return load_arrays(
+        directory, declare(spec), dtype=dtype, shardings=shardings, is_ignored=ignored
+    )
+
+
+def load_arrays(
+    directory: str | Path,
+    declarations: Declarations,
+    *,
+    dtype: DTypeLike = np.float32,
+    shardings: Any = None,
+    is_ignored: Callable[[str], bool] = lambda name: False,
+) -> Params:
+    """Load declared arrays as `load_params` does.
+
+    Args:
+        directory: As there.
+        declarations: Of any model.
+        dtype: To convert to.
+        shardings: Nested as the declarations; None puts all on the default device.
+        is_ignored: Whether an array of the directory that is not declared is passed over.
+
+    Raises:
+        ValueError: As there.
+        FileNotFoundError: There are no safetensors files.
+    """
+    where = resolve(directory)
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
     stored = find_arrays(where)
-    _check_arrays(where, stored, spec)
+    _check_arrays(where, stored, declarations, is_ignored)
     check_contents(list(stored.items())[process_slice(len(stored))])
 
     def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
@@ -105,10 +133,15 @@ def _read_part(
     return values
 
 
-def _check_arrays(directory: Path, stored: Mapping[str, StoredArray], spec: ModelSpec) -> None:
-    leaves = jax.tree.leaves(declare(spec))
+def _check_arrays(
+    directory: Path,
+    stored: Mapping[str, StoredArray],
+    declarations: Declarations,
+    is_ignored: Callable[[str], bool],
+) -> None:
+    leaves = jax.tree.leaves(declarations)
     expected = {name: decl for decl in leaves for name, _ in decl.hf_indices()}
-    tolerated = {name for name in stored if _is_ignored(name, spec)}
+    tolerated = {name for name in stored if is_ignored(name)}
     problems = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys() - tolerated)]
     for name in sorted(expected.keys() & stored.keys()):

@@ -69,11 +69,47 @@ def save_params(
         ValueError: The parameters do not fit the spec, the spec does not fit the source, or the
             dtype cannot be saved.
     """
+    path = source if source is None else resolve(source)
+    run_on_first(lambda: check_new_directory(Path(directory), dtype))
+    save_arrays(
+        directory,
+        params,
+        declare(spec),
+        config=config_to_save(spec, path, np.dtype(dtype)),
+        source=path,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_arrays(
+    directory: str | Path,
+    params: Params,
+    declarations: Declarations,
+    *,
+    config: dict[str, Any] | None,
+    source: str | Path | None,
+    dtype: DTypeLike,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Save declared arrays as `save_params` does.
+
+    Args:
+        directory: As there.
+        params: Parameters nested as the declarations.
+        declarations: Of any model.
+        config: What `config.json` holds; None: there is none.
+        source: The directory or repository whose tokenizer files are taken over, if any.
+        dtype: Of the saved arrays.
+        max_shard_bytes: As there.
+
+    Raises:
+        FileExistsError: The directory exists and is not empty.
+        ValueError: The parameters do not fit the declarations, or the dtype cannot be saved.
+    """
     directory, source = Path(directory), source if source is None else resolve(source)
     run_on_first(lambda: check_new_directory(directory, dtype))
-    declarations = declare(spec)
     _check_params(params, declarations)
-    config = config_to_save(spec, source, np.dtype(dtype))
     leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
     leaves.sort(key=lambda pair: not pair[0].hf_name.endswith(ALWAYS_FLOAT32))
     shapes = {name: decl.hf_shape for decl, _ in leaves for name, _ in decl.hf_indices()}
@@ -84,7 +120,9 @@ def save_params(
         all_gather("saved")
         return
     with whole_directory(directory) as place:
-        (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if config is not None:
+            text = json.dumps(config, indent=2, sort_keys=True)
+            (place / "config.json").write_text(text + "\n")
         write_shards(
             place,
             shapes,

@@ -163,6 +163,32 @@ def test_a_source_is_another_one_only_if_something_that_counts_has_changed(
     assert (given == before) == same
 
 
+MODULE = """
+WIDTH = 3
+
+
+class Block:
+    def __call__(self, x):
+        return x * WIDTH
+
+
+class Whole(Block):
+    UNUSED = 1
+
+    def __init__(self):
+        self.block = Block()
+"""
+
+
+@pytest.mark.parametrize("changed", ["WIDTH = 4", "x + WIDTH", "Block(), 1"])
+def test_a_class_of_a_notebook_has_a_source_and_so_has_what_it_uses(changed):
+    source = source_of(FunctionSpec.of(notebook(MODULE)["Whole"]))
+    assert all(part in source for part in ("class Block:", "WIDTH = 3", "class Whole(Block):"))
+    old = {"WIDTH = 4": "WIDTH = 3", "x + WIDTH": "x * WIDTH", "Block(), 1": "Block()"}[changed]
+    other = notebook(MODULE.replace(old, changed))["Whole"]
+    assert source_of(FunctionSpec.of(other)) != source
+
+
 def test_lambdas_partials_and_imported_names_have_sources_too(tmp_path):
     def lambda_of(value):
         return lambda scores: [s * value for s in scores] + [1.5]

@@ -76,7 +76,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
         patch.setattr("jax.devices", lambda: one)
         compile_steps(config, Event())
         shapes = plan_shapes(config)
-        engine = native_engine(config, shapes.spec, shapes.layouts.rollout)
+        engine = native_engine(config, model_of(shapes.spec), shapes.layouts.rollout)
         engine.close()
     buckets = len(shapes.roles["actor"].shape.buckets)
     assert buckets > 1

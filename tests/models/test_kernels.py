@@ -23,6 +23,7 @@ from jaxrl_llm.models.kernels import (
     heads_on,
     objection,
 )
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -243,10 +244,10 @@ def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, capl
     layout = one_device()
     with caplog.at_level(logging.DEBUG, "jaxrl_llm"):
         for _ in range(2):
-            settings = load_model.forward_config(ModelConfig(path="-"), SPEC, layout)
+            settings = load_model.forward_config(ModelConfig(path="-"), model_of(SPEC), layout)
     assert settings.kernel is None
     assert [r.message for r in caplog.records] == [
         "attention by xla: the devices are cpu, not cuda"
     ]
     with pytest.raises(ConfigError, match=r"^model\.attention=cudnn: .* are cpu, not cuda"):
-        load_model.forward_config(ModelConfig(path="-", attention="cudnn"), SPEC, layout)
+        load_model.forward_config(ModelConfig(path="-", attention="cudnn"), model_of(SPEC), layout)

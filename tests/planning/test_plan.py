@@ -102,7 +102,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
 
     layouts = open_layouts(config.mesh)
     model = open_model(config.model, layouts.train, seed=0)
-    shape_on = functools.partial(microbatch_shape, config, model.spec)
+    shape_on = functools.partial(microbatch_shape, config, model.model)
     learner = make_roles(config, resolve_functions(config), model, layouts, shape_on)[0][
         "actor"
     ].learner

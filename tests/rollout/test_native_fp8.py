@@ -118,7 +118,10 @@ def test_a_mesh_gives_the_same(make, params, axes):
 def test_the_trainer_knows_the_checksum(make, params):
     engine = make(dtype="bfloat16")
     receipt = engine.load(params, version=0)
-    sent = [engine_checksum(SPECS["dense"], "bfloat16", quantized=q)(params) for q in (True, False)]
+    sent = [
+        engine_checksum(model_of(SPECS["dense"]), "bfloat16", quantized=q)(params)
+        for q in (True, False)
+    ]
     assert receipt.checksum == int(sent[0]) != int(sent[1])
     changed = jax.tree.map(lambda x: x, params)
     changed["layers"]["down"] = params["layers"]["down"] * 1.01

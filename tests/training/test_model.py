@@ -37,6 +37,7 @@ class Perceptron:
 
     vocab_size: int = 11
     width: int = 6
+    max_positions: int | None = None
     logit_softcap: float | None = None
     has_router: bool = False
 
@@ -57,6 +58,9 @@ class Perceptron:
             "out": array("out", ("embed", "vocab"), self.width, self.vocab_size),
             "value": array("value", ("embed", "label"), self.width, 1),
         }
+
+    def init_params(self, key):
+        return jax.tree.map(lambda d: d.initializer(key, d.shape, jnp.float32), self.declare())
 
     def compute_dtypes(self, dtype):
         return jax.tree.map(lambda _: jnp.dtype(dtype), self.declare())

@@ -14,6 +14,7 @@ from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training.layouts import open_layout, open_layouts, own_rules, packed_shape
@@ -365,11 +366,11 @@ def test_rules_that_are_none(rules, expected):
 
 def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
     layout = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
-    shape = packed_shape(layout, SPEC, tokens=8, longest=13, sequences=10)
+    shape = packed_shape(layout, model_of(SPEC), tokens=8, longest=13, sequences=10)
     assert (shape.length, shape.rows) == (16, 4)
     expected = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: expected 4 or more"
     with pytest.raises(ConfigError, match=expected):
-        packed_shape(layout, SPEC, tokens=3, longest=13, sequences=10)
+        packed_shape(layout, model_of(SPEC), tokens=3, longest=13, sequences=10)
 
 
 def test_a_model_that_can_not_be_read(tmp_path):

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.keys import STRICT, Number, Section, Several
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -29,6 +30,13 @@ class ModelConfig(Section):
     """The policy's model."""
 
     path: str = Field(description="Hugging Face directory: config.json, safetensors, tokenizer")
+    function: Function | None = function_key(
+        kinds.MODELS,
+        None,
+        "function that returns your own model (docs/own_models.md); model.path then holds its "
+        "tokenizer, and its safetensors unless random_init",
+        passed=("rngs", "vocab_size"),
+    )
     random_init: bool = Field(
         default=False, description="initialise the weights at random; the directory then needs none"
     )

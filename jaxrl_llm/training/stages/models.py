@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device, to_host
@@ -70,7 +69,7 @@ def build_models(
         model: the policy's.
         layouts: where each model stands.
     """
-    shape_on = functools.partial(microbatch_shape, config, model.spec)
+    shape_on = functools.partial(microbatch_shape, config, model.model)
     roles, trainable = make_roles(config, functions, model, layouts, shape_on)
     passes = []
     if not functions.on_policy:
@@ -151,11 +150,12 @@ def make_reference(
         split = jax.tree.map(lambda like: like.sharding, model.like)
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         return functools.partial(actor.infer, jax.jit(zeros, out_shardings=split)(model.like))
-    split, dtypes = layout.of(declare(model.spec)), compute_dtypes(model.spec, config.model.dtype)
+    split = layout.of(model.model.declare())
+    dtypes = model.model.compute_dtypes(config.model.dtype)
     infer: Callable[[Any, Batch], dict[str, np.ndarray]] = actor.infer
     if layout is not layouts.train:
-        forward = forward_config(config.model, model.spec, layout, config.rollout.temperature)
-        shape = microbatch_shape(config, model.spec, layout)
+        forward = forward_config(config.model, model.model, layout, config.rollout.temperature)
+        shape = microbatch_shape(config, model.model, layout)
         infer = logprob_pass(forward, shape, layout.mesh, ("logprobs",))
     params = reshard(model.params, split, dtype=dtypes)
     if config.offload.reference:

@@ -13,9 +13,9 @@ from jaxrl_llm.data.chat import stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
-from jaxrl_llm.models.parameters import compute_dtypes, declare
-from jaxrl_llm.models.quantization import declare_quantized, quantize_params
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model, QuantizableModel, base_model
+from jaxrl_llm.models.parameters import compute_dtypes
+from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
@@ -92,7 +92,7 @@ def build_rollout(
 
     def policy(params: Any, step: int) -> Policy:
         return Policy(
-            spec=without_adapter(model.spec),
+            model=base_model(model.model),
             params=merge(params),
             tokenizer=tokenizer,
             stops=stops,
@@ -110,7 +110,7 @@ def build_rollout(
         sample_validation=validation_sampler(config, sampler, stops),
         merge_for_engine=merge,
         engine_checksum=engine_checksum(
-            without_adapter(model.spec),
+            base_model(model.model),
             config.model.dtype,
             # vLLM quantizes what its host was sent, of which the checksum is
             quantized=config.rollout.engine == "native" and config.rollout.quantization == "fp8",
@@ -202,10 +202,12 @@ def merge_for_engine(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
     return lambda adapter: merged(adapter, frozen)
 
 
-def engine_checksum(spec: ModelSpec, dtype: str, *, quantized: bool) -> Callable[[Any], Any]:
+def engine_checksum(model: Model, dtype: str, *, quantized: bool) -> Callable[[Any], Any]:
     """Return the checksum of a model's parameters as the engine casts or quantizes them."""
-    dtypes = compute_dtypes(spec, dtype)
-    declared = declare_quantized(spec) if quantized else declare(spec)
+    dtypes, declared = model.compute_dtypes(dtype), model.declare()
+    if quantized:
+        assert isinstance(model, QuantizableModel)  # for pyright; the engine asks
+        declared = model.declare_quantized()
 
     def engines_checksum(params: Any) -> Any:
         return checksum(quantize_params(cast_tree(params, dtypes), declared, dtypes))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import Scoring, make_scoring
@@ -116,7 +116,7 @@ def build_scoring(
 
 
 def open_scoring_model(
-    config: TrainConfig, tokenizer: Any, actor: ModelSpec, layout: Layout, shape: RowShape
+    config: TrainConfig, tokenizer: Any, actor: Model, layout: Layout, shape: RowShape
 ) -> RewardModel | None:
     """Load the model that gives answers their scores, if the config names one."""
     if not config.reward.classifier:

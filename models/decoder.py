@@ -1,0 +1,152 @@
+"""The decoder of a Hugging Face directory as a `Model`: the functions of `models` for one spec."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+from jaxrl_llm.models import heads, parameters, quantization, transformer
+from jaxrl_llm.models.arrays import Declarations, Params
+from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
+from jaxrl_llm.models.gather import SplitMatrix
+from jaxrl_llm.models.layers import Router
+from jaxrl_llm.models.parameters import PRNGKey
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder that a `ModelSpec` describes, by the functions of `models`.
+
+    It decodes by `ModelSpec.for_decoding`, whose parameters are the same.
+
+    >>> decoder = Decoder(tiny_spec())
+    >>> decoder.vocab_size, decoder.has_router, decoder == Decoder(tiny_spec())
+    (8, False, True)
+    """
+
+    spec: ModelSpec
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding."""
+        return self.spec.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the model was made for."""
+        return self.spec.max_positions
+
+    @property
+    def logit_softcap(self) -> int | float | None:
+        """What logits are capped at."""
+        return self.spec.logit_softcap
+
+    @property
+    def has_router(self) -> bool:
+        """Whether there are experts."""
+        return self.spec.moe is not None
+
+    def declare(self) -> Declarations:
+        """See `models.parameters.declare`."""
+        return parameters.declare(self.spec)
+
+    def init_params(self, key: PRNGKey) -> Params:
+        """See `models.parameters.init_params`."""
+        return parameters.init_params(self.spec, key=key)
+
+    def compute_dtypes(self, dtype: DTypeLike) -> Any:
+        """See `models.parameters.compute_dtypes`."""
+        return parameters.compute_dtypes(self.spec, dtype)
+
+    def declare_quantized(self) -> Declarations:
+        """See `models.quantization.declare_quantized`."""
+        return quantization.declare_quantized(self.spec)
+
+    def hidden_states(
+        self,
+        params: Params,
+        tokens: Int[Array, "R L"],
+        positions: Int[Array, "R L"],
+        segment_ids: Int[Array, "R L"],
+        *,
+        dtype: DTypeLike,
+        remat: str,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "R L D"], Router]:
+        """See `models.transformer.forward_with_router`."""
+        return transformer.forward_with_router(
+            params,
+            self.spec,
+            tokens,
+            positions,
+            segment_ids,
+            dtype=dtype,
+            remat=remat,
+            layout=layout,
+        )
+
+    def head_matrix(
+        self, params: Params, layout: Layout | None = None
+    ) -> Float[Array, "D V"] | SplitMatrix:
+        """See `models.heads.head_matrix`."""
+        return heads.head_matrix(params, self.spec, layout)
+
+    def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """See `models.heads.logits`."""
+        return heads.logits(params, self.spec, hidden)
+
+    def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
+        """See `models.heads.token_values`."""
+        return heads.token_values(params, hidden)
+
+    def sequence_scores(
+        self,
+        params: Params,
+        hidden: Float[Array, "R L D"],
+        row: Int[Array, " B"],
+        start: Int[Array, " B"],
+        size: Int[Array, " B"],
+    ) -> Float32[Array, " B"]:
+        """See `models.heads.sequence_scores`."""
+        return heads.sequence_scores(params, hidden, row, start, size)
+
+    def init_cache(
+        self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str = "auto"
+    ) -> Cache:
+        """See `models.cache.init_cache`."""
+        spec = self.spec.for_decoding
+        return init_cache(spec, batch, length, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+
+    def extend(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        *,
+        dtype: DTypeLike,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """See `models.cache.extend`."""
+        spec = self.spec.for_decoding
+        return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
+
+    def extend_pages(
+        self,
+        params: Params,
+        pool: Cache,
+        tables: PageTables,
+        tokens: Int[Array, " B"],
+        positions: Int[Array, " B"],
+        *,
+        dtype: DTypeLike,
+        layout: Layout | None,
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """See `models.cache.extend_pages`."""
+        spec = self.spec.for_decoding
+        return extend_pages(
+            params, spec, pool, tables, tokens, positions, dtype=dtype, layout=layout
+        )
