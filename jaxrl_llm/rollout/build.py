@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.kernel_choice import choose_cache_kernel, choose_experts
+
+log = logging.getLogger(__name__)
 
 
 def make_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path) -> Engine:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
@@ -29,10 +30,7 @@ from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.own_model import check_axes, make_model
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
-
-nnx = pytest.importorskip("flax.nnx")  # an extra, which dev has
-
-from tests.own_models import Cached, Plain, WithHead  # noqa: E402
+from tests.own_models import Cached, Plain, WithHead
 
 VOCAB, SIZES = 16, np.array([8, 3, 5, 6], np.int32)
 SHAPE = RowShape(rows=4, length=8, sequences=4)
