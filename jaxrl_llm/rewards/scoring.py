@@ -40,7 +40,9 @@ def make_scoring(
         score_by_model: from B answers to a reward model's scores [B]; None without such a model.
         stack: ends the scoring processes.
     """
-    by_function = reward.function and make_function_scoring(reward, reward.function, stack)
+    by_function = reward.function and stopping(
+        make_function_scoring(reward, reward.function, stack), reward, reward.function
+    )
     if score_by_model is None:
         assert by_function is not None, "keys.check_reward refuses a run without either"
         return by_function, by_function
@@ -109,28 +111,32 @@ def make_function_scoring(
         own, retried_before = distributed.process_slice(len(items)), pool.counts.get("retried", 0)
         parts = distributed.all_gather(pool.score(items[own], first=own.start))
         context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
-        scores = [result for part in parts for result in part]
-        check_error_share(scores, reward, function)
-        return scores
+        return [result for part in parts for result in part]
 
     return score
 
 
-def check_error_share(
-    scores: Sequence[Score], reward: ScoringConfig, function: FunctionSpec
-) -> None:
-    """Stop where a reward function fails on more answers than the config allows.
+def stopping(score: Scoring, reward: RewardConfig, function: FunctionSpec) -> Scoring:
+    """Return scoring that stops where a reward function fails on more answers than it may.
 
-    Raises:
-        RewardError: it does; the message has the first failure.
+    Args:
+        score: rollouts -> one score for each answer.
+        reward: the config's section.
+        function: that scores.
     """
-    errors = [score.error for score in scores if score.error is not None]
-    if len(errors) > reward.max_error_share * len(scores):
-        raise RewardError(
-            f"reward {function.fn!r} failed on {len(errors)} of {len(scores)} answers, more than "
-            f"reward.max_error_share={reward.max_error_share:g} of them; the first failure: "
-            f"{errors[0]}"
-        )
+
+    def checked(rollouts: Rollouts) -> list[Score]:
+        scores = score(rollouts)
+        errors = [result.error for result in scores if result.error is not None]
+        if len(errors) > reward.max_error_share * len(scores):
+            raise RewardError(
+                f"reward {function.fn!r} failed on {len(errors)} of {len(scores)} answers, more "
+                f"than reward.max_error_share={reward.max_error_share:g} of them; the first "
+                f"failure: {errors[0]}"
+            )
+        return scores
+
+    return checked
 
 
 def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:

@@ -253,9 +253,10 @@ def test_groups_without_spread_are_drawn_again(refilled):
 
 def test_errors_of_answers_that_are_dropped_are_counted(run, workshop):
     scorer = f"reward.function={workshop.mine('raises_on_odd')}"
-    line = run(*REFILL, scorer, "steps=1").ok().metrics[1]
+    words = [scorer, "steps=1", "reward.max_error_share=1"]
+    line = run(*REFILL, *words).ok().metrics[1]
     assert line["reward/errors"] == 4 * line["batch/dropped_groups"] > 0
-    greedy = run("algorithm.advantage=remax", scorer, "steps=1").ok().metrics[1]
+    greedy = run("algorithm.advantage=remax", *words).ok().metrics[1]
     assert 0 < greedy["reward/greedy_errors"] < greedy["reward/errors"]
 
 

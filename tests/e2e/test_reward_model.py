@@ -285,7 +285,7 @@ def test_a_reward_model_changed_in_place_can_not_continue_a_run(
     assert run(*words, run_dir=folder).status == 0
     link.unlink()
     link.symlink_to(other)
-    result = run(*words, run_dir=folder)
+    result = run(*words, "steps=9", run_dir=folder)
     link.unlink()
     link.symlink_to(reward_model)
     assert result.status == 2

@@ -24,15 +24,6 @@ class ScoringConfig(Section):
             "score is not finite; null stops the run"
         ),
     )
-    max_error_share: Number = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description=(
-            "stop when a reward function fails on more than this share of the responses that are "
-            "scored together; 1 never stops"
-        ),
-    )
     memory_gb: Number | None = Field(
         default=4.0,
         gt=0,
@@ -62,6 +53,15 @@ class RewardConfig(ScoringConfig):
         "by_source",
         "reward function (data_source, solution_str, ground_truth, extra_info) "
         "-> float or dict; null if reward.classifier alone scores",
+    )
+    max_error_share: Number = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description=(
+            "stop when a reward function fails on more than this share of the responses that are "
+            "scored together; 1 never stops"
+        ),
     )
     classifier: str | None = Field(
         default=None,
