@@ -140,7 +140,7 @@ def _train(
 def _start(
     config: SftConfig,
     optimizer: optax.GradientTransformation,
-    folder: Path,
+    folder: RunFolder,
     stack: contextlib.ExitStack,
 ) -> tuple[Learner, ResumedRun, Model, Any]:
     stack.enter_context(reporting_compilation())
@@ -170,7 +170,10 @@ def _start(
         frozen=model.frozen,
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
-    opened = resume_run(config, folder, {"actor": TrainableModel(model, learner)}, examples, stack)
+    opened = resume_run(
+        config, folder.path, {"actor": TrainableModel(model, learner)}, examples, stack
+    )
+    folder.record()
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
     return learner, opened, model.model, base
 
