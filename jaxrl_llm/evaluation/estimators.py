@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import stdtrit
 
 from jaxrl_llm.rewards.runner import Score
 
@@ -140,6 +139,8 @@ def interval(values: Float[np.ndarray, " P"]) -> tuple[float, float] | None:
     >>> round(low, 2), high
     (0.82, 1.0)
     """
+    from scipy.special import stdtrit  # no run needs it
+
     count = len(values)
     if count < 2:
         return None

@@ -104,9 +104,7 @@ def _train(
             )
             update_metrics = jax.device_get(update_metrics)
         check_skipped(int(update_metrics["skipped"]), config.optim.max_skipped)
-        router = {
-            name: value for name, value in update_metrics.items() if name.startswith("router_")
-        }
+        router = {name: x for name, x in update_metrics.items() if name.startswith("router_")}
         metrics = {
             "train/loss": float(update_metrics["pg_loss"]),
             "train/grad_norm": float(update_metrics["grad_norm"]),
