@@ -193,3 +193,40 @@ def test_reward_workers_import_the_standard_library_alone():
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "['jaxrl_llm']\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("train", ["--config", "quickstart", "--print-config"]),
+        ("sft", ["--config", "quickstart_sft", "--print-config"]),
+        ("evaluate", ["--model", "m", "--data", "d", "--print-config"]),
+        ("serve", ["--model", "m", "--print-config"]),
+        ("train", ["--config", "quickstart", "optim.no_such_key=1"]),
+    ],
+)
+def test_a_config_is_checked_before_anything_heavy_is_imported(program, words):
+    source = f"import importlib; importlib.import_module('jaxrl_llm.{program}').main({words})"
+    assert not imported(source) & {
+        *("jax", "numpy", "optax", "orbax", "scipy", "rich", "pyarrow", "pandas", "torch"),
+        *("transformers", "tensorboardX", "ray", "uvicorn", "starlette", "matplotlib"),
+    }
+
+
+def test_what_not_every_run_needs_is_imported_by_those_that_do():
+    source = "import jaxrl_llm.training.run, jaxrl_llm.evaluation.evaluation, jaxrl_llm.sft"
+    assert not imported(source) & {*HEAVY, "scipy", "matplotlib", "IPython"}
+
+
+def imported(source):
+    """Return the packages that a program has imported at its end."""
+    source = f"""if True:
+        import sys
+        {source}
+        print("imported", *{{name.partition(".")[0] for name in sys.modules}})
+    """
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    last = done.stdout.splitlines()[-1].split()
+    assert last[0] == "imported"
+    return set(last[1:])

@@ -22,7 +22,7 @@ from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.watchdog import Watchdog
-from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.update import Learner, TrainState
 
@@ -51,7 +51,7 @@ def starting_digests(
     for item in items:
         data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
     weights = {name: (m.model.params, m.model.frozen) for name, m in models.items()}
-    sums = {name: int(jax.jit(checksum)(tree)) for name, tree in (weights | {**frozen}).items()}
+    sums = {name: int(checksum_of_leaves(tree)) for name, tree in (weights | {**frozen}).items()}
     return {**sums, "data": data.hexdigest()}
 
 

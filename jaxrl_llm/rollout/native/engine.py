@@ -28,7 +28,6 @@ from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.scheduler import SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
-from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 
@@ -155,7 +154,7 @@ class NativeEngine:
             self._params = None  # free the old copy before the new one is made
             self._params, moved = self.programs.weights.load(params, donate=donate)
             self._version = version
-            receipt = Receipt(version, int(jax.jit(checksum)(self._params)), moved)
+            receipt = Receipt(version, int(self.programs.weights.checksum(self._params)), moved)
             if recompute:
                 self._runner.preempt_all()
             self._runner.reset_prefix_cache()
@@ -172,6 +171,7 @@ class NativeEngine:
         if compiles_ahead(self.programs.layout.mesh.devices.flat):
             self._is_warm = True
             self.programs.warm_up(sequences)
+            self.programs.weights.compile_ahead()
 
     def unload(self) -> None:
         """Free the weights; nothing may be asked for until the next `load`."""

@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.compilation import BACKGROUND, PendingProgram
 from jaxrl_llm.models.arrays import ArrayDecl, by_layer
 from jaxrl_llm.models.model import Model, QuantizableModel
 from jaxrl_llm.models.quantization import is_quantized, quantize_stack, quantized_dtypes
+from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import moved_bytes, reshard
 
@@ -24,6 +26,7 @@ class EngineWeights:
 
     Attributes:
         given_layout: of weights that need no move on their way in.
+        checksum: of the weights as `load` returns them, jitted.
     """
 
     def __init__(self, model: Model, layout: Layout, dtype: Any, *, quantized: bool) -> None:
@@ -45,6 +48,23 @@ class EngineWeights:
             jax.jit(tuple, out_shardings=home) if isinstance(home, tuple) else None
             for home in homes
         ]
+        self.checksum: Any = jax.jit(checksum)
+        self._ahead: PendingProgram | None = None
+
+    def compile_ahead(self) -> None:
+        """Begin to compile what copies weights into each layer's arrays, and their checksum."""
+
+        def compile_all() -> None:
+            stacks = zip(*map(jax.tree.leaves, (self._declared, self._dtypes)), strict=True)
+            homes = jax.tree.leaves(self._stacked_layout)
+            for split, (declared, dtype), home in zip(self._unstack, stacks, homes, strict=True):
+                if split is not None:
+                    like = jax.ShapeDtypeStruct(declared.shape, dtype, sharding=home)
+                    split.lower(like).compile()
+            self.checksum.lower(self.shapes()).compile()
+
+        self._ahead = PendingProgram("weights", compile_all)
+        BACKGROUND.add([self._ahead])
 
     def load(self, params: Any, *, donate: bool = False) -> tuple[Any, int]:
         """Copy weights into the engine's layout and dtype.
@@ -52,6 +72,8 @@ class EngineWeights:
         Returns:
             The weights, and the bytes that travelled to devices that did not hold them.
         """
+        if self._ahead is not None:
+            self._ahead.result()
         narrow = self._quantize(params, donate=donate)
         moved = moved_bytes(narrow, self._stacked_layout, dtype=self._dtypes)
         whole = reshard(narrow, self._stacked_layout, dtype=self._dtypes, donate=donate)

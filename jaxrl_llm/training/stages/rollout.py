@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
@@ -20,7 +21,7 @@ from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.sharding.cast import cast_tree
-from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.load_model import LoadedModel
@@ -208,6 +209,8 @@ def engine_checksum(model: Model, dtype: str, *, quantized: bool) -> Callable[[A
     if quantized:
         assert isinstance(model, QuantizableModel)  # for pyright; the engine asks
         declared = model.declare_quantized()
+    elif all(dtype == jnp.float32 for dtype in jax.tree.leaves(dtypes)):
+        return checksum_of_leaves  # the masters are what it holds
 
     def engines_checksum(params: Any) -> Any:
         return checksum(quantize_params(cast_tree(params, dtypes), declared, dtypes))
