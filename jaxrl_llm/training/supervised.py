@@ -86,8 +86,7 @@ def _train(
     All other arrays are let go of, so that merging and saving hold the model once.
     """
     watchdog = stack.enter_context(open_watchdog(config))
-    learner, opened, model, base = _start(config, optimizer, folder.path, stack)
-    folder.record()
+    learner, opened, model, base = _start(config, optimizer, folder, stack)
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
     step, compiled = opened.step, CompileCounter()
