@@ -14,7 +14,7 @@ from jaxrl_llm.compilation import ADDED, BEGUN, ENDED
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.5
-"""After which a reader is told; programs that are kept are there before."""
+"""After which a reader is told."""
 
 
 class CompileProgress:
@@ -58,9 +58,13 @@ class CompileProgress:
 
 @contextlib.contextmanager
 def reporting_compilation() -> Iterator[None]:
-    """Log once that programs are compiled, where that takes a while."""
+    """Log once that programs are compiled, where that takes a while; not where they are kept."""
     lock, timers = threading.Lock(), list[threading.Timer]()
-    now = [""]
+    now, lookups = [""], set[str]()
+
+    def listen(event: str, **_: str | int) -> None:
+        if event.startswith("/jax/compilation_cache/cache_"):
+            lookups.add(event)
 
     def tell(text: str) -> None:
         now[0] = text
@@ -71,13 +75,15 @@ def reporting_compilation() -> Iterator[None]:
                 timers[0].start()
 
     def report() -> None:
-        if now[0]:
+        if now[0] and lookups != {"/jax/compilation_cache/cache_hits"}:
             log.info("compiling %d programs%s", progress.total, _kept())
 
     progress = CompileProgress(tell)
+    jax.monitoring.register_event_listener(listen)
     try:
         yield
     finally:
+        jax.monitoring.unregister_event_listener(listen)
         progress.close()
         for timer in timers:
             timer.cancel()

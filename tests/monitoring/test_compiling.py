@@ -52,6 +52,10 @@ def test_one_line_says_that_programs_are_compiled_and_where_they_are_kept(
         time.sleep(0.2)
         assert not caplog.messages, "what is there at once is not worth a line"
     with caplog.at_level(logging.INFO, "jaxrl_llm"), reporting_compilation():
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        PendingProgram("kept", lambda: time.sleep(0.2)).result()
+        assert not caplog.messages, "what is read from the cache is not compiled"
+    with caplog.at_level(logging.INFO, "jaxrl_llm"), reporting_compilation():
         gate = threading.Event()
         queue.add([PendingProgram(name, gate.wait) for name in "abc"])
         wait_until(lambda: caplog.messages)
