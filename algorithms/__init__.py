@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         entropy_from_logits,
         logprobs_from_logits,
         token_stats,
+        token_stats_from_logits,
     )
     from jaxrl_llm.algorithms.losses import (
         TokenLoss,

@@ -1,7 +1,8 @@
 """How long `jaxrl_llm.evaluate` and `jaxrl_llm.serve` take from their start to what they are for.
 
     python -m benchmarks.generation.start runs/quickstart \\
-        --evaluate data=runs/quickstart/data/validation.parquet max_new_tokens=5 reward.function=arithmetic
+        --evaluate data=runs/quickstart/data/validation.parquet max_new_tokens=5 \\
+        reward.function=arithmetic
 
 Seconds from the start of the process to the end of an evaluation of all rows, and to the server's
 first response. "cold" has an empty cache of compiled programs, "warm" is the same again, the median
