@@ -112,7 +112,7 @@ def test_a_step_by_hand_is_the_trainers(stepped):
         reduce=token_mean,
         shape=row_shape(512, 16, sequences=256),  # several micro-batches for each update
         mesh=policy.layout.mesh,
-        params_like=like_of(policy.params, policy.layout.of(declare(policy.spec))),
+        params_like=like_of(policy.params, policy.layout.of(policy.model.declare())),
     )
     state = learner.init(policy.params)
     for first in (0, 256):
@@ -209,7 +209,7 @@ def some_batch(sizes, width, vocabulary):
 def test_log_probs_are_those_of_transformers(policy, directory, temperature):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    batch = some_batch([8, 3, 5, 1, 4], 8, policy.spec.vocab_size)
+    batch = some_batch([8, 3, 5, 1, 4], 8, policy.model.vocab_size)
     run = jax.jit(functools.partial(policy.token_stats, temperature=temperature))
     ours = run(policy.params, policy.pack(batch))
     assert ours.logprobs.shape == (5, 8)
@@ -228,7 +228,7 @@ def test_rows_are_shared_and_split_over_devices(directory, policy):
     """Seven sequences on three devices give what one device gives, in the same order."""
     layout = Layout(make_mesh({"fsdp": 3}, jax.local_devices()[:3]))
     split = load_policy(directory, layout)
-    batch = some_batch([2, 9, 3, 4, 8, 1, 5], 9, policy.spec.vocab_size)
+    batch = some_batch([2, 9, 3, 4, 8, 1, 5], 9, policy.model.vocab_size)
     rows = split.pack(batch)
     assert int((np.asarray(rows.segment_ids) > 0).sum()) == 32
     assert len(set(np.asarray(rows.row).tolist())) < 7

@@ -94,7 +94,7 @@ def test_the_engine_with_every_bucket(family):
     layout = Layout(mesh, rules=ROLLOUT_RULES, grouped_kernels=TRITON)
     engine = NativeEngine(model_of(spec), settings, layout=layout)
     engine.close()
-    keys = list(engine.programs._keys())
+    keys = list(engine.programs._keys(8))
     assert {key[0] for key in keys} == {"pool", "gather", "prefill", "decode"}
     assert len({key[1:3] for key in keys if key[0] == "decode"}) > 2
     with_extras = ("decode", *engine.programs.sizes.largest, True)
@@ -129,7 +129,7 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
     layout = Layout(mesh, rules=ROLLOUT_RULES)
     engine = NativeEngine(model_of(spec), settings, layout=layout, kernel=attend_pages)
     engine.close()
-    keys = list(engine.programs._keys())
+    keys = list(engine.programs._keys(8))
     assert {key[0] for key in keys} == {"pool", "copy", "prefill", "decode"}
     copy = lower(engine.programs.trace("copy", engine.programs.sizes.rows[-1]))
     decode = lower(engine.programs.trace("decode", *engine.programs.sizes.largest, True))

@@ -89,11 +89,11 @@ def build_rollout(
         stops = stop_ids(tokenizer, config.model.path)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     sampler = make_sampler(engine, decode)
-    merge = merge_for_engine(model, config.model.dtype)
+    merge, base = merge_for_engine(model, config.model.dtype), base_model(model.model)
 
-    def policy(params: Any, step: int) -> Policy:
+    def policy(params: Any, step: int) -> Policy:  # without `model`, which has weights
         return Policy(
-            model=base_model(model.model),
+            model=base,
             params=merge(params),
             tokenizer=tokenizer,
             stops=stops,
@@ -111,7 +111,7 @@ def build_rollout(
         sample_validation=validation_sampler(config, sampler, stops),
         merge_for_engine=merge,
         engine_checksum=engine_checksum(
-            base_model(model.model),
+            base,
             config.model.dtype,
             # vLLM quantizes what its host was sent, of which the checksum is
             quantized=config.rollout.engine == "native" and config.rollout.quantization == "fp8",
