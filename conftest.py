@@ -96,11 +96,14 @@ def compiles_alone(monkeypatch, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiles_on():
-    """Ends what a test leaves to be compiled in the background, before another counts."""
+def compiles_on_demand(monkeypatch):
+    """Has programs that are needed later compiled when they are needed: most tests end before."""
+    from jaxrl_llm.compilation import BACKGROUND
+
+    monkeypatch.setattr(BACKGROUND, "release", lambda: None)
+    BACKGROUND.hold()
     yield
-    if compilation := sys.modules.get("jaxrl_llm.compilation"):
-        compilation.BACKGROUND.drop()
+    BACKGROUND.drop()
 
 
 @pytest.fixture
@@ -108,10 +111,8 @@ def patient(monkeypatch):
     """Has all programs compiled before the second step begins."""
     from jaxrl_llm.compilation import BACKGROUND
 
-    release = BACKGROUND.release
-
     def release_and_wait():
-        release()
+        type(BACKGROUND).release(BACKGROUND)
         BACKGROUND.wait()
 
     monkeypatch.setattr(BACKGROUND, "release", release_and_wait)
