@@ -85,6 +85,7 @@ def test_a_run_with_a_critic_continues_bit_for_bit(ppo, run, workshop, same):
     same(critic_at(workshop, result.run_dir, 4), critic_at(workshop, ppo.run_dir, 4))
 
 
+@pytest.mark.slow
 def test_a_critic_starts_from_another_checkpoint(ppo, run, workshop, same, tmp_path):
     saved = tmp_path / "critic"
     assert export.main([str(ppo.run_dir), str(saved), "--step", "1", "--role", "critic"]) == 0
@@ -210,15 +211,25 @@ def test_bypass_trusts_the_engine_s_log_probs(run):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("algorithm.advantage=remax", "algorithm.correction=[icepop]", *REFILL),
-        (
-            "algorithm.advantage=gae",
-            "algorithm.use_rollout_logprobs=true",
-            "batch.epochs_per_step=2",
+        pytest.param(
+            ("algorithm.advantage=remax", "algorithm.correction=[icepop]", *REFILL),
+            marks=pytest.mark.slow,
+            id="remax",
         ),
-        ("algorithm.advantage=prime", "reward.function=arithmetic"),
+        pytest.param(
+            (
+                "algorithm.advantage=gae",
+                "algorithm.use_rollout_logprobs=true",
+                "batch.epochs_per_step=2",
+            ),
+            id="gae",
+        ),
+        pytest.param(
+            ("algorithm.advantage=prime", "reward.function=arithmetic"),
+            marks=pytest.mark.slow,
+            id="prime",
+        ),
     ],
-    ids=["remax", "gae", "prime"],
 )
 def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, overrides, patient):
     scorer = f"reward.function={workshop.mine('spread_if_even')}"
@@ -251,6 +262,7 @@ def test_groups_without_spread_are_drawn_again(refilled):
         assert all(answers[i] == answers[i - i % 4] for i in range(len(answers))), "whole groups"
 
 
+@pytest.mark.slow
 def test_errors_of_answers_that_are_dropped_are_counted(run, workshop):
     scorer = f"reward.function={workshop.mine('raises_on_odd')}"
     words = [scorer, "steps=1", "reward.max_error_share=1"]
@@ -260,6 +272,7 @@ def test_errors_of_answers_that_are_dropped_are_counted(run, workshop):
     assert 0 < greedy["reward/greedy_errors"] < greedy["reward/errors"]
 
 
+@pytest.mark.slow
 def test_a_run_that_drew_too_often_goes_on_with_more_draws(run, workshop):
     scorer = f"reward.function={workshop.mine('spread_if_even')}"
     words = (*REFILL, scorer, "checkpoint.every=1")

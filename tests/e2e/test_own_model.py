@@ -22,6 +22,7 @@ from jaxrl_llm.train import train
 
 pytest.importorskip("flax")  # an extra, which dev has
 
+from tests.guarded import RUN
 from tests.own_models import Plain
 
 OWN = Path(__file__).parents[1] / "own_models.py"
@@ -67,6 +68,8 @@ def test_it_is_trained_and_the_engine_agrees_with_the_trainer(trained):
         assert line["training/rollout_probs_diff_max"] < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.guards(*RUN, "models/functional.py", "models/nnx.py")
 def test_recomputation_gives_what_a_cache_gives(trained, run, words):
     plain = run(*words("Plain"), *FOUR).ok()
     assert len(plain.learned) == len(trained.learned) == 5
@@ -169,6 +172,8 @@ def test_functions_of_a_notebook_are_found_by_the_command_line(workshop, words, 
     assert "blocks.1.down.bias" in found
 
 
+@pytest.mark.slow
+@pytest.mark.guards(*RUN, "models/functional.py", "models/nnx.py")
 def test_a_pair_of_functions_is_pretrained_and_then_trained(run, words, workshop, tmp_path):
     out = tmp_path / "base"
     own = [f"export_to={out}", "steps=20", *words("bigram")]
@@ -180,6 +185,8 @@ def test_a_pair_of_functions_is_pretrained_and_then_trained(run, words, workshop
     assert all(line["actor/grad_norm"] > 0 for line in result.metrics[1:])
 
 
+@pytest.mark.slow
+@pytest.mark.guards(*RUN, "models/functional.py", "models/nnx.py")
 def test_a_warm_start_pretrains_the_own_model(run, words, workshop, tmp_path):
     base = tmp_path / "base"
     own = words("bigram", path=base, random_init=False)

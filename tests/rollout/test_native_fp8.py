@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.models import linear
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
@@ -145,11 +144,13 @@ def test_matrices_take_half_of_bfloat16(build, make, params):
     assert narrow._params["embed"].dtype == narrow._params["head"].dtype == jnp.bfloat16
 
 
-def test_nothing_compiles_at_the_second_sync_and_donated_weights_go(make, params, other_params):
+def test_nothing_compiles_at_the_second_sync_and_donated_weights_go(
+    make, params, other_params, compile_rest
+):
     engine = make()
     engine.load(params, version=0)
     mine = jax.tree.map(jnp.copy, other_params)
-    BACKGROUND.wait()
+    compile_rest()
     with contextlib.closing(CompileCounter()) as counter:
         receipt = engine.load(other_params, version=1)
         answers = engine.sample([greedy(PROMPTS[0])])

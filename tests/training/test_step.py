@@ -13,7 +13,6 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
-from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.data.balance import Cost
 from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, row_shape
 from jaxrl_llm.models.model import model_of
@@ -326,7 +325,7 @@ def test_nothing_compiles_after_the_first_update(learner, params):
         assert counter.count == 1, "the counter counts"
 
 
-def test_every_bucket_is_compiled_with_the_first_update(mesh, params):
+def test_every_bucket_is_compiled_with_the_first_update(mesh, params, compile_rest):
     """Later ones have other lengths, and so other shapes."""
     model, names = ForwardConfig(model=model_of(SPEC)), ("logprobs",)
     shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
@@ -340,7 +339,7 @@ def test_every_bucket_is_compiled_with_the_first_update(mesh, params):
         batch = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes, np.int32))
         logprobs = infer(state.params, batch)["logprobs"]
         state, _ = learner.update(state, batch, {})
-        BACKGROUND.wait()
+        compile_rest()
         counts.append(counter.take())
         expected = plain(params, batch)["logprobs"]
         np.testing.assert_allclose(logprobs, expected, atol=1e-6)
