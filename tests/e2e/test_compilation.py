@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data import packing
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.training.precompile import compile_steps
