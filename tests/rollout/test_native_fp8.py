@@ -1,6 +1,7 @@
 """The native engine with its layers' matrices in float8, against a forward pass by the formula."""
 
 import contextlib
+import functools
 import types
 
 import chex
@@ -24,12 +25,27 @@ from tests.rollout.conftest import SPECS
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9), (31,)]
 
 
+def scale_of(x):
+    """Return what the largest number of each row is divided by to become 448."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 448)
+    return np.where(scale > 0, scale, np.float32(1))
+
+
 def rounded(x):
     """Return numbers as they are after a rounding to e4m3 by the largest of each row."""
     x = np.asarray(x, np.float32)
-    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 448)
-    scale = np.where(scale > 0, scale, np.float32(1))
+    scale = scale_of(x)
     return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+def have_ties(x):
+    """Return for each row whether a number is so near the middle of two of e4m3 that two programs,
+    whose float32 sums differ in their last bits, may round it to either."""
+    x = np.asarray(x, np.float32)
+    lower, upper = (
+        (x / scale_of(x) * f).astype(ml_dtypes.float8_e4m3fn) for f in (1 - 3e-6, 1 + 3e-6)
+    )
+    return (lower != upper).any(axis=-1)
 
 
 def dequantized(params, model="dense"):
@@ -58,10 +74,18 @@ def logprobs(params, tokens, model="dense"):
     return np.asarray(jax.nn.log_softmax(logits(params, SPECS[model], hidden)[0]), np.float64)
 
 
-def project_rounded(x, matrix, *, inputs=1):
-    """Round what is multiplied as the formula does, and scale it before the product."""
+def project_rounded(ties, x, matrix, *, inputs=1):
+    """Round what is multiplied as the formula does, and scale it before the product.
+
+    `ties` gets for each token of one sequence whether its numbers have ties.
+    """
     flat = x.reshape(*x.shape[:2], -1)
-    numbers = jax.pure_callback(rounded, jax.ShapeDtypeStruct(flat.shape, np.float32), flat)
+
+    def of_host(numbers):
+        ties.append(have_ties(numbers)[0])
+        return rounded(numbers)
+
+    numbers = jax.pure_callback(of_host, jax.ShapeDtypeStruct(flat.shape, np.float32), flat)
     y = numbers @ matrix.reshape(flat.shape[2], -1)
     return y.reshape(*x.shape[:2], *matrix.shape[inputs:])
 
@@ -91,16 +115,22 @@ def test_answers_are_those_of_the_formula_after_each_of_two_syncs(
         params = draw_params(version, model)
         engine.load(params, version=version)
         answers = engine.sample([greedy(prompt) for prompt in PROMPTS])
-        plain, differences = dequantized(params, model), []
+        plain, differences, compared = dequantized(params, model), [], 0
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             whole = [*prompt, *answer.tokens.tolist()]
+            ties = []
             with monkeypatch.context() as patched:
-                patched.setattr(linear, "project", project_rounded)
+                patched.setattr(linear, "project", functools.partial(project_rounded, ties))
                 expected = logprobs(plain, whole, model)[len(prompt) - 1 : -1]
-            assert answer.tokens.tolist() == expected.argmax(axis=1).tolist()
-            np.testing.assert_allclose(answer.logprobs, expected.max(axis=1), atol=5e-5)
+            # what follows a tie has seen it
+            sure = ~np.logical_or.accumulate(np.any(ties, axis=0))[len(prompt) - 1 : -1]
+            assert (answer.tokens == expected.argmax(axis=1))[sure].all()
+            np.testing.assert_allclose(answer.logprobs[sure], expected.max(axis=1)[sure], atol=5e-5)
+            compared += sure.sum()
             differences.append(logprobs(params, whole, model)[len(prompt) - 1 : -1] - expected)
-        assert 1e-3 < np.abs(np.concatenate(differences)).mean() < 0.5  # the rounding matters
+        differences = np.abs(np.concatenate(differences))
+        assert 1e-3 < differences.mean() < 0.5  # the rounding matters
+        assert compared > 0.7 * len(differences)
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
