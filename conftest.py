@@ -111,7 +111,7 @@ def compiles_on_demand(monkeypatch):
     monkeypatch.setattr(BACKGROUND, "release", lambda: None)
     BACKGROUND.hold()
     yield
-    BACKGROUND.drop()
+    BACKGROUND.clear()
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 A CPU's programs are compiled in threads while others run, in the order in which they are likely to
 be needed. Who needs one that no thread has begun compiles it itself. A GPU's
-compiler measures kernels on the GPU, and several processes must compile in one order: there, all
-programs are compiled before the first one runs.
+compiler measures kernels on the GPU, and several processes must compile in one order: there, each
+pass is compiled for all its shapes before it first runs.
 """
 
 import collections
@@ -27,7 +27,7 @@ ADDED = "/jaxrl_llm/compilation/added"
 WAITED = "/jaxrl_llm/compilation/waited"
 """Duration: how long a thread has waited for a program."""
 
-_here = threading.local()
+_thread_state = threading.local()
 
 
 class PendingProgram:
@@ -80,10 +80,10 @@ class PendingProgram:
                 return
             self._is_claimed = True
         assert self._compile is not None
-        self.announce()
-        jax.monitoring.record_event(BEGUN, label=self.label)
         is_done = False
         try:
+            self.announce()
+            jax.monitoring.record_event(BEGUN, label=self.label)
             with _compiling():
                 self._compiled = self._compile()
             is_done = True
@@ -137,22 +137,27 @@ class CompileQueue:
             self._is_held = False
             self._start()
 
-    def drop(self, programs: Iterable[PendingProgram] | None = None) -> None:
-        """Forget programs that no thread has begun, or all; wait for those that are compiled now.
+    def drop(self, programs: Iterable[PendingProgram]) -> None:
+        """Forget programs that no thread has begun; wait for those that are compiled now.
 
-        Who needs one of them later compiles it. Without programs it also ends a `hold`.
+        Who needs one of them later compiles it.
         """
+        dropped = set(programs)
         with self._changed:
-            dropped = {*self._soon, *self._later} if programs is None else set(programs)
-            for waiting in (self._soon, self._later):
-                kept = [program for program in waiting if program not in dropped]
-                waiting.clear()
-                waiting.extend(kept)
+            for queue in (self._soon, self._later):
+                kept = [program for program in queue if program not in dropped]
+                queue.clear()
+                queue.extend(kept)
         for program in dropped:
             program.wait()
-        if programs is None:
-            self.release()
-            self.wait()
+
+    def clear(self) -> None:
+        """Drop all programs, and end a `hold`."""
+        with self._changed:
+            programs = [*self._soon, *self._later]
+        self.drop(programs)
+        self.release()
+        self.wait()
 
     def wait(self) -> None:
         """Wait until nothing is left to compile that is not held."""
@@ -161,13 +166,22 @@ class CompileQueue:
 
     def _start(self) -> None:
         left = len(self._soon) + bool(self._later and not self._is_held)
-        while self._threads < min(os.cpu_count() or 1, left):
-            self._threads += 1
+        for _ in range(min(left, (os.cpu_count() or 1) - self._threads)):
             threading.Thread(target=self._work, name="compile").start()
+            self._threads += 1
 
     def _work(self) -> None:
-        while (program := self._take()) is not None:
-            program.try_to_compile()
+        try:
+            while (program := self._take()) is not None:
+                program.try_to_compile()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._threads -= 1
+            self._changed.notify_all()
 
     def _take(self) -> PendingProgram | None:
         with self._changed:
@@ -176,8 +190,7 @@ class CompileQueue:
                     return self._soon.popleft()
                 if self._later and not self._is_held and self._threads == 1:
                     return self._later.popleft()
-            self._threads -= 1
-            self._changed.notify_all()
+            self._leave()  # with the lock still held: who adds programs then starts a thread
             return None
 
 
@@ -226,13 +239,13 @@ def compiles_ahead(devices: Iterable[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def compiling_what_is_needed() -> Iterator[None]:
+def compiling_on_demand() -> Iterator[None]:
     """Hold what is needed later until `BACKGROUND.release`, and drop what is left at the end."""
     BACKGROUND.hold()
     try:
         yield
     finally:
-        BACKGROUND.drop()
+        BACKGROUND.clear()
 
 
 def compile_all(programs: Sequence[PendingProgram]) -> None:
@@ -250,29 +263,29 @@ def compile_all(programs: Sequence[PendingProgram]) -> None:
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Report how long this thread waits for a program, once where waits lie within each other."""
-    if getattr(_here, "waits", False):
+    if getattr(_thread_state, "waits", False):
         yield
         return
-    _here.waits, start = True, time.perf_counter()
+    _thread_state.waits, start = True, time.perf_counter()
     try:
         yield
     finally:
-        _here.waits = False
+        _thread_state.waits = False
         jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - start)
 
 
 def is_accounted() -> bool:
     """Tell whether what this thread compiles now is a `PendingProgram`, or is waited for as one."""
-    return getattr(_here, "compiles", False) or getattr(_here, "waits", False)
+    return getattr(_thread_state, "compiles", False) or getattr(_thread_state, "waits", False)
 
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    _here.compiles = True
+    _thread_state.compiles = True
     try:
         yield
     finally:
-        _here.compiles = False
+        _thread_state.compiles = False
 
 
 def abstract(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 def queue():
     made = CompileQueue()
     yield made
-    made.drop()
+    made.clear()
 
 
 class Recorded:
@@ -72,6 +72,44 @@ def test_what_is_needed_later_comes_later_and_not_while_it_is_held(queue, monkey
     queue.release()
     queue.wait()
     assert made.order == ["slow", "soon", "last", "very last"]
+
+
+def test_each_program_gets_a_thread_while_there_are_cores(queue, monkeypatch):
+    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 2)
+    made = Recorded()
+    queue.add([made("slow", slow=True)])
+    wait_until(lambda: not queue._soon)
+    queue.add([made("quick")])
+    wait_until(lambda: made.order == ["quick"])
+    made.gate.set()
+
+
+def test_a_thread_that_dies_makes_room_for_another(queue, monkeypatch):
+    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def end():
+        raise SystemExit
+
+    made = Recorded()
+    queue.add([PendingProgram("a", end)])
+    queue.wait()
+    queue.add([made("b")])
+    queue.wait()
+    assert made.order == ["b"]
+
+
+def test_a_failing_listener_leaves_no_one_waiting(monkeypatch):
+    events = iter([ValueError("a display is broken")])
+
+    def record(*_, **__):
+        if (error := next(events, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(compilation.jax.monitoring, "record_event", record)
+    program = PendingProgram("a", lambda: "compiled")
+    with pytest.raises(ValueError, match="a display is broken"):
+        program.result()
 
 
 def test_dropped_programs_are_compiled_by_who_needs_them(queue, monkeypatch):

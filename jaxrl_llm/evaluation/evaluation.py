@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.compilation import compiling_what_is_needed
+from jaxrl_llm.compilation import compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import as_tree
@@ -56,7 +56,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_compilation_cache())
         stack.enter_context(reporting_compilation())
-        stack.enter_context(compiling_what_is_needed())
+        stack.enter_context(compiling_on_demand())
         score = make_function_scoring(config.reward, config.reward.function, stack)
         layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         log.info("loading %s", config.model)

@@ -1,5 +1,6 @@
 """What is being compiled, for a reader who waits: one line, or the text beside a bar."""
 
+import collections
 import contextlib
 import logging
 import threading
@@ -21,8 +22,8 @@ class CompileProgress:
     """Follows the programs that this process compiles while it is open.
 
     Args:
-        tell: called with a text whenever that changes, by the thread that compiles; empty when
-            nothing is compiled.
+        tell: called with a text whenever that changes, by the thread that compiles, one at a time;
+            empty when nothing is compiled.
 
     Attributes:
         total: programs so far, ready ones included.
@@ -47,36 +48,47 @@ class CompileProgress:
                 self.total += 1
             elif event == BEGUN:
                 self._labels.append(str(given["label"]))
+                self.total = max(self.total, self._ready + len(self._labels))
             elif given["label"] in self._labels:
                 self._labels.remove(str(given["label"]))
                 self._ready += 1
             text = ""
             if self._labels:
                 text = f"compiling {self._labels[0]} ({self._ready + 1} of {self.total})"
-        self._tell(text)
+            self._tell(text)
 
 
 @contextlib.contextmanager
 def reporting_compilation() -> Iterator[None]:
     """Log once that programs are compiled, where that takes a while; not where they are kept."""
     lock, timers = threading.Lock(), list[threading.Timer]()
-    now, lookups = [""], set[str]()
+    current_text, lookups = [""], collections.Counter[str]()
 
     def listen(event: str, **_: str | int) -> None:
-        if event.startswith("/jax/compilation_cache/cache_"):
-            lookups.add(event)
+        lookups[event.removeprefix("/jax/compilation_cache/")] += 1
 
     def tell(text: str) -> None:
-        now[0] = text
         with lock:
+            current_text[0] = text
             if text and not timers:
-                timers.append(threading.Timer(PATIENCE_S, report))
-                timers[0].daemon = True
-                timers[0].start()
+                start_timer()
+
+    def start_timer() -> None:
+        timers[:] = [threading.Timer(PATIENCE_S, report)]
+        timers[0].daemon = True
+        timers[0].start()
 
     def report() -> None:
-        if now[0] and lookups != {"/jax/compilation_cache/cache_hits"}:
-            log.info("compiling %d programs%s", progress.total, _kept())
+        with lock:
+            requests = lookups["compile_requests_use_cache"]
+            if not timers:
+                return
+            if not current_text[0]:
+                timers.clear()  # the next program starts another
+            elif requests and requests == lookups["cache_hits"]:
+                start_timer()
+            else:
+                log.info("compiling %d programs%s", progress.total, _kept())
 
     progress = CompileProgress(tell)
     jax.monitoring.register_event_listener(listen)
@@ -85,8 +97,10 @@ def reporting_compilation() -> Iterator[None]:
     finally:
         jax.monitoring.unregister_event_listener(listen)
         progress.close()
-        for timer in timers:
-            timer.cancel()
+        with lock:
+            for timer in timers:
+                timer.cancel()
+            timers.clear()
 
 
 def _kept() -> str:

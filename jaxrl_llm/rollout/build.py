@@ -161,6 +161,10 @@ def loaded_engine(
     log_recomputation(model)
     with config_errors_at("the engine"):
         engine = NativeEngine(model, settings, layout=layout, detokenize=detokenize, kernel=kernel)
-    engine.compile_ahead(sequences)
-    engine.load(params, version=0)
+    try:
+        engine.compile_ahead(sequences)
+        engine.load(params, version=0)
+    except BaseException:
+        engine.close()
+        raise
     return engine

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.compilation import compiling_what_is_needed
+from jaxrl_llm.compilation import compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.train import TrainConfig
@@ -53,7 +53,7 @@ def build_stages(
         watchdog: ends the run when it hangs.
     """
     stack.enter_context(reporting_compilation())
-    stack.enter_context(compiling_what_is_needed())
+    stack.enter_context(compiling_on_demand())
     log.info("loading %s", config.model.path)
     layouts = open_training_layouts(config)
     rows = read_checked_rows(config)

@@ -139,13 +139,14 @@ class BucketPrograms:
             inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
         buckets = self._shape.buckets
-        programs = self._programs.get(kind_of(params), {})
-        if len(programs) < len(buckets) or not all(p.is_done for p in programs.values()):
+        programs = self._programs.get(layout_and_dtypes(params), {})
+        is_ready = all(p.is_done and not p.has_failed for p in programs.values())
+        if len(programs) < len(buckets) or not is_ready:
             for bucket in buckets:
                 micro = _as_shapes(_laid_out(batch, names, [], bucket)[1], self._mesh)
                 given = abstract(inputs(micro))
                 self._program(params, bucket, lambda given=given: given)
-            programs = self._programs[kind_of(params)]
+            programs = self._programs[layout_and_dtypes(params)]
             self._start(programs, batch)
         ready = {bucket: program.result for bucket, program in programs.items()}
         return pack_microbatches(
@@ -167,14 +168,14 @@ class BucketPrograms:
         self, params: Params, bucket: RowShape, inputs: Callable[[], tuple[Any, ...]]
     ) -> PendingProgram:
         """Return the program of a bucket; make it if there is none, or none that works."""
-        programs = self._programs.setdefault(kind_of(params), {})
+        programs = self._programs.setdefault(layout_and_dtypes(params), {})
         if bucket not in programs or programs[bucket].has_failed:
             label = f"{self._label} {bucket.rows} x {bucket.length}"
             programs[bucket] = PendingProgram(label, lambda: self._step.lower(*inputs()).compile())
         return programs[bucket]
 
 
-def kind_of(params: Params) -> Any:
+def layout_and_dtypes(params: Params) -> Any:
     """Return what tells a step's programs apart besides the shapes: layout and dtypes."""
     return tuple((leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params))
 

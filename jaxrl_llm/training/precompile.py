@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.compilation import compiles_ahead
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.config.train import TrainConfig
@@ -45,7 +46,8 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
     """Compile a run's steps from shapes alone, to be kept where the first step finds them.
 
     The steps are lowered twice then, which costs some seconds. So it is done for large models only,
-    and at the start of a run. Several processes compile when they need to.
+    and at the start of a run. Several processes compile when they need to, and CPUs' programs are
+    compiled while others run anyway.
 
     Args:
         config: of the run.
@@ -58,7 +60,8 @@ def compiling_ahead(config: TrainConfig, folder: Path) -> Iterator[Callable[[], 
     settings: Any = jax.config
     is_kept = bool(settings.jax_compilation_cache_dir)
     is_new = not (folder / "checkpoints").exists()
-    if not (is_kept and is_new) or distributed.process_count() > 1 or not is_large(config.model):
+    is_useful = is_kept and is_new and not compiles_ahead(jax.devices())
+    if not is_useful or distributed.process_count() > 1 or not is_large(config.model):
         yield lambda: None
         return
     stopped = Event()

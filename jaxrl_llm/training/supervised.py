@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.compilation import BACKGROUND, compiling_what_is_needed
+from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, Preempted
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
@@ -131,6 +131,7 @@ def _train(
     compiled.close()
     opened.checkpoints.wait()
     check_finished(step, total)
+    BACKGROUND.clear()  # its programs' shapes hold on to the base
     return state.params, model, base
 
 
@@ -141,7 +142,7 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> tuple[Learner, ResumedRun, Model, Any]:
     stack.enter_context(reporting_compilation())
-    stack.enter_context(compiling_what_is_needed())
+    stack.enter_context(compiling_on_demand())
     weights = "random weights of" if config.model.random_init else "weights of"
     logger.info("supervised training: making ready %s %s", weights, config.model.path)
     has_own_axes = config.model.function is not None

@@ -32,7 +32,7 @@ from jaxrl_llm.training.microbatches import (
     BucketPrograms,
     Fields,
     MicroBatch,
-    kind_of,
+    layout_and_dtypes,
     merge_microbatches,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
@@ -181,7 +181,7 @@ class Learner:
             state, grads, metrics = inputs()
             return state, grads, self._pop_statistics(dict(metrics))
 
-        return self._apply_programs.begin(kind_of(params), given)
+        return self._apply_programs.begin(layout_and_dtypes(params), given)
 
     def _pop_statistics(self, metrics: Fields) -> Any:
         """Take the hooks' statistics out of an update's metrics; None without hooks."""

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 def queue():
     made = CompileQueue()
     yield made
-    made.drop()
+    made.clear()
 
 
 def test_the_text_names_the_program_and_how_many_there_are(queue):
@@ -41,6 +41,20 @@ def test_the_text_names_the_program_and_how_many_there_are(queue):
     assert len(texts) == seen
 
 
+def test_a_reader_who_comes_late_gets_numbers_that_fit(queue):
+    texts, gate = [], threading.Event()
+    queue.hold()
+    queue.add([PendingProgram("later", gate.wait)], later=True)
+    queue.release()
+    progress = CompileProgress(texts.append)
+    PendingProgram("wanted", lambda: None).try_to_compile()
+    gate.set()
+    queue.add([PendingProgram("more", lambda: None)])
+    queue.wait()
+    progress.close()
+    assert "compiling wanted (1 of 1)" in texts
+
+
 def test_one_line_says_that_programs_are_compiled_and_where_they_are_kept(
     queue, monkeypatch, caplog, tmp_path, compiles_alone
 ):
@@ -52,9 +66,14 @@ def test_one_line_says_that_programs_are_compiled_and_where_they_are_kept(
         time.sleep(0.2)
         assert not caplog.messages, "what is there at once is not worth a line"
     with caplog.at_level(logging.INFO, "jaxrl_llm"), reporting_compilation():
-        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        for event in ("compile_requests_use_cache", "cache_hits"):
+            jax.monitoring.record_event(f"/jax/compilation_cache/{event}")
         PendingProgram("kept", lambda: time.sleep(0.2)).result()
         assert not caplog.messages, "what is read from the cache is not compiled"
+        jax.monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")
+        PendingProgram("not kept", lambda: wait_until(lambda: caplog.messages)).result()
+    assert caplog.messages == ["compiling 2 programs; they are kept in ~/kept for the next run"]
+    caplog.clear()
     with caplog.at_level(logging.INFO, "jaxrl_llm"), reporting_compilation():
         gate = threading.Event()
         queue.add([PendingProgram(name, gate.wait) for name in "abc"])

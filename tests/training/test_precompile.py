@@ -40,6 +40,7 @@ def model(tmp_path):
 def asked(monkeypatch):
     """The configs whose steps are compiled ahead."""
     configs = []
+    monkeypatch.setattr(precompile, "compiles_ahead", lambda devices: False)  # as on GPUs
     monkeypatch.setattr(precompile, "compile_steps", lambda config, stopped: configs.append(config))
     return configs
 
@@ -62,6 +63,10 @@ def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
         assert go(config) == 1
         (tmp_path / "checkpoints").mkdir()
         assert go(config) == 1, "not new"
+        (tmp_path / "checkpoints").rmdir()
+        monkeypatch.setattr(precompile, "compiles_ahead", lambda devices: True)
+        assert go(config) == 1, "compiled while others run"
+        (tmp_path / "checkpoints").mkdir()
     assert go(config) == 1, "nothing is kept"
 
 
@@ -69,6 +74,7 @@ def test_what_can_not_be_compiled_ahead_is_compiled_when_it_is_needed(
     tmp_path, model, monkeypatch, caplog
 ):
     monkeypatch.setattr(precompile, "LARGE", 1)
+    monkeypatch.setattr(precompile, "compiles_ahead", lambda devices: False)  # as on GPUs
     config = dataclasses.replace(config_of(tmp_path), model=model)
     wrong = dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3)))
     with (

@@ -137,6 +137,7 @@ class Programs:
     def close(self) -> None:
         """Compile no more; wait for what is being compiled."""
         BACKGROUND.drop(self._programs.values())
+        self.weights.close()
 
     def _keys(self, sequences: int) -> Iterable[tuple[Any, ...]]:
         """Yield what each program is called by, in the order in which they are likely needed.

@@ -54,7 +54,7 @@ class EngineWeights:
     def compile_ahead(self) -> None:
         """Begin to compile what copies weights into each layer's arrays, and their checksum."""
 
-        def compile_all() -> None:
+        def compile_copies() -> None:
             stacks = zip(*map(jax.tree.leaves, (self._declared, self._dtypes)), strict=True)
             homes = jax.tree.leaves(self._stacked_layout)
             for split, (declared, dtype), home in zip(self._unstack, stacks, homes, strict=True):
@@ -63,8 +63,13 @@ class EngineWeights:
                     split.lower(like).compile()
             self.checksum.lower(self.shapes()).compile()
 
-        self._ahead = PendingProgram("weights", compile_all)
+        self._ahead = PendingProgram("weights", compile_copies)
         BACKGROUND.add([self._ahead])
+
+    def close(self) -> None:
+        """Compile no more."""
+        if self._ahead is not None:
+            BACKGROUND.drop([self._ahead])
 
     def load(self, params: Any, *, donate: bool = False) -> tuple[Any, int]:
         """Copy weights into the engine's layout and dtype.

@@ -82,11 +82,11 @@ class RunStage:
         self.display.advance(line) if step else self.display.line(line)
         waited = metrics.get("perf/compile_wait_s", 0.0)
         if waited >= SHOWN_WAIT_S:
-            compiled, found = (
+            compiled, loaded = (
                 metrics[f"perf/{name}"] for name in ("compilations", "compilation_cache_hits")
             )
             self.display.line(
-                f"waited {waited:.1f} s for programs: {compiled:.0f} compiled, {found:.0f} loaded"
+                f"waited {waited:.1f} s for programs: {compiled:.0f} compiled, {loaded:.0f} loaded"
             )
         self.display.plot(step, metrics)
         if step:
