@@ -73,7 +73,7 @@ def on_device(tree: Any) -> Iterator[Any]:
     ...     held["w"]
     Array([0, 1], dtype=int32)
     """
-    copies = jax.tree.map(_copy_on_device, tree)
+    copies = jax.tree.map(copy_on_device, tree)
     try:
         yield copies
     finally:
@@ -112,7 +112,12 @@ def _move_to_host(array: jax.Array) -> jax.Array:
     return _move_to(array, HOST)
 
 
-def _copy_on_device(array: jax.Array) -> jax.Array:
+def copy_on_device(array: jax.Array) -> jax.Array:
+    """Return an array in its devices' memory: itself, if it is there.
+
+    >>> copy_on_device(to_host(jax.numpy.arange(2)))
+    Array([0, 1], dtype=int32)
+    """
     kind = _a_device(array.sharding).default_memory().kind
     if array.sharding.memory_kind == kind:
         return array

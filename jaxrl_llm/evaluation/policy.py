@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
 from jaxrl_llm.algorithms.logprobs import TokenStats
@@ -169,7 +170,7 @@ class Policy:
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
         batch = Batch(padded, np.array([len(tokens)], np.int32), {})
-        stats = _token_logprobs(self, self.params, self.pack(batch))
+        stats = _token_logprobs(self.forward, self.layout.mesh, self.params, self.pack(batch))
         known = np.asarray(stats)[0, first : len(tokens)].tolist()
         pieces = [self.tokenizer.decode([token]) for token in tokens[first:]]
         return TokenTable(zip(pieces, known, strict=True))
@@ -209,9 +210,11 @@ class Policy:
         return token_fields(params, rows, forward, self.layout.mesh)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _token_logprobs(policy: Policy, params: Params, rows: Rows) -> Float32[Array, "B T"]:
-    return policy.token_stats(params, rows).logprobs
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _token_logprobs(
+    forward: ForwardConfig, mesh: Mesh, params: Params, rows: Rows
+) -> Float32[Array, "B T"]:
+    return token_fields(params, rows, forward, mesh).logprobs
 
 
 def load_policy(

@@ -2,8 +2,8 @@
 
 import base64
 import html
-import importlib.util
 import io
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from jaxrl_llm.sharding.distributed import is_first
 
 PANELS: dict[str, tuple[str, ...]] = {
     "score": ("critic/score/mean", "val-core/"),
+    "loss": ("train/loss",),
     "KL (nats)": ("actor/kl", "actor/ppo_kl", "rollout_corr/k3_kl"),
     "entropy (nats per token)": ("actor/entropy",),
     "tokens per answer": ("response_length/mean", "response_length/max"),
@@ -26,8 +27,10 @@ PANELS: dict[str, tuple[str, ...]] = {
 FROM_ZERO = ("tokens per answer", "seconds")
 LATEST = 8
 """Lines that are shown below the plots."""
-SHARE = 0.05
-"""Of the time that drawing takes at most."""
+MAX_DRAWING_SHARE = 0.05
+"""Of the time that a run takes."""
+
+log = logging.getLogger(__name__)
 
 
 class NotebookDisplay(Display):
@@ -45,7 +48,7 @@ class NotebookDisplay(Display):
         """Show nothing yet."""
         self._title, self._total, self._done = title, total, done
         self._metrics, self._lines = MetricsTable(), list[str]()
-        self._handle, self._cell = None, None
+        self._handle, self._cell, self._has_plots = None, None, True
         import_matplotlib()  # before drawing is timed
         self._begun, self._drawn, self._cost = time.monotonic(), -float("inf"), 0.0
         self._first = done
@@ -84,7 +87,11 @@ class NotebookDisplay(Display):
         from IPython.display import HTML, display
 
         now, cell = time.monotonic(), getattr(get_ipython(), "execution_count", None)
-        if not at_once and cell == self._cell and now - self._drawn < self._cost / SHARE:
+        if (
+            not at_once
+            and cell == self._cell
+            and now - self._drawn < self._cost / MAX_DRAWING_SHARE
+        ):
             return
         content = HTML(self._as_html())
         if self._handle is None or cell != self._cell:  # each cell has its own
@@ -104,16 +111,27 @@ class NotebookDisplay(Display):
         bar = f"<progress value='{self._done}' max='{self._total}'></progress>"
         head = f"{html.escape(self._title)} {bar} {self._done}/{self._total} steps{left}"
         lines = html.escape("\n".join(self._lines))
-        return f"<div>{head}</div>{draw_metrics(self._metrics)}<pre>{lines}</pre>"
+        return f"<div>{head}</div>{self._plots()}<pre>{lines}</pre>"
+
+    def _plots(self) -> str:
+        """Draw the plots; a run goes on without them where that fails."""
+        if not self._has_plots:
+            return ""
+        try:
+            return draw_metrics(self._metrics)
+        except Exception:
+            self._has_plots = False
+            log.warning("the plots can't be drawn; the run goes on without", exc_info=True)
+            return ""
 
 
 def import_matplotlib() -> Any:
-    """Return matplotlib, or None where it is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    """Return matplotlib, or None where it can't be imported."""
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure
+    except ImportError:
         return None
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
-
     return matplotlib
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.tables import MetricsTable
 from jaxrl_llm.monitoring.trackers import Outages
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.worker import shorten
@@ -96,21 +97,20 @@ def example_lines(rollouts: Rollouts, scores: Sequence[Score], *, samples: int) 
     """
     lines = []
     for index in range(0, len(scores), samples)[:EXAMPLES]:
-        prompt, score = rollouts.prompts[index].messages[-1]["content"], scores[index]
+        messages, score = rollouts.prompts[index].messages, scores[index]
+        asked = (messages[-1]["content"] if messages else None) or ""
         mark = "" if "acc" not in score.extra else "✓ " if score.extra["acc"] else "✗ "
-        told = f"failed: {score.error}" if score.error is not None else f"{mark}{score.score:.4g}"
-        asked, answered = (
+        result = f"failed: {score.error}" if score.error is not None else f"{mark}{score.score:.4g}"
+        prompt, answer = (
             shorten(" ".join(text.split()), EXAMPLE_CHARS)
-            for text in (prompt, rollouts.texts[index])
+            for text in (asked, rollouts.texts[index])
         )
-        lines.append(f"  {asked} → {answered}  {shorten(told, EXAMPLE_CHARS)}")
+        lines.append(f"  {prompt} → {answer}  {shorten(result, EXAMPLE_CHARS)}")
     return lines
 
 
-def print_before_and_after(folder: Path, display: Display) -> None:
+def print_before_and_after(lines: MetricsTable, display: Display) -> None:
     """Print a table of the first, the last and the best validation and training score."""
-    with (folder / "metrics.jsonl").open() as file:
-        lines = [json.loads(line) for line in file]
     names = dict.fromkeys(n for line in lines for n in line if "@" in n or n == "critic/score/mean")
     rows = []
     for name in names:

@@ -131,6 +131,16 @@ def check_request(
             raise EngineError(f"got {name} {value}, expected {least} to {greatest}")
 
 
+def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
+    """Wait for answers, in order; give all of them up where that fails or is interrupted."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
 async def streamed(
     submit: Callable[[Callable[[Completion], None]], Future[Completion]],
 ) -> AsyncIterator[Completion]:

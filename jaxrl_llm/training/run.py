@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
+
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.files import load
@@ -16,8 +18,7 @@ from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.sources import user_functions
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import Message
-from jaxrl_llm.data.dataset import Prompt, as_prompts
+from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.monitoring.logs import quiet_libraries
@@ -30,7 +31,7 @@ from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.sharding.offload import copy_on_device
 from jaxrl_llm.training.build import build_stages, read_checked_rows
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
@@ -103,8 +104,8 @@ class Run(RunFiles):
             return super().policy
         self._check_usable()
         at = self._loop.progress
-        with on_device(at.states["actor"].params) as params:
-            return self._loop.stages.rollout.policy(params, at.step)
+        params = jax.tree.map(copy_on_device, at.states["actor"].params)
+        return self._loop.stages.rollout.policy(params, at.step)
 
     @property
     def kl_coef(self) -> float:
@@ -155,7 +156,7 @@ class Run(RunFiles):
 
     def sample(
         self,
-        prompts: Sequence[Prompt | str | Sequence[Message] | Sequence[int]],
+        prompts: Sequence[PromptLike],
         *,
         n: int = 1,
         seed: int = 0,
@@ -173,7 +174,9 @@ class Run(RunFiles):
 
         Raises:
             EngineError: a prompt and its answer don't fit.
+            RunError: the run is closed, or a step has failed.
         """
+        self._check_usable()
         rollout, policy, engine = self.config.rollout, self.policy, self._loop.stages.rollout.engine
         names = ("max_new_tokens", "temperature", "top_p", "top_k")
         settings = {name: getattr(rollout, name) for name in names} | sampling
@@ -221,7 +224,7 @@ class Run(RunFiles):
         self._loop.stages.run.checkpoints.wait()
         check_finished(self.number, self.total_steps)
         if distributed.is_first():
-            print_before_and_after(self.folder, self._loop.stages.run.display)
+            print_before_and_after(self.metrics, self._loop.stages.run.display)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the folder and the devices."""
@@ -336,7 +339,7 @@ def _is_finished(config: TrainConfig, folder: Path) -> bool:
         f"{config.steps}; more steps continue it"
     )
     if distributed.is_first():
-        print_before_and_after(folder, display)
+        print_before_and_after(RunFiles(folder).metrics, display)
     display.close()
     return True
 

@@ -115,6 +115,7 @@ def _train(
         log.write(step, metrics)
         line = f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}"
         opened.display.advance(line if is_due(step, max(1, total // 10), total) else "")
+        opened.display.plot(step, metrics)
         BACKGROUND.release()
         opened.checkpoints.check()
         ending = opened.preemption.requested()

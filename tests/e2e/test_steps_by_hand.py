@@ -118,6 +118,8 @@ def test_a_step_that_did_not_end_is_not_gone_on_with(config, monkeypatch):
                 run.step()
         with pytest.raises(RunError, match="step 1 did not come to its end: open the run again"):
             run.step()
+    with pytest.raises(RunError, match="closed"):
+        run.sample(["1+1="])
 
 
 def test_a_coefficient_is_changed_between_steps(config):

@@ -32,7 +32,7 @@ def cells(monkeypatch):
     monkeypatch.setattr(
         IPython.display, "display", lambda content, display_id=False: Handle(content)
     )
-    monkeypatch.setattr(notebook, "SHARE", float("inf"))  # drawn at every step
+    monkeypatch.setattr(notebook, "MAX_DRAWING_SHARE", float("inf"))  # drawn at every step
     return types.SimpleNamespace(shown=shown, kernel=kernel)
 
 
@@ -62,7 +62,7 @@ def test_a_cell_shows_plots_that_follow_the_run(cells):
 
 
 def test_drawing_takes_a_small_part_of_the_time(cells, monkeypatch):
-    monkeypatch.setattr(notebook, "SHARE", 1e-6)
+    monkeypatch.setattr(notebook, "MAX_DRAWING_SHARE", 1e-6)
     display = NotebookDisplay("training", 100)
     for number in range(1, 51):
         display.plot(number, step(number))
@@ -71,8 +71,31 @@ def test_drawing_takes_a_small_part_of_the_time(cells, monkeypatch):
     assert len(cells.shown[1]) == 2
 
 
+def test_a_run_goes_on_where_plots_can_not_be_drawn(cells, monkeypatch, caplog):
+    def broken(metrics):
+        raise RuntimeError("latex could not be found")
+
+    monkeypatch.setattr(notebook, "draw_metrics", broken)
+    display = NotebookDisplay("training", 2)
+    for number in (1, 2):
+        display.advance(f"step {number}/2")
+        display.plot(number, step(number))
+    assert "step 2/2" in cells.shown[1][-1] and "<img" not in cells.shown[1][-1]
+    assert [r.message for r in caplog.records] == [
+        "the plots can't be drawn; the run goes on without"
+    ]
+
+
+def test_supervised_training_has_a_plot_too(cells):
+    display = NotebookDisplay("supervised training", 1)
+    display.plot(1, {"train/loss": 0.5})
+    assert "alt='loss'" in cells.shown[1][-1]
+
+
 def test_without_matplotlib_there_are_lines(cells, monkeypatch):
-    monkeypatch.setattr(notebook.importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     display = NotebookDisplay("training", 2)
     display.line("a line")
     display.plot(1, step(1))

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
+from jaxrl_llm.rollout.engine import results_of
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
@@ -36,6 +38,17 @@ def texts(build, params):
     engine.load(params, version=0)
     yield engine
     engine.close()
+
+
+def test_answers_that_no_one_waits_for_any_more_are_given_up():
+    class Interrupted(Future):
+        def result(self, timeout=None):
+            raise KeyboardInterrupt
+
+    futures = [Interrupted(), Future()]
+    with pytest.raises(KeyboardInterrupt):
+        results_of(futures)
+    assert all(future.cancelled() for future in futures)
 
 
 # ------------------------------------------------------------------------------------ processors

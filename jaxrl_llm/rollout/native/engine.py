@@ -20,7 +20,13 @@ import jax
 from jaxrl_llm.compilation import compiles_ahead
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model, PagedModel
-from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
+from jaxrl_llm.rollout.engine import (
+    EngineError,
+    EngineSettings,
+    check_request,
+    results_of,
+    streamed,
+)
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
@@ -133,7 +139,7 @@ class NativeEngine:
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one answer for each request, in order; equal prompts are read once."""
-        return [future.result() for future in self._submit(requests)]
+        return results_of(self._submit(requests))
 
     def load(
         self, params: Any, version: int, *, recompute: bool = False, donate: bool = False

@@ -16,7 +16,13 @@ from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.fp8 import quantization_config
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, streamed
+from jaxrl_llm.rollout.engine import (
+    EngineError,
+    EngineSettings,
+    check_request,
+    results_of,
+    streamed,
+)
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.rollout.vllm.environment import (
@@ -138,7 +144,7 @@ class VllmEngine:
         """Sample one answer for each request, in order."""
         for request in requests:
             self._check(request)
-        return [future.result() for future in [self._submit(request) for request in requests]]
+        return results_of([self._submit(request) for request in requests])
 
     def load(self, params: Any, version: int) -> Receipt:
         """Send weights to all sidecars, with checksums; what runs is paused meanwhile.
