@@ -20,6 +20,7 @@ from benchmarks.code.structure import (
 ROOT = Path(__file__).resolve().parents[1]
 MANY_PARAMETERS = {
     ("jaxrl_llm/data/prepare.py", "arithmetic"): "each is a key of a config",
+    ("jaxrl_llm/data/prepare.py", "reasoning_gym"): "each is a key of a config",
 }
 LONG_FILES: dict[str, str] = {}
 """Tables of data, and why they stand in one file."""

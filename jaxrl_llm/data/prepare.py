@@ -12,11 +12,14 @@ import re
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
+from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, read_rows, write_rows
 from jaxrl_llm.rewards.functions import last_boxed
 
@@ -153,6 +156,46 @@ def math(out: str | Path, *, source: str = "DigitalLearningGmbH/MATH-lighteval")
     return _write_splits(Path(out), _convert_splits(source, "default", convert))
 
 
+def reasoning_gym(  # noqa: PLR0913 - each is a key of a config
+    out: str | Path,
+    *,
+    tasks: Mapping[str, Mapping[str, Any]] | None = None,
+    train_rows: int = 4096,
+    validation_rows: int = 512,
+    sft_rows: int = 0,
+    system: str = "",
+    template: str = "{question}",
+    response: str = "{answer}",
+    seed: int = 0,
+) -> Written:
+    """Write tasks of reasoning-gym, for the reward function of the same name.
+
+    No question comes twice in a file, and no validation question comes in another file; the
+    supervised file may share questions with the training file.
+
+    Args:
+        out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
+        tasks: `{NAME: {weight: 1, SETTING: value, …}, …}`: which tasks, in which proportion, and
+            the settings of their generators.
+        train_rows: questions to train on.
+        validation_rows: questions held out.
+        sft_rows: questions with their answers, for a supervised warm-up; 0 writes no such file.
+        system: the system message; empty for none.
+        template: of the user's message, with `{question}` in it.
+        response: of the supervised file's responses, with `{answer}` in it.
+        seed: of the choice of questions.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: the package is not installed, there is no such task or setting, a number is out
+            of range, a template lacks its field, or there are too few questions.
+    """
+    plan = TaskPlan(tasks or {}, system, template, response, seed)
+    return _write_splits(Path(out), plan.splits(train_rows, validation_rows, sft_rows))
+
+
 def _columns(row: Row, where: str, names: Sequence[str]) -> list[str]:
     for name in names:
         if not isinstance(row.get(name), str):
@@ -279,7 +322,7 @@ def _write_splits(out: Path, splits: dict[str, list[Row]]) -> Written:
 # ------------------------------------------------------------------------------------ command line
 
 DATASETS: dict[str, Callable[..., Written]] = {
-    function.__name__: function for function in (arithmetic, gsm8k, math)
+    function.__name__: function for function in (arithmetic, gsm8k, math, reasoning_gym)
 }
 
 
@@ -301,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         for key, parameter in list(inspect.signature(function).parameters.items())[1:]:
             command.add_argument(
                 f"--{key}",
-                type=type(parameter.default),
+                type=yaml.safe_load if parameter.default is None else type(parameter.default),
                 default=parameter.default,
                 help="default: %(default)s",
             )

@@ -143,6 +143,53 @@ def math(
     return _result(verify(read(ground_truth), read(pred), timeout_seconds=seconds), pred)
 
 
+def reasoning_gym(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None,
+    *,
+    pattern: str | None = None,
+    exact: bool = False,
+) -> Result:
+    """Score a reply to a row of `data.prepare: {fn: reasoning_gym}` by its task's own rule.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply.
+        ground_truth: the answer of the row.
+        extra_info: of the row: what its item is made again from.
+        pattern: a regular expression; the answer is the first group of its last match, as of
+            `<answer>(.*?)</answer>`. None takes the whole reply.
+        exact: score 1.0 or 0.0; else some tasks score a part for answers that are nearly right, or
+            that at least look like one.
+
+    Returns:
+        The task's score; `acc` is 1.0 for a score of 1. 0.0 where nothing matches the pattern.
+
+    Raises:
+        ValueError: the row is of another origin, or the package makes other items now.
+    """
+    from jaxrl_llm.data.reasoning import score_item
+
+    try:
+        task, settings, item = ((extra_info or {})[key] for key in ("task", "settings", "item"))
+    except KeyError as error:
+        raise ValueError(
+            "reasoning_gym: expected a row that data.prepare has written, got one without "
+            f"extra_info.{error.args[0]}"
+        ) from error
+    replies = [solution_str]
+    if pattern is not None:
+        replies = [match.group(1) for match in re.finditer(pattern, solution_str, re.DOTALL)]
+    if not replies:
+        return _result(False, None)
+    answer = replies[-1].strip()
+    score = score_item(task, settings, int(item), ground_truth, answer)
+    acc = float(score > 1 - 1e-9)
+    return {"score": acc if exact else score, "acc": acc, "pred": answer}
+
+
 def last_boxed(text: str) -> str | None:
     r"""Return what stands in the last \boxed{…} (or \fbox{…}, or bare `\boxed 5`), else None.
 
@@ -197,6 +244,8 @@ def by_source(
     >>> by_source("arithmetic", "7", "7", None)["score"]
     1.0
     """
+    if data_source.startswith("reasoning_gym/"):
+        return reasoning_gym(data_source, solution_str, ground_truth, extra_info)
     if data_source not in SOURCES:
         raise ValueError(
             f"no reward function for data_source {data_source!r}; known: "
