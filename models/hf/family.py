@@ -1,11 +1,16 @@
 """Read and write the `config.json` of one family of models, as its `Family` says."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.models.hf.rope import LOCAL_ROPE_KEY, ROPE_KEYS, Ropes, read_ropes, write_rope
+from jaxrl_llm.models.hf.unread import without_effect
 from jaxrl_llm.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -27,7 +32,8 @@ SIZES = {
 FLOATS = {"norm_eps", "init_std", "query_scalar", "logit_softcap", "score_softcap"}
 NULLABLE = {"final_logit_softcapping", "attn_logit_softcapping"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Keys that do not change what a model computes for given tokens and weights.
+# Keys that transformers reads, and that do not change what a model computes for given tokens and
+# weights. What it does not read is found by `models.hf.unread`.
 WITHOUT_EFFECT = {
     "architectures",
     "model_type",
@@ -36,25 +42,13 @@ WITHOUT_EFFECT = {
     "transformers_version",
     "use_cache",
     "pretraining_tp",
-    "_name_or_path",
-    "_attn_implementation",
-    "_attn_implementation_autoset",
     "attn_implementation",
     "cache_implementation",
-    "auto_map",
-    "is_decoder",
-    "is_llama_config",
-    "transformers.js_config",
-    "unsloth_fixed",
-    "unsloth_version",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
     "sep_token_id",
     "decoder_start_token_id",
-    "tokenizer_class",
-    "finetuning_task",
-    "task_specific_params",
     "problem_type",
     "num_labels",
     "id2label",
@@ -64,29 +58,13 @@ WITHOUT_EFFECT = {
     "return_dict",
     "output_attentions",
     "output_hidden_states",
-    "torchscript",
-    "use_bfloat16",
     "chunk_size_feed_forward",
     # how to generate, which transformers 4 wrote here too
     "do_sample",
-    "early_stopping",
-    "length_penalty",
     "max_length",
-    "min_length",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "repetition_penalty",
     "temperature",
     "top_k",
     "top_p",
-    "typical_p",
-    "diversity_penalty",
-    "encoder_no_repeat_ngram_size",
-    "no_repeat_ngram_size",
-    "output_scores",
-    "return_dict_in_generate",
-    "remove_invalid_values",
 }
 
 
@@ -165,7 +143,8 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
 
     Raises:
         ValueError: A key is missing, has a value that we do not support, or is one that we do not
-            know and is set. An unknown key that is null, false, 0 or empty counts as switched off.
+            know, that transformers reads, and that is set. An unknown key that is null, false, 0 or
+            empty counts as switched off. One that transformers does not read is ignored.
 
     >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> spec = tiny_spec()
@@ -203,12 +182,21 @@ def _refuse_unknown(family: Family, config: Config) -> None:
     if family.local_rope_theta is not None:
         known |= {LOCAL_ROPE_KEY}
     unknown = {key: value for key, value in config.items() if value and key not in known}
+    if ignored := unknown and without_effect(family.model_type, unknown):
+        _log_ignored(family.name, tuple(sorted(ignored)))
+        unknown = {key: value for key, value in unknown.items() if key not in ignored}
     if unknown:
         raise ValueError(
             f"{unknown}: not supported in a {family.name} model; supported are "
             f"{sorted(known - WITHOUT_EFFECT)}. What does not change what the model computes "
             "can be removed from the file"
         )
+
+
+@functools.cache
+def _log_ignored(family: str, keys: tuple[str, ...]) -> None:
+    """Log once that keys are ignored: a run reads its config several times."""
+    log.info("config.json: ignored %s: transformers' %s does not read it", ", ".join(keys), family)
 
 
 def _fill(family: Family, config: Config) -> dict[str, Any]:

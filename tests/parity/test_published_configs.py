@@ -496,7 +496,6 @@ def test_a_published_config_is_read(name, tmp_path):
             "rope_scaling=.* and rope_parameters=.* disagree",
         ),
         ("Llama-3.2-1B", {"layer_types": ["sliding_attention"] * 16}, "the code of Llama takes"),
-        ("Qwen2.5-7B", {"attention_bias": True}, "'attention_bias': True.*supported in a Qwen2"),
         ("Qwen2.5-7B", {"mrope_section": [1, 2]}, "'mrope_section'"),
         (
             "Qwen2.5-7B",

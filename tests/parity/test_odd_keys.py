@@ -1,0 +1,159 @@
+"""Keys that published configs hold beside those of their family; transformers says which matter."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+
+from jaxrl_llm.models.hf import family as family_module
+from jaxrl_llm.models.hf import unread
+from jaxrl_llm.models.hf.config import read_spec
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 0.001}
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"]},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4} | MOE,
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+JS = {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}}
+CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+GENERATION = {"min_length": 0, "num_beams": 1, "length_penalty": 1.0, "repetition_penalty": 1.1}
+# model: family, keys of its config.json that are not the family's
+ODD: dict[str, tuple[str, dict]] = {
+    "SmolLM2-135M-Instruct": ("llama", {"is_llama_config": True, "rope_interleaved": False} | JS),
+    "SmolLM-360M": ("llama", {"_name_or_path": "/fsx/checkpoints/smollm", "pretraining_tp": 1}),
+    "SmolLM2-135M-Instruct.Q4_1.gguf": ("llama", {"_model_name_or_path": "/tmp/model"}),
+    "Llama-2-7b-chat": ("llama", {"pretraining_tp": 1, "_name_or_path": "meta-llama/Llama-2-7b"}),
+    "Llama-2-7b-base, first upload": ("llama", {"max_sequence_length": 2048}),
+    "Meta-Llama-3-8B-Instruct, unsloth": ("llama", {"unsloth_version": "2024.9"}),
+    "Llama-3.2-1B-Instruct, unsloth": ("llama", {"unsloth_fixed": True}),
+    "Llama-3.2-1B, onnx-community": ("llama", JS | {"_attn_implementation_autoset": True}),
+    "vicuna-7b-v1.5": ("llama", {"max_sequence_length": 4096, "_name_or_path": "vicuna"}),
+    "OpenLLaMA-3B": ("llama", {"tokenizer_class": "LlamaTokenizer"}),
+    "Yi-34B-Chat": ("llama", {"pretraining_tp": 1, "tokenizer_class": "LlamaTokenizer"}),
+    "InternLM2, converted": ("llama", {"auto_map": {"AutoModelForCausalLM": "a.B"}, "bias": False}),
+    "Llama-3.1-Tulu-3-8B": ("llama", {"_commit_hash": "0123abc"}),
+    "DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", {"use_mrope": False}),
+    "Qwen2, whose biases are not optional": ("qwen2", {"attention_bias": True}),
+    "Qwen2.5-VL, its text model": ("qwen2", {"use_mrope": True}),
+    "Qwen2.5-7B-Instruct-1M": ("qwen2", {"dual_chunk_attention_config": CHUNKS}),
+    "Qwen1.5-7B-Chat": ("qwen2", {"seq_length": 32768, "use_dynamic_ntk": True}),
+    "Qwen2-0.5B, with generation": ("qwen2", GENERATION),
+    "Qwen2.5-Math, RLHF": ("qwen2", {"finetuning_task": "math", "task_specific_params": {"a": 1}}),
+    "Qwen3-0.6B, unsloth": ("qwen3", {"unsloth_fixed": True, "_name_or_path": "Qwen/Qwen3-0.6B"}),
+    "Qwen3-4B, ONNX": ("qwen3", JS),
+    "Qwen3-Coder-30B-A3B": ("qwen3_moe", {"use_qk_norm": True, "shared_expert_gate": True}),
+    "Mistral-7B-v0.1, fine-tuned": ("mistral", {"model_max_length": 4096, "torchscript": True}),
+    "zephyr-7b-beta": ("mistral", {"_name_or_path": "data/zephyr", "use_bfloat16": True}),
+    "Mistral-Nemo, torchtune": ("mistral", {"use_biases": False, "rope_interleaved": True}),
+    "Mixtral-8x7B-Instruct": ("mixtral", {"_name_or_path": "mixtral", "is_decoder": True}),
+    "gemma-2-2b-it": ("gemma2", {"cache_implementation": "hybrid", "_name_or_path": "gemma"}),
+    "gemma-2-9b, unsloth": ("gemma2", {"unsloth_version": "2024.9", "hidden_act": "gelu"}),
+    "gemma-3-1b-it": ("gemma3_text", {"cache_implementation": "hybrid", "unsloth_fixed": True}),
+    "gemma-3-1b, ONNX": ("gemma3_text", JS | {"_sliding_window_pattern": 6}),
+}
+REFUSED: dict[str, tuple[str, dict, str]] = {
+    "dropout": ("llama", {"attention_dropout": 0.1}, "not supported in a Llama model"),
+    "rotated in part": ("llama", {"partial_rotary_factor": 0.5}, "expected 1.0"),
+    "chunks": ("qwen3_moe", {"attention_chunk_size": 8192}, "not supported in a Qwen3Moe model"),
+}
+
+
+def written(tmp_path, family, **keys):
+    config = {"model_type": family} | SIZES | FAMILIES[family] | keys
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def log_again():
+    family_module._log_ignored.cache_clear()
+
+
+@pytest.mark.parametrize("model", ODD)
+def test_keys_that_transformers_does_not_read_are_ignored_with_a_line(tmp_path, model, caplog):
+    family, keys = ODD[model]
+    expected = read_spec(written(tmp_path, family))
+    with caplog.at_level(logging.INFO, "jaxrl_llm"):
+        specs = [read_spec(written(tmp_path, family, **keys)) for _ in range(2)]
+    assert specs == [expected] * 2
+    assert len(caplog.messages) <= 1, "a run reads its config several times"
+    for line in caplog.messages:
+        assert line.startswith("config.json: ignored ")
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in ODD.values()}))
+def test_they_change_nothing_in_transformers(tmp_path, family):
+    def logits(**keys):
+        config = transformers.AutoConfig.from_pretrained(written(tmp_path, family, **keys))
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            return model(torch.arange(12)[None]).logits
+
+    odd = {
+        key: value for name, keys in ODD.values() if name == family for key, value in keys.items()
+    }
+    for key in ("auto_map", "torchscript", "use_bfloat16"):  # how a model is loaded or returned
+        odd.pop(key, None)
+    assert torch.equal(logits(), logits(**odd))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_keys_that_transformers_reads_are_refused(tmp_path, case):
+    family, keys, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"{next(iter(keys))}.*{message}"):
+        read_spec(written(tmp_path, family, **keys))
+
+
+def test_a_key_that_a_newer_transformers_reads_is_refused(tmp_path, monkeypatch):
+    sources = tmp_path / "transformers/models/llama"
+    sources.mkdir(parents=True)
+    (sources / "modeling_llama.py").write_text("scale = config.secret_scale * 2")
+    monkeypatch.setattr(
+        unread.importlib.util,
+        "find_spec",
+        lambda name: type("Package", (), {"submodule_search_locations": [sources.parents[1]]}),
+    )
+    unread._words.cache_clear()
+    try:
+        read_spec(written(tmp_path, "llama", secret_shift=2.0))
+        with pytest.raises(ValueError, match=r"'secret_scale': 2\.0\}: not supported in a Llama"):
+            read_spec(written(tmp_path, "llama", secret_scale=2.0))
+    finally:
+        unread._words.cache_clear()
+
+
+def test_sources_are_read_without_importing_transformers():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from jaxrl_llm.models.hf.unread import without_effect; "
+        "assert without_effect('llama', {'a_key_of_mine': 1}); "
+        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
