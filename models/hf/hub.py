@@ -45,6 +45,11 @@ def resolve(path_or_id: str | Path) -> Path:
     path = Path(path_or_id)
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise FileNotFoundError(
+            f"{path} is a GGUF file; make a directory of it first: "
+            f"python -m jaxrl_llm.from_gguf {path} {path.stem}"
+        )
     name = "" if isinstance(path_or_id, Path) else path_or_id
     match = HUB_ID.fullmatch(name)
     if match is None or name.startswith("."):
