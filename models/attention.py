@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Real
+from jaxtyping import Array, Bool, Float, Float32, Int, Real, Shaped
 
 from jaxrl_llm.models.int8 import Scales, mix_scaled, scaled_scores
 
@@ -44,6 +44,7 @@ def attend(
     segment_ids: Int[Array, "R L"],
     options: Attending = PLAIN,
     *,
+    longest: int | None = None,
     in_blocks: bool = True,
 ) -> Float[Array, "R L N H"]:
     r"""Attend causally within the segments of packed rows.
@@ -53,6 +54,8 @@ def attend(
     where query head n reads key/value head $\lfloor nK/N \rfloor$
     (https://arxiv.org/abs/2305.13245). The softmax is in float32. The backward pass computes the
     scores again, and long rows are taken a block of queries at a time, with the keys up to its end.
+    Where no segment has more than `longest` tokens, a token costs no more than 2 · `longest` keys,
+    however long the row is.
 
     Args:
         q: Queries.
@@ -61,6 +64,7 @@ def attend(
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
         options: Scale, window and soft-cap of the scores.
+        longest: Most tokens of a segment, a divisor of L; None: a segment may fill the row.
         in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
     Returns:
@@ -72,8 +76,13 @@ def attend(
     """
     rows, length, heads, width = q.shape
     shared = heads // k.shape[2]
+    before = 0
+    if longest is not None and longest < length and in_blocks:
+        q = q.reshape(-1, longest, heads, width)
+        k, v, segment_ids = (_with_part_before(x, longest) for x in (k, v, segment_ids))
+        before, length = longest, longest
     # batched products want their batch axes first
-    q = q.reshape(rows, length, -1, shared, width).swapaxes(1, 2)
+    q = q.reshape(-1, length, heads // shared, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
@@ -81,14 +90,26 @@ def attend(
     size = length // blocks if in_blocks else length
     outputs: list[Any] = []
     for end in range(size, length + 1, size):
-        block = q[:, :, end - size : end].reshape(rows, -1, size * shared, width)
-        scoring = _Scoring(scale, options.softcap, end - size)
+        block = q[:, :, end - size : end].reshape(len(q), -1, size * shared, width)
+        keys = slice(end - size if before else 0, before + end)
+        scoring = _Scoring(scale, options.softcap, before + end - size - keys.start)
         mixed: Any = _attend(
-            scoring, block, k[..., :end], v[:, :, :end], segment_ids[:, :end], window
+            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window
         )
-        outputs.append(mixed.reshape(rows, -1, size, shared, v.shape[3]))
+        outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    return joined.swapaxes(1, 2).reshape(rows, length, heads, v.shape[3])
+    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])
+
+
+def _with_part_before(x: Shaped[Array, "R L *_"], size: int) -> Shaped[Array, "P S *_"]:
+    """Cut rows into parts of so many tokens, each with the part of its row before it.
+
+    >>> _with_part_before(jnp.array([[1, 2, 3, 4]]), 2).tolist()
+    [[0, 0, 1, 2], [1, 2, 3, 4]]
+    """
+    parts = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+    before = jnp.pad(parts[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (parts.ndim - 2))
+    return jnp.concatenate([before, parts], axis=2).reshape(-1, 2 * size, *x.shape[2:])
 
 
 def segment_mask(segment_ids: Int[Array, "R L"]) -> Bool[Array, "R 1 L L"]:

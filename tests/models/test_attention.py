@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models import attention
 from jaxrl_llm.models.attention import Attending, attend, attend_cache
 
 SEGMENTS = [
@@ -127,3 +128,36 @@ def test_softmax_is_float32_in_bfloat16(options):
     v = jnp.array([[[[0.0] * 4], [[1.0] * 4]]], jnp.bfloat16)
     got = attend(q, k, v, jnp.ones((1, 2), jnp.int32), options)[0, 1, 0, 0]
     assert abs(float(got) - 1 / (1 + np.exp(-0.125))) < 4e-3
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@each_options
+def test_rows_of_many_segments_attend_as_whole_rows_do(options, blocks, monkeypatch):
+    """And so do the gradients, where a token is told of 2 · `longest` keys only."""
+    monkeypatch.setattr(attention, "LEAST_BLOCK", 4 // blocks)
+    segments = jnp.array(
+        [
+            [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3],
+            [1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 4],
+            [1, 2, 2, 2, 3, 3, 3, 3, 4, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        ]
+    )
+    q, k, v = map(jnp.array, arrays(4, 12, 4, 8, kv_heads=2))
+    real = (segments > 0)[:, :, None, None]
+
+    def total(q, k, v, longest):
+        mixed = attend(q, k, v, segments, options, longest=longest)
+        mixed = jnp.where(real, mixed, 0.0)
+        return (mixed * jnp.sin(jnp.arange(mixed.size).reshape(mixed.shape))).sum(), mixed
+
+    gradient = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+    (_, mixed), gradients = gradient(q, k, v, 4)
+    (_, expected), expected_gradients = gradient(q, k, v, None)
+    np.testing.assert_allclose(mixed, expected, atol=1e-6)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    # a segment that is longer than it may be is cut, so `longest` is what the work is limited by
+    other = attend(q, k, v, jnp.ones_like(segments), options, longest=4)
+    window = 12 if options.window is None else int(options.window)
+    assert window < 4 or not np.allclose(other, attend(q, k, v, jnp.ones_like(segments), options))
