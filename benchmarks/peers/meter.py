@@ -34,6 +34,22 @@ def score(
     return reward(solution_str)
 
 
+def exact_match(text: str, answer: str) -> float:
+    """Return 1 for an answer that is right, and nothing else, else 0.
+
+    >>> exact_match(" 12\n", "12"), exact_match("It is 12", "12")
+    (1.0, 0.0)
+    """
+    return float(text.strip() == answer)
+
+
+def score_exact(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+) -> float:
+    """Return the reward of `exact_match`, called as our reward functions are."""
+    return exact_match(solution_str, ground_truth)
+
+
 def peak_gb() -> float:
     """Return the largest resident set of this process so far, in GB; Linux keeps it as VmHWM."""
     status = Path("/proc/self/status").read_text()

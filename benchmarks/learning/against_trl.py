@@ -1,0 +1,212 @@
+"""Curves of this library and of TRL on the same model and task, over steps and over seconds.
+
+    python -m benchmarks.training.grpo_step --setup peers     makes peers/trl with pip
+    python -m benchmarks.learning.against_trl --trl-python peers/trl/bin/python
+
+Both train the base model of a recipe on the same prompts in the same order, with
+the same number of answers, limit of tokens, GRPO loss (clipped, averaged within each answer first,
+advantages divided by their group's standard deviation, no KL), AdamW, constant rate, gradient clip
+and reward (1 for the right answer and nothing else). What differs is the draws: each system samples
+from its own generator. Each run is a process of its own, one after the other, the systems taking
+turns; finished ones are kept in the work folder.
+
+The mean rewards are compared over windows of 10 steps by Welch's t over the seeds. Picture and
+numbers go to `--out`, the table to stdout. `--vllm` adds ours with vLLM as the engine.
+
+Exit status 1: a run failed, or the curves differ with |t| > 4.6 (p < 0.01 for three seeds each) in
+some window.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.measure import PEERS, measure
+
+ROOT = Path(__file__).resolve().parents[2]
+WINDOW = 10
+MAX_T = 4.6
+COLORS = {"ours": "C0", "ours with vLLM": "C2", "TRL": "C1"}
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trl-python", required=True)
+    parser.add_argument("--recipe", default="configs/quickstart.yaml")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning/against_trl")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/against_trl")
+    return parser.parse_args()
+
+
+def prepare(recipe: str, work: Path) -> dict[str, Any]:
+    """Make a recipe's data and base model, and return the resolved recipe."""
+    base = work / "base"
+    if not (base / "metrics.jsonl").exists():
+        command = [sys.executable, "-m", "jaxrl_llm.train", "--config", recipe]
+        subprocess.run([*command, "steps=1", f"run_dir={base}"], cwd=ROOT, check=True)
+    from jaxrl_llm.config.load import read_yaml
+
+    return read_yaml(base / "config.yaml")
+
+
+def rows_of(path: Path, count: int, seed: int) -> list[tuple[str, str]]:
+    """Return questions and answers in the order of a seed, repeated where there are too few."""
+    import pyarrow.parquet as pq
+
+    rows = [
+        (row["prompt"][-1]["content"], row["reward_model"]["ground_truth"])
+        for row in pq.read_table(path).to_pylist()
+    ]
+    random.Random(seed).shuffle(rows)
+    return (rows * -(-count // len(rows)))[:count]
+
+
+def job_of(recipe: dict[str, Any], seed: int, steps: int, engine: str) -> dict[str, Any]:
+    """Return what a system is told."""
+    prompts = recipe["batch"]["prompts_per_step"]
+    samples = recipe["rollout"]["samples_per_prompt"]
+    schedule = recipe["optim"]["schedule"]
+    return {
+        "model": str((ROOT / recipe["model"]["path"]).resolve()),
+        "rows": rows_of(ROOT / recipe["data"]["train"][0], steps * prompts, seed),
+        "seed": seed,
+        "steps": steps,
+        "prompts_per_step": prompts,
+        "samples": samples,
+        "max_new_tokens": recipe["rollout"]["max_new_tokens"],
+        "max_prompt_tokens": recipe["data"]["max_prompt_tokens"],
+        "max_tokens_per_device": recipe["batch"]["max_tokens_per_device"],
+        "remat": recipe["model"]["remat"],
+        "microbatch": prompts * samples // 4,
+        "learning_rate": schedule.get("value", schedule.get("init_value")),
+        "grad_clip": recipe["optim"]["grad_clip"],
+        "engine": engine,
+    }
+
+
+def windows(results: list[dict[str, Any]]) -> np.ndarray:
+    """Return mean rewards [seeds, windows].
+
+    >>> windows([{"rewards": [0.0] * 10 + [1.0] * 10}]).tolist()
+    [[0.0, 1.0]]
+    """
+    rewards = np.array([result["rewards"] for result in results])
+    return rewards.reshape(len(results), -1, WINDOW).mean(axis=2)
+
+
+def welch(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return Welch's t of two systems by window, from values [seeds, windows].
+
+    >>> welch(np.array([[1.0], [3.0]]), np.array([[1.0], [1.0]])).tolist()
+    [1.0]
+    """
+    spread = left.var(axis=0, ddof=1) / len(left) + right.var(axis=0, ddof=1) / len(right)
+    return (left.mean(axis=0) - right.mean(axis=0)) / np.sqrt(np.maximum(spread, 1e-12))
+
+
+def seconds_per_step(results: list[dict[str, Any]]) -> float:
+    """Return the median seconds of a step, the first of each run left out."""
+    return statistics.median(s for result in results for s in np.diff(result["ends"]))
+
+
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the Markdown table: a row for each system."""
+    rows = [
+        "| system | first 10 steps | last 10 steps, by seed | s a step | to step 1, s | peak GB |"
+    ]
+    rows.append("|---" * 6 + "|")
+    for system, results in runs.items():
+        by_window = windows(results)
+        last = ", ".join(f"{value:.3f}" for value in by_window[:, -1])
+        peak = max(result["peak_gb"] for result in results)
+        first = statistics.median(result["ends"][0] for result in results)
+        rows.append(
+            f"| {system} | {by_window[:, 0].mean():.3f} | {last} | {seconds_per_step(results):.1f} "
+            f"| {first:.0f} | {peak:.1f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], picture: Path) -> None:
+    """Draw the seeds' mean and their band over steps and over seconds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+    kernel = np.ones(5) / 5
+    for system, results in runs.items():
+        rewards = np.array([np.convolve(r["rewards"], kernel, "valid") for r in results])
+        steps = np.arange(5, 5 + rewards.shape[1])
+        seconds = np.mean([r["ends"] for r in results], axis=0)[4:]
+        for axes, x in zip(panels, (steps, seconds), strict=True):
+            axes.plot(x, rewards.mean(axis=0), label=system, color=COLORS[system])
+            low, high = rewards.min(axis=0), rewards.max(axis=0)
+            axes.fill_between(x, low, high, color=COLORS[system], alpha=0.2, linewidth=0)
+    panels[0].set_ylabel("mean reward of a step (mean of 5)")
+    for axes, label in zip(panels, ("step", "seconds since the start of the process"), strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].legend()
+    figure.savefig(picture, dpi=100)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Train what is missing; report everything."""
+    args = arguments()
+    work = args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    recipe = prepare(args.recipe, work)
+    systems: dict[str, tuple[str, str, str]] = {
+        "ours": (sys.executable, "learn_ours.py", "native"),
+        "TRL": (args.trl_python, "learn_trl.py", "transformers"),
+    }
+    if args.vllm:
+        systems["ours with vLLM"] = (sys.executable, "learn_ours.py", "vllm")
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    for seed in args.seeds:
+        for system, (python, script, engine) in systems.items():
+            name = work / f"{system.replace(' ', '_')}-{seed}"
+            job, kept = job_of(recipe, seed, args.steps, engine), name.with_suffix(".result.json")
+            given = name.with_suffix(".job.json")
+            same = given.exists() and json.loads(given.read_text()) == json.loads(json.dumps(job))
+            print(f"{system} seed {seed}", flush=True)
+            done = json.loads(kept.read_text()) if same and kept.exists() else None
+            runs[system].append(done or measure(python, PEERS / script, job, name))
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "command": " ".join(["python -m benchmarks.learning.against_trl", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
+        "recipe": args.recipe,
+        "runs": runs,
+    }
+    (args.out / "against_trl.json").write_text(json.dumps(about, indent=1) + "\n")
+    draw(runs, args.out / "against_trl.png")
+    print("\n" + table(runs))
+    ratio = seconds_per_step(runs["TRL"]) / seconds_per_step(runs["ours"])
+    difference = welch(windows(runs["ours"]), windows(runs["TRL"]))
+    print(f"TRL takes {ratio:.2f} times as long a step. Welch's t by window: {difference.round(1)}")
+    return int(bool((np.abs(difference) > MAX_T).any()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
