@@ -78,7 +78,6 @@ def attend(
     shared = heads // k.shape[2]
     before = 0
     if longest is not None and longest < length and in_blocks:
-        q = q.reshape(-1, longest, heads, width)
         k, v, segment_ids = (_with_part_before(x, longest) for x in (k, v, segment_ids))
         before, length = longest, longest
     # batched products want their batch axes first
@@ -86,8 +85,7 @@ def attend(
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
-    blocks = next(n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
-    size = length // blocks if in_blocks else length
+    size = _block_size(length) if in_blocks else length
     outputs: list[Any] = []
     for end in range(size, length + 1, size):
         block = q[:, :, end - size : end].reshape(len(q), -1, size * shared, width)
@@ -99,6 +97,12 @@ def attend(
         outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
     return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])
+
+
+def _block_size(length: int) -> int:
+    """Return how many queries of a row are taken at a time."""
+    fits = (n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
+    return length // next(fits)
 
 
 def _with_part_before(x: Shaped[Array, "R L *_"], size: int) -> Shaped[Array, "P S *_"]:

@@ -37,7 +37,7 @@ def score(
 def exact_match(text: str, answer: str) -> float:
     """Return 1 for an answer that is right, and nothing else, else 0.
 
-    >>> exact_match(" 12\n", "12"), exact_match("It is 12", "12")
+    >>> exact_match(" 12 ", "12"), exact_match("It is 12", "12")
     (1.0, 0.0)
     """
     return float(text.strip() == answer)
