@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,19 +165,25 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
+        self._finish(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Wait, then release the directory; a run that has failed waits for no other process.
+
+        Raises:
+            CheckpointError: as for `wait`; orbax may say twice that one save has failed.
+        """
+        if not distributed.is_aborting():
+            self._finish(self._manager.close)
+
+    def _finish(self, waiting: Callable[[], None]) -> None:
         try:
-            self._manager.wait_until_finished()
+            waiting()
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
             raise self._save_error(self._saving, error) from error
         self._saving = None
-
-    def close(self) -> None:
-        """Wait, then release the directory; a run that has failed waits for no other process."""
-        if not distributed.is_aborting():
-            self.wait()
-            self._manager.close()
 
     def restore(self, state_like: Any, step: int | None = None) -> Saved:
         """Read a checkpoint into the layout of `state_like`, and compare all digests.

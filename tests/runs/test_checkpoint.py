@@ -1,9 +1,12 @@
 """Checkpoints: exact, atomic, and kept as asked."""
 
+import errno
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -85,6 +88,22 @@ def test_an_earlier_one_that_can_not_be_removed_is_no_failed_save(
         with pytest.raises(CheckpointError, match=expected):
             checkpoints.wait()
     assert opened(tmp_path).restore(like(make_state(mesh))).step == 6
+
+
+def test_every_error_of_a_full_disk_is_of_the_save(opened, mesh, tmp_path, monkeypatch):
+    """orbax tells of the two files that it can't write one after the other, the second at last."""
+
+    def write_text(path, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = opened(tmp_path)
+    expected = "can't save step 6 in .*: No space left on device"
+    with monkeypatch.context() as patch:
+        patch.setattr(epath.Path, "write_text", write_text)
+        checkpoints.save(6, make_state(mesh), EXTRA)
+        for finish in (checkpoints.wait, checkpoints.close):
+            with pytest.raises(CheckpointError, match=expected):
+                finish()
 
 
 def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
