@@ -64,7 +64,7 @@ def attend(
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
         options: Scale, window and soft-cap of the scores.
-        longest: Most tokens of a segment, a divisor of L; None: a segment may fill the row.
+        longest: Most tokens of a segment; None: a segment may fill the row.
         in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
     Returns:
@@ -76,8 +76,9 @@ def attend(
     """
     rows, length, heads, width = q.shape
     shared = heads // k.shape[2]
-    before = 0
-    if longest is not None and longest < length and in_blocks:
+    before, row = 0, length
+    if longest is not None and 2 * longest < length and in_blocks:
+        q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
         k, v, segment_ids = (_with_part_before(x, longest) for x in (k, v, segment_ids))
         before, length = longest, longest
     # batched products want their batch axes first
@@ -96,13 +97,18 @@ def attend(
         )
         outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])
+    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])[:, :row]
 
 
 def _block_size(length: int) -> int:
     """Return how many queries of a row are taken at a time."""
     fits = (n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
     return length // next(fits)
+
+
+def _padded(x: Shaped[Array, "R L *_"], unit: int) -> Shaped[Array, "R M *_"]:
+    """Lengthen rows to a multiple of a unit, with zeros."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % unit)) + ((0, 0),) * (x.ndim - 2))
 
 
 def _with_part_before(x: Shaped[Array, "R L *_"], size: int) -> Shaped[Array, "P S *_"]:

@@ -47,7 +47,7 @@ def attend_pieces(
     if layout.pieces == 1:
         if layout.kernel is not None:
             return _on_each(layout, "tensor", options)(q, k, v, segment_ids)
-        return attend(q, k, v, segment_ids, options)
+        return attend(q, k, v, segment_ids, options, longest=layout.longest)
     q, k, v, segment_ids = map(layout.merge_context, (q, k, v, segment_ids))
     if layout.context == "heads":
         k, v = _repeated(q, k, v, layout)

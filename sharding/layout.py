@@ -37,6 +37,7 @@ class Layout:
             `models.attention.attend`; None: that function, divided by XLA.
         grouped_kernels: What multiplies rows of experts on each device, the two functions of
             `models.moe.grouped.GroupedKernels`; None: XLA on blocks of rows.
+        longest: Most tokens of a sequence, where rows that no devices share are longer.
 
     Raises:
         ValueError: There is no such way of attending.
@@ -51,6 +52,7 @@ class Layout:
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
     kernel: Callable[..., Array] | None = None
     grouped_kernels: tuple[Callable[..., Array], Callable[..., Array]] | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if self.context not in CONTEXTS:

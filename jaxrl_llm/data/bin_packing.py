@@ -38,8 +38,8 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
     [[[3, 2], [0, 1]]]
     """
     for index, size in enumerate(sizes):
-        if not 0 < size <= shape.length:
-            raise ValueError(f"sequence {index}: expected 1 to {shape.length} tokens, got {size}")
+        if not 0 < size <= shape.width:
+            raise ValueError(f"sequence {index}: expected 1 to {shape.width} tokens, got {size}")
     costs = shape.cost(sizes)
     # ranks of equal cost, or else of equal size, which are easier to pack
     levels = [costs, sizes.astype(np.float64)] if shape.ranks > 1 else [costs]

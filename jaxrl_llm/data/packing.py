@@ -15,9 +15,12 @@ from jaxrl_llm.data.balance import VERL_COST, Cost
 from jaxrl_llm.types import Rows
 
 MAX_SEQUENCES_PER_ROW = 16
-"""It fixes the shape of a micro-batch's [b T] side."""
+"""Of a row as long as the longest sequence. It fixes the shape of a micro-batch's [b T] side."""
 
 MAX_HALVINGS = 3  # of a micro-batch's shape
+MANY_SEQUENCES = 18
+"""Of the longest, in a row: with as many, what one of them leaves free is less than 5 %."""
+
 MIN_BUCKET_FLOPS = (
     4e9  # of a micro-batch: in 100 of them as much as a CPU does while it compiles one
 )
@@ -28,7 +31,7 @@ class RowShape(NamedTuple):
 
     The i-th of its ranks, devices that wait for each other, has the i-th block of R / ranks rows.
     `cost` is that of a sequence, by which ranks are balanced, and `unit` what lengths are multiples
-    of.
+    of. Where a row is longer than the longest sequence, `longest` says how long that is.
     """
 
     rows: int
@@ -37,6 +40,12 @@ class RowShape(NamedTuple):
     ranks: int = 1
     cost: Cost = VERL_COST
     unit: int = 1
+    longest: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Return T, the most tokens of a sequence."""
+        return min(self.longest or self.length, self.length)
 
     @property
     def tokens(self) -> int:
@@ -46,14 +55,15 @@ class RowShape(NamedTuple):
     @property
     def sequences_per_row(self) -> int:
         """Return the most sequences in a row."""
-        return min(MAX_SEQUENCES_PER_ROW, self.sequences)
+        return min(MAX_SEQUENCES_PER_ROW * -(-self.length // self.width), self.sequences)
 
     @property
     def buckets(self) -> tuple["RowShape", ...]:
         """Return the shapes that micro-batches may have: this one, and its halves several times.
 
-        Rows are halved while every rank has several, then their length. Each shape is compiled,
-        so the model must be large enough for that to pay.
+        Rows are halved while every rank has several, then their length. Where few of the longest
+        fill a row, there is one of 15/16, for sequences of equal size that leave the rest empty.
+        Each shape is compiled, so the model must be large enough for that to pay.
 
         >>> large = Cost(breakeven=24576.0, flops=4e10)
         >>> shape = RowShape(rows=8, length=16, sequences=9, ranks=2, cost=large)
@@ -70,6 +80,8 @@ class RowShape(NamedTuple):
             if half == shapes[-1] or half.tokens * self.cost.flops < MIN_BUCKET_FLOPS:
                 break
             shapes.append(half)
+        if self.longest and len(shapes) > 1 and self.length < MANY_SEQUENCES * self.longest:
+            shapes.insert(1, self._replace(length=-(-self.length * 15 // 16)))
         return tuple(reversed(shapes))
 
 
@@ -86,6 +98,7 @@ def row_shape(
     multiple_of: int = 1,
     cost: Cost = VERL_COST,
     unit: int = 1,
+    long_rows: bool = False,
 ) -> RowShape:
     """Return the shape of a micro-batch of at most `tokens` tokens.
 
@@ -96,12 +109,16 @@ def row_shape(
         multiple_of: devices over which rows are split.
         cost: of a sequence.
         unit: what the lengths of rows are multiples of.
+        long_rows: whether a device gets one row for all of its tokens, in which sequences of more
+            than half of `length` leave less room.
 
     Raises:
         ValueError: where not even one row for each device fits.
 
     >>> row_shape(4096, 1024, sequences=512)[:4]
     (4, 1024, 64, 1)
+    >>> row_shape(4096, 1024, sequences=512, long_rows=True)[:4]
+    (1, 4096, 64, 1)
     """
     rows = tokens // length // multiple_of * multiple_of
     if rows == 0:
@@ -109,9 +126,15 @@ def row_shape(
             f"a micro-batch of {tokens} tokens can't hold {multiple_of} rows of {length} tokens, "
             f"one for each part of the batch: expected at least {multiple_of * length}"
         )
-    rows = min(rows, -(-sequences // multiple_of) * multiple_of)
+    each = -(-sequences // multiple_of)
+    rows = min(rows, each * multiple_of)
     slots = min(rows * MAX_SEQUENCES_PER_ROW, sequences)
-    return RowShape(rows, length, -(-slots // multiple_of) * multiple_of, multiple_of, cost, unit)
+    slots = -(-slots // multiple_of) * multiple_of
+    shape = RowShape(rows, length, slots, multiple_of, cost, unit)
+    if not long_rows or rows == multiple_of:
+        return shape
+    row = min(tokens // multiple_of, each * length)
+    return shape._replace(rows=multiple_of, length=row, longest=length)
 
 
 def pack_rows(
@@ -168,15 +191,18 @@ def unpack(
     row: Int[Array, " b"],
     start: Int[Array, " b"],
     size: Int[Array, " b"],
+    width: int | None = None,
 ) -> Shaped[Array, "b T"]:
-    """Gather every sequence back from the rows, padded to T = L with 0: the inverse of `pack`.
+    """Gather every sequence back from the rows, padded to T with 0: the inverse of `pack`.
+
+    T is `width`, by default L.
 
     >>> rows = jnp.array([[5, 6, 7, 0]])
     >>> print(unpack(rows, jnp.array([0, 0]), jnp.array([0, 2]), jnp.array([2, 1])))
     [[5 6 0 0]
      [7 0 0 0]]
     """
-    steps = jnp.arange(packed.shape[1])
+    steps = jnp.arange(width or packed.shape[1])
     column = jnp.minimum(start[:, None] + steps, packed.shape[1] - 1)
     zero = jnp.zeros((), packed.dtype)
     return jnp.where(steps < size[:, None], packed[row[:, None], column], zero)

@@ -174,7 +174,7 @@ def plan_role(
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
-    shape = microbatch_shape(config, model_of(spec), layout)
+    shape = microbatch_shape(config, settings, layout)
     learner = learner_of(update, settings, shape, layout, params, frozen)
     state = learner.state_like()
     infer = inference_of(name, functions, settings, shape, layout, frozen)
@@ -236,9 +236,9 @@ def plan_reference(
     """
     weights = abstract_params(spec, layout, config.model.dtype)
     settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
-    shape = microbatch_shape(config, model_of(spec), layout)
+    shape = microbatch_shape(config, settings, layout)
     if apart:
-        infer = logprob_pass(settings, shape, layout.mesh, ("logprobs",))
+        infer = logprob_pass(settings.over(shape), shape, layout.mesh, ("logprobs",))
     else:
         infer = inference_of("actor", functions, settings, shape, layout)
 
@@ -253,8 +253,8 @@ def abstract_microbatch(
     names: set[str], config: TrainConfig, shape: RowShape, mesh: Mesh
 ) -> MicroBatch:
     """Return a micro-batch with the fields that a loss asks for, as shapes."""
-    known = abstract_fields(shape.sequences, shape.length, len(config.reward.components))
-    per_token = jax.ShapeDtypeStruct((shape.sequences, shape.length), jnp.float32)
+    known = abstract_fields(shape.sequences, shape.width, len(config.reward.components))
+    per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
     known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
     fields = {name: known[name] for name in names | {"mask"}}
     fields |= {"weights": per_token, "token_weights": per_token}

@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.runs.resume import resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
+from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
@@ -73,7 +74,8 @@ def build_stages(
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
     rollout = build_rollout(config, model, layouts.train, engine, tokenizer)
-    reward_shape = microbatch_shape(config, model.model, layouts.reward_model)
+    forward = ForwardConfig(model=model.model)
+    reward_shape = microbatch_shape(config, forward, layouts.reward_model)
     reward_model = open_scoring_model(
         config, tokenizer, model.model, layouts.reward_model, reward_shape
     )
@@ -84,7 +86,7 @@ def build_stages(
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
-    shape = microbatch_shape(config, model.model, layouts.train)
+    shape = models.roles[-1].learner.shape
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 

@@ -1,7 +1,9 @@
 """A model's forward pass in training, over packed rows."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32
 
 from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats, token_stats_from_logits
-from jaxrl_llm.data.packing import unpack
+from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
@@ -29,8 +31,9 @@ class ForwardConfig:
     update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
     (`sharding.layout.Layout`), `kernel` what computes it (`models.kernels.choose_kernel`; None:
     XLA), `grouped_kernels` what multiplies rows of experts
-    (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), and `rules` how a model of the
-    user's own splits its logical axes.
+    (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), `rules` how a model of the
+    user's own splits its logical axes, and `longest` is the most tokens of a sequence, where rows
+    are longer.
     """
 
     model: Model
@@ -44,6 +47,11 @@ class ForwardConfig:
     kernel: Kernel | None = None
     grouped_kernels: GroupedKernels | None = None
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
+    longest: int | None = None
+
+    def over(self, shape: RowShape) -> "ForwardConfig":
+        """Return the same for micro-batches of a shape."""
+        return dataclasses.replace(self, longest=shape.longest)
 
 
 def token_fields(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> TokenStats:
@@ -72,7 +80,7 @@ def token_stats_from_hidden(
         stats = layout.by_tokens(score, in_specs=(by_token, by_token), axes=axes)(
             hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         )
-        return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
+        return _by_sequence(stats, rows, config)
     if not isinstance(head, SplitMatrix):
         head = SplitMatrix(head, (), ())
     score = functools.partial(
@@ -87,7 +95,7 @@ def token_stats_from_hidden(
     stats = layout.by_tokens(score, in_specs=specs, axes=axes)(
         hidden.reshape(-1, hidden.shape[-1]), head.array, targets.reshape(-1)
     )
-    return jax.tree.map(lambda x: _to_sequences(x.reshape(targets.shape), rows), stats)
+    return _by_sequence(stats, rows, config)
 
 
 def value_fields(
@@ -117,6 +125,7 @@ def hidden_states(
         config.rules,
         kernel=config.kernel,
         grouped_kernels=config.grouped_kernels,
+        longest=config.longest,
     )
     tokens, positions, segments = (
         layout.split_context(jnp.asarray(x))
@@ -137,12 +146,18 @@ def hidden_states(
 def values_from_hidden(
     params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig
 ) -> Float32[Array, "b T"]:
-    values = config.model.token_values(params, hidden)
-    return _to_sequences(values.reshape(jnp.shape(rows.tokens)), rows)
+    return _by_sequence(config.model.token_values(params, hidden), rows, config)
 
 
-def _to_sequences(packed: Float[Array, "R L"], rows: Rows) -> Float[Array, "b T"]:
-    """Gather what the model says at each token as what it says of the next one."""
-    shifted = unpack(packed, *map(jnp.asarray, (rows.row, rows.start, rows.size)))
-    inside = jnp.arange(shifted.shape[1]) < jnp.asarray(rows.size)[:, None]
-    return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
+def _by_sequence(tree: Any, rows: Rows, config: ForwardConfig) -> Any:
+    """Gather [b T] what the model says at each token as what it says of the next one."""
+    length = jnp.shape(rows.tokens)[1]
+    width = min(config.longest or length, length)
+
+    def gather(x: Float[Array, "..."]) -> Float[Array, "b T"]:
+        places = map(jnp.asarray, (rows.row, rows.start, rows.size))
+        shifted = unpack(x.reshape(-1, length), *places, width)
+        inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
+        return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
+
+    return jax.tree.map(gather, tree)

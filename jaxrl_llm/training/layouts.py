@@ -1,5 +1,6 @@
 """Where each model of a run stands: meshes, rules, and the shape of micro-batches on them."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,12 +11,17 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.balance import sequence_cost
+from jaxrl_llm.data.balance import model_cost, sequence_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules
+from jaxrl_llm.training.forward import ForwardConfig
+
+CHEAP_ATTENTION = 0.1
+"""Of what a token costs outside attention, the most that long rows may add."""
 
 
 class Layouts(NamedTuple):
@@ -123,7 +129,13 @@ def own_rules(
 
 
 def packed_shape(
-    layout: Layout, model: Model, *, tokens: int, longest: int, sequences: int
+    layout: Layout,
+    model: Model,
+    *,
+    tokens: int,
+    longest: int,
+    sequences: int,
+    long_rows: bool = False,
 ) -> RowShape:
     """Return the shape of the micro-batches of a pass.
 
@@ -133,6 +145,7 @@ def packed_shape(
         tokens: the most on each device.
         longest: sequence, in tokens; a row is as long, or longer if several devices share it.
         sequences: in all.
+        long_rows: whether a row may be several times as long; see `takes_long_rows`.
 
     Raises:
         ConfigError: a device can't hold its part of a row.
@@ -152,17 +165,38 @@ def packed_shape(
         multiple_of=batch_shards(layout.mesh),
         cost=sequence_cost(model),
         unit=share,
+        long_rows=long_rows,
     )
 
 
-def microbatch_shape(config: TrainConfig, model: Model, layout: Layout) -> RowShape:
+def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> bool:
+    """Tell whether rows may be several times as long as the longest sequence.
+
+    Attention then costs up to 2 · `longest` keys for a token, twice as much or more. So it has to
+    be cheap, it must be ours, no devices may share a row, and a kernel has its own limits.
+
+    Args:
+        forward: how the model is run.
+        layout: where.
+        longest: sequence, in tokens.
+    """
+    if not isinstance(forward.model, Decoder) or forward.kernel is not None:
+        return False
+    everywhere = dataclasses.replace(forward.model.spec, window=None)  # XLA computes those, too
+    is_cheap = 2 * longest <= CHEAP_ATTENTION * model_cost(everywhere).breakeven
+    return is_cheap and layout.pieces == layout.stages == 1
+
+
+def microbatch_shape(config: TrainConfig, forward: ForwardConfig, layout: Layout) -> RowShape:
     """Return the shape of the micro-batches of a run's updates and passes in one layout."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return packed_shape(
         layout,
-        model,
+        forward.model,
         tokens=config.batch.max_tokens_per_device,
-        longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        longest=longest,
         sequences=minibatch_size(config),
+        long_rows=takes_long_rows(forward, layout, longest),
     )
 
 

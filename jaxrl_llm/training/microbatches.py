@@ -43,11 +43,11 @@ def pack_microbatches(
         ready: waits until micro-batches of a bucket can be run.
 
     Raises:
-        ValueError: a batch wider than a row.
+        ValueError: a batch wider than the longest sequence.
     """
-    if batch.tokens.shape[1] > shape.length:
+    if batch.tokens.shape[1] > shape.width:
         raise ValueError(
-            f"a batch of {batch.tokens.shape[1]} columns, expected at most a row's {shape.length}"
+            f"a batch of {batch.tokens.shape[1]} columns, expected at most {shape.width}"
         )
     sharding = over_batch(mesh)
     for planned in plan_microbatches(batch.sequence_lengths, shape):
@@ -88,8 +88,8 @@ def _laid_out(
 def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
     widths = [(0, shape.sequences - len(values))]
     if values.ndim > 1:
-        values = values[:, : shape.length]
-        widths.append((0, shape.length - values.shape[1]))
+        values = values[:, : shape.width]
+        widths.append((0, shape.width - values.shape[1]))
     return np.pad(values, widths)
 
 

@@ -86,7 +86,7 @@ def open_reward_model(
         tokenizer: of the policy.
         actor: the policy.
         layout: where it stands.
-        shape: of micro-batches; a row holds the longest sequence.
+        shape: of micro-batches.
 
     Raises:
         ConfigError: there is no such model, or it does not know the policy's tokens.
@@ -95,19 +95,20 @@ def open_reward_model(
         spec = read_spec(path)
         if not spec.reward_head:
             raise ValueError(f"{path} gives no score; expected a …ForSequenceClassification")
-        if spec.max_positions < shape.length:
+        if spec.max_positions < shape.width:
             raise ValueError(
                 f"{path} has {spec.max_positions} positions, but the longest sequence is "
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {shape.length}"
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {shape.width}"
             )
         check_vocabulary(path, spec, tokenizer, actor)
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
-    run = score_pass(ForwardConfig(model=model_of(spec), dtype=dtype), shape, layout)
+    forward = ForwardConfig(model=model_of(spec), dtype=dtype).over(shape)
+    run = score_pass(forward, shape, layout)
 
     def score(rollouts: Rollouts) -> np.ndarray:
-        return run(params, Batch(*side_by_side(rollouts, shape.length), {}))
+        return run(params, Batch(*side_by_side(rollouts, shape.width), {}))
 
     return RewardModel(params, score)
 

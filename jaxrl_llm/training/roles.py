@@ -68,7 +68,7 @@ def make_roles(
     functions: AlgorithmFunctions,
     actor: LoadedModel,
     layouts: Layouts,
-    shape_on: Callable[[Layout], RowShape],
+    shape_on: Callable[[ForwardConfig, Layout], RowShape],
 ) -> tuple[dict[str, Role], dict[str, TrainableModel]]:
     """Build every model that is trained, and say what it starts from.
 
@@ -77,7 +77,7 @@ def make_roles(
         functions: that it names.
         actor: the policy's model.
         layouts: where each model stands.
-        shape_on: shape of micro-batches in a layout.
+        shape_on: shape of micro-batches of a model in a layout.
     """
     roles, trainable = {}, {}
     paths = {
@@ -99,7 +99,7 @@ def make_roles(
         if is_critic:
             model = as_critic(model, key, layout)
         settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
-        shape = shape_on(layout)
+        shape = shape_on(settings, layout)
         learner = learner_of(update, settings, shape, layout, model.like, model.frozen)
         infer = inference_of(name, functions, settings, shape, layout, model.frozen)
         roles[name] = Role(
@@ -131,6 +131,7 @@ def learner_of(
     frozen: Any = None,
 ) -> Learner:
     """Build the update of a model as its functions say; the last two are `Learner`'s."""
+    settings = settings.over(shape)
     return Learner(
         update.objective,
         settings,
@@ -153,6 +154,7 @@ def inference_of(
     frozen: Any = None,
 ) -> Inference:
     """Build what says of each token what the functions ask a role for; see `logprob_pass`."""
+    settings = settings.over(shape)
     if name == "critic":
         return value_pass(settings, shape, layout.mesh)
     names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))

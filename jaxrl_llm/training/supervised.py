@@ -35,7 +35,7 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
@@ -150,14 +150,16 @@ def _start(
     layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed)
+    forward = forward_config(config.model, model.model, layout)
     shape = packed_shape(
         layout,
         model.model,
         tokens=config.batch.max_tokens_per_device,
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
+        long_rows=takes_long_rows(forward, layout, config.data.max_tokens),
     )
-    forward = forward_config(config.model, model.model, layout)
+    forward = forward.over(shape)
     learner = Learner(
         PolicyObjective(loss=negative_log_likelihood),
         forward,

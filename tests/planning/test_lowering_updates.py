@@ -179,8 +179,9 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
     scorer = dataclasses.replace(spec, reward_head=True)
     config = configure(tmp_path, spec, model__router_loss_coef=0.1)
     layout = open_layouts(config.mesh).train
-    shape = microbatch_shape(config, model_of(spec), layout)
     settings = load_model.forward_config(config.model, model_of(spec), layout)
+    shape = microbatch_shape(config, settings, layout)
+    settings = settings.over(shape)
     micro = abstract_microbatch({"mask"}, config, shape, layout.mesh)
     params, everywhere = abstract_params(spec, layout), replicated(layout.mesh)
 

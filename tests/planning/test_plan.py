@@ -102,7 +102,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
 
     layouts = open_layouts(config.mesh)
     model = open_model(config.model, layouts.train, seed=0)
-    shape_on = functools.partial(microbatch_shape, config, model.model)
+    shape_on = functools.partial(microbatch_shape, config)
     learner = make_roles(config, resolve_functions(config), model, layouts, shape_on)[0][
         "actor"
     ].learner
@@ -119,7 +119,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
         np.full(16, 32),
         {name: ones > 0 if name == "mask" else ones for name in names},
     )
-    mesh, shape = layouts.train.mesh, shape_on(layouts.train)
+    mesh, shape = layouts.train.mesh, learner.shape
     _, micro = next(pack_microbatches(batch, names, shape, mesh))
     total = learner.begin(state.params, {}, micro, {})
     own = learner.accumulate.lower(total, state.params, {}, micro, {}).compile().memory_analysis()

@@ -31,6 +31,8 @@ SHAPES = [
     RowShape(rows=2, length=16, sequences=32, ranks=2),
     RowShape(rows=8, length=16, sequences=16, ranks=4),
     RowShape(rows=9, length=24, sequences=144, ranks=3),
+    RowShape(rows=1, length=50, sequences=64, longest=16),  # rows longer than any sequence
+    RowShape(rows=2, length=48, sequences=96, ranks=2, longest=16),
 ]
 SHAPES += [shape._replace(cost=LARGE) for shape in SHAPES]
 
@@ -38,7 +40,7 @@ SHAPES += [shape._replace(cost=LARGE) for shape in SHAPES]
 @st.composite
 def problems(draw):
     shape = draw(st.sampled_from(SHAPES))
-    longest = draw(st.sampled_from([1, 3, shape.length]))
+    longest = draw(st.sampled_from([1, 3, shape.width]))
     sizes = draw(st.lists(st.integers(1, longest), min_size=1, max_size=70))
     return np.array(sizes, np.int32), shape
 
@@ -60,7 +62,7 @@ def test_every_sequence_is_placed_once_and_no_row_is_overfull(problem):
         assert len(members(batch)) <= shape.sequences
         assert members(batch), "no empty micro-batch"
         for row in batch:
-            assert (shape.ranks == 1) <= len(row) <= MAX_SEQUENCES_PER_ROW
+            assert (shape.ranks == 1) <= len(row) <= shape.sequences_per_row
             assert sum(int(sizes[index]) for index in row) <= shape.length
 
 
@@ -184,11 +186,54 @@ def test_few_places_hold_no_token(count, ranks, rows, limit):
         assert padding(sizes, plan, shape) == pytest.approx(wasted)
 
 
+def constant(share):
+    return lambda rng, count: np.full(count, round(share * 512))
+
+
+def lognormal(rng, count):
+    return np.clip(rng.lognormal(np.log(128) - 0.5, 1.0, count), 1, 512).astype(np.int32)
+
+
+def two_peaked(rng, count):
+    """Answers that are right and short, and answers that were cut off."""
+    return np.where(rng.random(count) < 0.5, 512, rng.integers(60, 180, count)).astype(np.int32)
+
+
+@pytest.mark.parametrize("draw", [*map(constant, (0.3, 0.55, 0.9)), lognormal, two_peaked])
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("each", [4, 8, 17, 32])
+def test_long_rows_are_full_whatever_the_lengths(draw, ranks, each):
+    """Rows no longer than a sequence may be are left nearly half empty by some lengths."""
+    sizes = draw(np.random.default_rng(0), ranks * each * 32)
+    shapes = [
+        row_shape(
+            ranks * each * 512,
+            512,
+            sequences=len(sizes),
+            multiple_of=ranks,
+            cost=LARGE,
+            long_rows=long_rows,
+        )
+        for long_rows in (False, True)
+    ]
+    short, long = (padding(sizes, plan_microbatches(sizes, shape), shape) for shape in shapes)
+    assert long < 0.05
+    assert long < short + 0.03
+    if len({*sizes.tolist()}) == 1:
+        assert short > 0.09  # 0.55 of the longest: 0.45
+
+
 def test_buckets_are_halves_and_worth_a_compilation():
     shape = RowShape(rows=24, length=16, sequences=64, ranks=4, cost=LARGE)
     assert [b[:2] for b in shape.buckets] == [(4, 16), (8, 16), (12, 16), (24, 16)]
     halves = RowShape(rows=2, length=24, sequences=9, ranks=2, unit=8, cost=LARGE).buckets
     assert [b[:2] for b in halves] == [(2, 8), (2, 16), (2, 24)]
+    long = RowShape(rows=1, length=64, sequences=64, longest=16, cost=LARGE)
+    assert [b[:2] for b in long.buckets] == [(1, 8), (1, 16), (1, 32), (1, 60), (1, 64)]
+    assert [b.width for b in long.buckets] == [8, 16, 16, 16, 16]
+    longer = long._replace(length=16 * 18)  # so many that one more or less is no matter
+    assert [b.length for b in longer.buckets] == [36, 72, 144, 288]
+    assert len(long._replace(cost=Cost(1.0, flops=1.0)).buckets) == 1
     small = shape._replace(cost=Cost(1.0, flops=MIN_BUCKET_FLOPS / (12 * 16)))
     assert [b[:2] for b in small.buckets] == [(12, 16), (24, 16)]
 
@@ -246,7 +291,7 @@ def test_sequences_that_fit_no_row(size, index):
 def test_packed_rows_hold_each_sequence_where_they_say(problem, seed):
     sizes, shape = problem
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(1, 1000, (len(sizes), shape.length))
+    tokens = rng.integers(1, 1000, (len(sizes), shape.width))
     for batch in plan_microbatches(sizes, shape):
         rows = pack_rows(tokens, sizes, batch, shape)
         assert rows.tokens.shape == (shape.rows, shape.length)
@@ -281,8 +326,9 @@ def test_unpack_inverts_pack(problem, seed, dtype):
         packed = pack(values[indices], *where, shape)
         assert packed.dtype == values.dtype
         np.testing.assert_array_equal(packed != 0, rows.segment_ids != 0)
-        back = unpack(jnp.asarray(packed), *map(jnp.asarray, (rows.row, rows.start, rows.size)))
-        assert back.shape == (shape.sequences, shape.length)
+        places = map(jnp.asarray, (rows.row, rows.start, rows.size))
+        back = unpack(jnp.asarray(packed), *places, shape.width)
+        assert back.shape == (shape.sequences, shape.width)
         assert back.dtype == values.dtype
         expected = np.zeros(back.shape, dtype)
         for slot, index in enumerate(indices):

@@ -1,5 +1,7 @@
 """Files made on demand, models and optimizers from a config."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,10 +16,18 @@ from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
+from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
-from jaxrl_llm.training.layouts import open_layout, open_layouts, own_rules, packed_shape
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.layouts import (
+    open_layout,
+    open_layouts,
+    own_rules,
+    packed_shape,
+    takes_long_rows,
+)
 from jaxrl_llm.training.load_model import adapted_spec, open_model
 from jaxrl_llm.training.optimizer import make_optimizer
 
@@ -371,6 +381,23 @@ def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
     expected = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: expected 4 or more"
     with pytest.raises(ConfigError, match=expected):
         packed_shape(layout, model_of(SPEC), tokens=3, longest=13, sequences=10)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changed", "longest", "expected"),
+    [
+        ({}, {}, 8, True),
+        ({}, {}, 800, False),  # two keys for every token cost more than they save
+        ({"data": 2, "fsdp": 1, "context": 4}, {}, 8, False),  # devices share a row
+        ({}, {"kernel": attend}, 8, False),
+    ],
+)
+def test_rows_may_be_longer_than_sequences_where_attention_is_cheap(
+    mesh, changed, longest, expected
+):
+    layout = open_layout(MeshConfig(), "train", MeshSizes(**mesh))
+    forward = ForwardConfig(model=model_of(dataclasses.replace(SPEC, ff_width=256)), **changed)
+    assert takes_long_rows(forward, layout, longest) is expected
 
 
 def test_a_model_that_can_not_be_read(tmp_path):

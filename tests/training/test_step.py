@@ -19,7 +19,7 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass
@@ -126,6 +126,26 @@ def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     chex.assert_trees_all_close(reported, inferred, rtol=1e-7, atol=1e-6)
     chex.assert_trees_all_close(own.params, expected.params, rtol=1e-7, atol=1e-7)
     chex.assert_trees_all_close(metrics, others, rtol=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape", [RowShape(1, 21, 4, longest=8), RowShape(2, 18, 4, ranks=2, longest=8)]
+)
+def test_rows_longer_than_sequences_change_no_number(mesh, params, shape):
+    """Loss, gradient and log-probs, on one device and on two."""
+    on = mesh if shape.ranks == 1 else make_mesh({"fsdp": 2}, jax.devices()[:2])
+    batch, results = make_batch(), []
+    for rows, where in ((SHAPE, mesh), (shape, on)):
+        model = ForwardConfig(model=model_of(SPEC)).over(rows)
+        weights = jax.device_put(params, replicated(where))
+        learner = dataclasses.replace(
+            learn(where, weights, ppo_clip, optax.sgd(1.0), rows), model=model
+        )
+        state, metrics = learner.update(learner.init(weights), batch, {})
+        inferred = logprob_pass(model, rows, where)(weights, batch)
+        results.append(jax.device_get((state.params, metrics, inferred)))
+    chex.assert_trees_all_close(*results, rtol=2e-5, atol=2e-6)
+    assert np.abs(results[0][2]["logprobs"]).max() > 1
 
 
 # ------------------------------------------------------------------------------- skipped updates
@@ -386,7 +406,7 @@ def test_a_batch_wider_than_a_row_is_refused():
     shape = row_shape(64, 16, sequences=4)
     mesh = make_mesh({}, jax.devices()[:1])
     batch = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
-    with pytest.raises(ValueError, match="a batch of 17 columns, expected at most a row's 16"):
+    with pytest.raises(ValueError, match="a batch of 17 columns, expected at most 16"):
         list(pack_microbatches(batch, set(), shape, mesh))
 
 

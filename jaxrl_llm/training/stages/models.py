@@ -69,7 +69,7 @@ def build_models(
         model: the policy's.
         layouts: where each model stands.
     """
-    shape_on = functools.partial(microbatch_shape, config, model.model)
+    shape_on = functools.partial(microbatch_shape, config)
     roles, trainable = make_roles(config, functions, model, layouts, shape_on)
     passes = []
     if not functions.on_policy:
@@ -155,8 +155,8 @@ def make_reference(
     infer: Callable[[Any, Batch], dict[str, np.ndarray]] = actor.infer
     if layout is not layouts.train:
         forward = forward_config(config.model, model.model, layout, config.rollout.temperature)
-        shape = microbatch_shape(config, model.model, layout)
-        infer = logprob_pass(forward, shape, layout.mesh, ("logprobs",))
+        shape = microbatch_shape(config, forward, layout)
+        infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
     params = reshard(model.params, split, dtype=dtypes)
     if config.offload.reference:
         params = to_host(params)
