@@ -156,7 +156,7 @@ def _by_sequence(tree: Any, rows: Rows, config: ForwardConfig) -> Any:
 
     def gather(x: Float[Array, "..."]) -> Float[Array, "b T"]:
         places = map(jnp.asarray, (rows.row, rows.start, rows.size))
-        shifted = unpack(x.reshape(-1, length), *places, width)
+        shifted = unpack(x.reshape(-1, length), *places, width=width)
         inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
         return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
 
