@@ -4,11 +4,13 @@
     python -m benchmarks.training.train_step --cases small-512-spread --repeats 5 --json FILE
 
 A case is a model, the longest sequence and the spread of lengths: `equal`, all of them the longest,
-or `spread`, log-normal (sigma 1) with a mean of a quarter of the longest. The update is that of
-`Learner`: GRPO's clipped loss on policy, AdamW, one mini-batch of random tokens. Packed, it is
-as the library runs it. Padded, every sequence is filled up to the longest, as a row for itself; a
-micro-batch holds as many tokens at most. The script fails where the two losses and gradients are
-not the same. Seconds are the median of the updates after the first, which compiles.
+`spread`, log-normal (sigma 1) with a mean of a quarter of the longest, or a number such as 0.55,
+all of them that share of the longest. The update is that of `Learner`: GRPO's clipped loss on
+policy, AdamW, one mini-batch of random tokens. Packed, it is as the library runs it. In short rows,
+a row is as long as the longest sequence; where the library packs so, it is not run again. Padded,
+every sequence is filled up to the longest, as a row for itself; a micro-batch holds as many tokens
+at most. The script fails where the losses and gradients are not the same. Seconds are the median of
+the updates after the first, which compiles.
 
 FLOPs are six for each matrix parameter and token, and 12·N·H for each token that another attends to
 in a layer; padding is not counted, nor is what is computed twice. Over seconds and the machine's
@@ -47,9 +49,11 @@ from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.layouts import takes_long_rows
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
@@ -109,11 +113,19 @@ class Case(NamedTuple):
         )
 
     @property
-    def shape(self) -> RowShape:
+    def forward(self) -> ForwardConfig:
+        """Return how the model is run."""
+        return ForwardConfig(model=model_of(self.spec), dtype=self.dtype, remat=self.size.remat)
+
+    def shape(self, *, long_rows: bool) -> RowShape:
         """Return the shape of micro-batches."""
         count = len(self.lengths)
         return row_shape(
-            self.size.tokens, self.longest, sequences=count, cost=model_cost(self.spec)
+            self.size.tokens,
+            self.longest,
+            sequences=count,
+            cost=model_cost(self.spec),
+            long_rows=long_rows,
         )
 
 
@@ -123,6 +135,8 @@ def case_of(name: str, sequences: int, dtype: str) -> Case:
     >>> case = case_of("tiny-512-spread", 64, "float32")
     >>> round(sum(case.lengths) / 64), max(case.lengths)
     (128, 512)
+    >>> case_of("tiny-512-0.55", 3, "float32").lengths
+    [282, 282, 282]
     """
     model, longest, spread = name.split("-")
     most = int(longest)
@@ -130,6 +144,8 @@ def case_of(name: str, sequences: int, dtype: str) -> Case:
     if spread == "spread":
         drawn = lognormal_lengths(sequences, most // 4, most)
         lengths = np.random.default_rng(0).permutation(drawn).tolist()
+    elif spread != "equal":
+        lengths = [round(float(spread) * most)] * sequences
     return Case(name, SIZES[model], lengths, most, dtype)
 
 
@@ -161,7 +177,7 @@ def learner_of(case: Case, shape: RowShape) -> Learner:
     )
     return Learner(
         PolicyObjective(loss=ppo_clip, on_policy=True),
-        ForwardConfig(model=model_of(case.spec), dtype=case.dtype, remat=case.size.remat),
+        case.forward.over(shape),
         optax.chain(optax.trace(0.0), optax.adamw(1e-5)),
         reduce=token_mean,
         shape=shape,
@@ -179,7 +195,7 @@ class Run(NamedTuple):
     padding: float
 
 
-def run(case: Case, batch: Batch, tokens: int, repeats: int) -> Run:
+def run(case: Case, batch: Batch, tokens: int, repeats: int, *, long_rows: bool = False) -> Run:
     """Update on a batch again and again.
 
     Args:
@@ -187,8 +203,9 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int) -> Run:
         batch: as it is laid out, packed or padded.
         tokens: in it, without padding.
         repeats: updates after the first.
+        long_rows: whether rows are longer than the longest sequence.
     """
-    shape = case.shape
+    shape = case.shape(long_rows=long_rows)
     if (batch.sequence_lengths == shape.length).all():
         shape = shape._replace(sequences=shape.rows)  # one in a row needs no more
     learner = learner_of(case, shape)
@@ -249,21 +266,28 @@ def machine_rate(dtype: str) -> float:
 def measure(case: Case, repeats: int, rate: float) -> dict[str, Any]:
     """Return the figures of a case."""
     batch, tokens = batch_of(case), sum(case.lengths)
-    packed = run(case, batch, tokens, repeats)
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    long_rows = takes_long_rows(case.forward, layout, case.longest)
+    packed = run(case, batch, tokens, repeats, long_rows=long_rows)
+    short = run(case, batch, tokens, repeats) if long_rows else packed
     filled = run(case, padded(batch), tokens, repeats)
     middle = statistics.median(packed.seconds)
+    check(case, packed, short)
     return {
         "case": case.name,
         "parameters": sum(gradient.size for gradient in packed.gradients),
         "sequences": len(case.lengths),
         "tokens": tokens,
-        "places": case.shape.tokens,
+        "places": case.shape(long_rows=long_rows).tokens,
         "packed_s": packed.seconds,
+        "short_s": short.seconds,
         "padded_s": filled.seconds,
         "tokens_per_s": tokens / middle,
         "utilisation": update_flops(case.spec, case.lengths) / middle / rate,
         "padding_packed": packed.padding,
+        "padding_short": short.padding,
         "padding_padded": filled.padding,
+        "ratio_short": statistics.median(short.seconds) / middle,
         "ratio": statistics.median(filled.seconds) / middle,
         "difference": check(case, packed, filled),
     }
@@ -276,12 +300,15 @@ HEADS = [
     "tokens",
     "places in a micro-batch",
     "packed, s (least to most)",
+    "in short rows, s",
     "padded, s",
     "tokens/s",
     "of the machine's rate",
     "padding",
+    "in short rows",
     "if padded",
-    "packed is faster by",
+    "faster than short rows by",
+    "than padded by",
     "gradients differ by",
 ]
 
@@ -297,11 +324,14 @@ def row(figures: dict[str, Any]) -> list[str]:
         figures["case"],
         *counts,
         span(figures["packed_s"]),
+        span(figures["short_s"]),
         span(figures["padded_s"]),
         f"{figures['tokens_per_s']:,.0f}",
         f"{figures['utilisation']:.0%}",
         f"{figures['padding_packed']:.1%}",
+        f"{figures['padding_short']:.1%}",
         f"{figures['padding_padded']:.1%}",
+        f"{figures['ratio_short']:.2f}",
         f"{figures['ratio']:.2f}",
         f"{figures['difference']:.0e}",
     ]
