@@ -1,6 +1,5 @@
 """Where each model of a run stands: meshes, rules, and the shape of micro-batches on them."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +10,10 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.balance import model_cost, sequence_cost
+from jaxrl_llm.data.balance import sequence_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
@@ -182,8 +182,9 @@ def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> boo
     """
     if not isinstance(forward.model, Decoder) or forward.kernel is not None:
         return False
-    everywhere = dataclasses.replace(forward.model.spec, window=None)  # XLA computes those, too
-    is_cheap = 2 * longest <= CHEAP_ATTENTION * model_cost(everywhere).breakeven
+    spec = forward.model.spec
+    pairs = spec.layers * spec.heads * spec.head_dim  # XLA computes those beyond a window, too
+    is_cheap = 2 * longest * pairs <= CHEAP_ATTENTION * sum(active_parameters(spec))
     return is_cheap and layout.pieces == layout.stages == 1
 
 

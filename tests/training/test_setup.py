@@ -389,15 +389,18 @@ def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
         ({}, {}, 8, True),
         ({}, {}, 800, False),  # two keys for every token cost more than they save
         ({"data": 2, "fsdp": 1, "context": 4}, {}, 8, False),  # devices share a row
-        ({}, {"kernel": attend}, 8, False),
+        ({}, {"window": 4, "windowed_layers": (True, False), "layers": 2}, 8, True),
     ],
 )
 def test_rows_may_be_longer_than_sequences_where_attention_is_cheap(
     mesh, changed, longest, expected
 ):
     layout = open_layout(MeshConfig(), "train", MeshSizes(**mesh))
-    forward = ForwardConfig(model=model_of(dataclasses.replace(SPEC, ff_width=256)), **changed)
+    spec = dataclasses.replace(SPEC, ff_width=256, **changed)
+    forward = ForwardConfig(model=model_of(spec))
     assert takes_long_rows(forward, layout, longest) is expected
+    kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
+    assert not takes_long_rows(kernel, layout, longest)
 
 
 def test_a_model_that_can_not_be_read(tmp_path):
