@@ -54,8 +54,7 @@ def attend(
     where query head n reads key/value head $\lfloor nK/N \rfloor$
     (https://arxiv.org/abs/2305.13245). The softmax is in float32. The backward pass computes the
     scores again, and long rows are taken a block of queries at a time, with the keys up to its end.
-    Where no segment has more than `longest` tokens, a token costs no more than 2 · `longest` keys,
-    however long the row is.
+    However long a row is, a token costs no more than 2 · `longest` keys.
 
     Args:
         q: Queries.
@@ -74,9 +73,9 @@ def attend(
     >>> attend(x, x, x, jnp.array([[1, 1, 0]])).shape
     (1, 3, 2, 4)
     """
-    rows, length, heads, width = q.shape
+    rows, row, heads, width = q.shape
     shared = heads // k.shape[2]
-    before, row = 0, length
+    before, length = 0, row
     if longest is not None and 2 * longest < length and in_blocks:
         q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
         k, v, segment_ids = (_with_part_before(x, longest) for x in (k, v, segment_ids))

@@ -168,11 +168,7 @@ class Checkpoints:
         self._finish(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Wait, then release the directory; a run that has failed waits for no other process.
-
-        Raises:
-            CheckpointError: as for `wait`; orbax may say twice that one save has failed.
-        """
+        """Do as `wait`, then release the directory; a run that has failed waits for no process."""
         if not distributed.is_aborting():
             self._finish(self._manager.close)
 
