@@ -110,7 +110,8 @@ def row_shape(
         cost: of a sequence.
         unit: what the lengths of rows are multiples of.
         long_rows: whether a device gets one row for all of its tokens, in which sequences of more
-            than half of `length` leave less room.
+            than half of `length` leave less room. It does not where all of them fit into a
+            micro-batch of one shape.
 
     Raises:
         ValueError: where not even one row for each device fits.
@@ -131,7 +132,8 @@ def row_shape(
     slots = min(rows * MAX_SEQUENCES_PER_ROW, sequences)
     slots = -(-slots // multiple_of) * multiple_of
     shape = RowShape(rows, length, slots, multiple_of, cost, unit)
-    if not long_rows or rows == multiple_of:
+    is_always_one = rows == each * multiple_of and len(shape.buckets) == 1  # nothing to fill better
+    if not long_rows or rows == multiple_of or is_always_one:
         return shape
     row = min(tokens // multiple_of, each * length)
     return shape._replace(rows=multiple_of, length=row, longest=length)

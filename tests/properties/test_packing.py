@@ -223,6 +223,16 @@ def test_long_rows_are_full_whatever_the_lengths(draw, ranks, each):
         assert short > 0.09  # 0.55 of the longest: 0.45
 
 
+def test_rows_stay_short_where_one_micro_batch_holds_all():
+    """And has no smaller shape: long ones would compute more for nothing."""
+    small, large = (
+        row_shape(4096, 16, sequences=128, cost=cost, long_rows=True)
+        for cost in (Cost(24576.0, flops=1.0), LARGE)
+    )
+    assert small[:2] == (128, 16)
+    assert large[:2] == (1, 128 * 16)
+
+
 def test_buckets_are_halves_and_worth_a_compilation():
     shape = RowShape(rows=24, length=16, sequences=64, ranks=4, cost=LARGE)
     assert [b[:2] for b in shape.buckets] == [(4, 16), (8, 16), (12, 16), (24, 16)]
