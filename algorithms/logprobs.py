@@ -1,5 +1,6 @@
 """Log-probs, entropies and Σπ² of tokens, from logits or, in chunks, from hidden states."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,10 +57,11 @@ def entropy_from_logits(logits: Float[Array, "*S V"]) -> Float32[Array, "*S"]:
     return _stats(logits.astype(jnp.float32), jnp.zeros(logits.shape[:-1], jnp.int32)).entropy
 
 
-def token_stats(
+def token_stats(  # noqa: PLR0913 - four arrays, and how the head is split
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     targets: Int[Array, " X"],
+    needed: Bool[Array, " X"] | None = None,
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -82,12 +84,14 @@ def token_stats(
     over the chunks in float32. There is no second derivative.
 
     A chunk holds every (X / chunk)-th token rather than a run of them: where X is sharded, each
-    device then works on its own tokens in every chunk.
+    device then works on its own tokens in every chunk. With `needed`, chunks hold the needed tokens
+    first, and those that hold none are skipped: prompts then cost nothing here.
 
     Args:
         hidden: last hidden states of X tokens, all of a batch or of its rows.
         head: the output projection.
         targets: token ids from 0 to V − 1, one per hidden state.
+        needed: the tokens to score; the others get zeros, without a gradient. None: all.
         temperature: τ, what logits are divided by, after the soft-cap.
         softcap: c, the bound of the logits' magnitude; None for none.
         chunk: the most tokens in a chunk.
@@ -112,19 +116,23 @@ def token_stats(
             f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
             "expected positive ones"
         )
-    return _token_stats(
-        _Projection(temperature, softcap, chunk, embed_axes, vocab_axes), hidden, head, targets
-    )
+    projection = _Projection(temperature, softcap, chunk, embed_axes, vocab_axes)
+    return _only(needed, _token_stats(projection, hidden, head, targets, needed))
 
 
 def token_stats_from_logits(
-    logits: Float[Array, "X V"], targets: Int[Array, " X"], *, temperature: float = 1.0
+    logits: Float[Array, "X V"],
+    targets: Int[Array, " X"],
+    needed: Bool[Array, " X"] | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> TokenStats:
     r"""Score targets under $\pi = \mathrm{softmax}(z / \tau)$ of logits z that are there.
 
     Args:
         logits: z, of X tokens.
         targets: token ids from 0 to V − 1.
+        needed: the tokens to score; the others get zeros, without a gradient. None: all.
         temperature: τ.
 
     Returns:
@@ -138,7 +146,13 @@ def token_stats_from_logits(
     """
     if temperature <= 0:
         raise ValueError(f"got temperature {temperature}, expected a positive one")
-    return _stats(logits.astype(jnp.float32) / temperature, targets)
+    return _only(needed, _stats(logits.astype(jnp.float32) / temperature, targets))
+
+
+def _only(needed: Bool[Array, " X"] | None, stats: Any) -> TokenStats:
+    if needed is None:
+        return stats
+    return TokenStats(*(jnp.where(needed, x, 0.0) for x in stats))
 
 
 @dataclass(frozen=True)
@@ -185,8 +199,9 @@ def _token_stats(
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     targets: Int[Array, " X"],
+    needed: Bool[Array, " X"] | None,
 ) -> TokenStats:
-    return _forward(projection, hidden, head, targets)[0]
+    return _forward(projection, hidden, head, targets, needed)[0]
 
 
 def _forward(
@@ -194,27 +209,33 @@ def _forward(
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     targets: Int[Array, " X"],
+    needed: Bool[Array, " X"] | None,
 ) -> tuple[TokenStats, tuple[Any, ...]]:
     narrow = projection.gather(head, hidden.dtype)
-    chunks = _count(hidden.shape[0], projection.chunk)
-    if chunks <= 1:
+    chunks = _Chunks(hidden.shape[0], _count(hidden.shape[0], projection.chunk), needed)
+    if chunks.count <= 1:
         logits = projection.logits(hidden, narrow)
         stats, residual = _stats_and_residual(logits, targets, projection.vocab_axes)
-        return stats, (hidden, head, narrow, targets, residual, logits)
+        return stats, (hidden, head, narrow, targets, needed, residual, logits)
 
     def score(block: tuple[Array, Array]) -> tuple[TokenStats, _Residual]:
         logits = projection.logits(block[0], narrow)
         return _stats_and_residual(logits, block[1], projection.vocab_axes)
 
-    by_chunk = jax.lax.map(score, (_strided(hidden, chunks), _strided(targets, chunks)))
-    stats, residual = jax.tree.map(lambda x: _unstrided(x, hidden.shape[0]), by_chunk)
-    return stats, (hidden, head, narrow, targets, residual, None)
+    def nothing(block: tuple[Array, Array]) -> tuple[TokenStats, _Residual]:
+        zeros = jnp.zeros(block[1].shape, jnp.float32)
+        return TokenStats(zeros, zeros, zeros), _Residual(zeros, zeros, zeros, zeros)
+
+    blocks = chunks.cut(hidden), chunks.cut(targets)
+    by_chunk = jax.lax.map(chunks.if_needed(score, nothing), (chunks.is_needed, blocks))
+    stats, residual = jax.tree.map(chunks.join, by_chunk)
+    return stats, (hidden, head, narrow, targets, needed, residual, None)
 
 
 def _backward(
     projection: _Projection, saved: tuple[Any, ...], cotangents: TokenStats
-) -> tuple[Float[Array, "X D"], Float[Array, "d V"], None]:
-    hidden, head, narrow, targets, residual, logits = saved
+) -> tuple[Float[Array, "X D"], Float[Array, "d V"], None, None]:
+    hidden, head, narrow, targets, needed, residual, logits = saved
     over = projection.vocab_axes
     cotangents = _add_up(cotangents, over)  # `shard_map` shares them out among equal results
 
@@ -232,19 +253,20 @@ def _backward(
 
     if logits is not None:
         to_hidden, to_head = gradients((hidden, targets, residual, cotangents), logits)
-        return to_hidden, projection.scatter(to_head).astype(head.dtype), None
+        return to_hidden, projection.scatter(to_head).astype(head.dtype), None, None
 
-    def add(
-        total: Float32[Array, "D V"], block: tuple[Array, Array, _Residual, TokenStats]
-    ) -> tuple[Float32[Array, "D V"], Float[Array, "x D"]]:
+    def add(total: Float32[Array, "D V"], block: Any) -> Any:
         to_hidden, to_head = gradients(block, projection.logits(block[0], narrow))
         return total + to_head, to_hidden
 
-    tokens = hidden.shape[0]
-    chunks = _count(tokens, projection.chunk)
-    blocks = jax.tree.map(lambda x: _strided(x, chunks), (hidden, targets, residual, cotangents))
-    to_head, to_hidden = jax.lax.scan(add, jnp.zeros(narrow.shape, jnp.float32), blocks)
-    return _unstrided(to_hidden, tokens), projection.scatter(to_head).astype(head.dtype), None
+    def nothing(total: Float32[Array, "D V"], block: Any) -> Any:
+        return total, jnp.zeros_like(block[0])
+
+    chunks = _Chunks(hidden.shape[0], _count(hidden.shape[0], projection.chunk), needed)
+    blocks = jax.tree.map(chunks.cut, (hidden, targets, residual, cotangents))
+    step, zero = chunks.if_needed(add, nothing), jnp.zeros(narrow.shape, jnp.float32)
+    to_head, to_hidden = jax.lax.scan(step, zero, (chunks.is_needed, blocks))
+    return chunks.join(to_hidden), projection.scatter(to_head).astype(head.dtype), None, None
 
 
 _token_stats.defvjp(_forward, _backward)
@@ -256,13 +278,45 @@ def _count(tokens: int, chunk: int) -> int:
     return next((n for n in range(least, 2 * least + 1) if n and tokens % n == 0), least)
 
 
-def _strided(x: Array, chunks: int) -> Array:
-    x = jnp.pad(x, [(0, -x.shape[0] % chunks)] + [(0, 0)] * (x.ndim - 1))
-    return x.reshape(-1, chunks, *x.shape[1:]).swapaxes(0, 1)
+class _Chunks:
+    """X tokens in chunks of equal size: needed ones first, or each chunk every n-th of them."""
 
+    def __init__(self, tokens: int, count: int, needed: Bool[Array, " X"] | None) -> None:
+        self.tokens, self.count = tokens, count
+        self.order, self.is_needed = None, None
+        if needed is not None:
+            padding = -tokens % count
+            order = jnp.argsort(~needed, stable=True)
+            self.order = jnp.pad(order, (0, padding), constant_values=tokens)
+            firsts = jnp.arange(count) * ((tokens + padding) // count)
+            self.is_needed = firsts < jnp.sum(needed)
 
-def _unstrided(x: Array, tokens: int) -> Array:
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:tokens]
+    def cut(self, x: Array) -> Array:
+        """Return [chunks, x, …] of values [X, …]."""
+        if self.order is not None:
+            taken = x.at[self.order].get(mode="fill", fill_value=0)
+            return taken.reshape(self.count, -1, *x.shape[1:])
+        x = jnp.pad(x, [(0, -x.shape[0] % self.count)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, self.count, *x.shape[1:]).swapaxes(0, 1)
+
+    def join(self, x: Array) -> Array:
+        """Return [X, …] of values [chunks, x, …]; the inverse of `cut`."""
+        if self.order is not None:
+            flat = x.reshape(-1, *x.shape[2:])
+            zeros = jnp.zeros((self.tokens, *flat.shape[1:]), flat.dtype)
+            return zeros.at[self.order].set(flat, mode="drop")
+        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[: self.tokens]
+
+    def if_needed(self, compute: Callable[..., Any], skip: Callable[..., Any]) -> Any:
+        """Return a function of (…, (is_needed, block)) that computes needed chunks only."""
+
+        def run(*given: Any) -> Any:
+            *carry, (is_needed, block) = given
+            if is_needed is None:
+                return compute(*carry, block)
+            return jax.lax.cond(is_needed, compute, skip, *carry, block)
+
+        return run
 
 
 class _Residual(NamedTuple):

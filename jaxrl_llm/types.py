@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     """Sequences packed into rows, for the model, and where each of them lies.
 
     Row tokens outside every sequence have segment 0. The b sequence slots that are not used have
-    size 0.
+    size 0. `scored` marks the places whose next token has to be scored; None: all of them.
     """
 
     tokens: Int[Array | np.ndarray, "R L"]
@@ -56,3 +56,4 @@ class Rows(NamedTuple):
     row: Int[Array | np.ndarray, " b"]
     start: Int[Array | np.ndarray, " b"]
     size: Int[Array | np.ndarray, " b"]
+    scored: Bool[Array | np.ndarray, "R L"] | None = None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxrl_llm.data.balance import VERL_COST, Cost
 from jaxrl_llm.types import Rows
@@ -144,10 +144,12 @@ def pack_rows(
     sizes: Int[np.ndarray, " B"],
     rows: Sequence[Sequence[int]],
     shape: RowShape,
+    mask: Bool[np.ndarray, "B T"] | None = None,
 ) -> Rows:
     """Lay the sequences of one micro-batch out in rows, with positions and segments.
 
-    Sequence slots follow the order of the flattened `rows`.
+    Sequence slots follow the order of the flattened `rows`. A token is scored at the place before
+    its own, so the places of `scored` are one before those of `mask`.
     """
     row = np.zeros(shape.sequences, np.int32)
     start = np.zeros(shape.sequences, np.int32)
@@ -170,6 +172,7 @@ def pack_rows(
         row,
         start,
         size,
+        None if mask is None else np.roll(pack(mask[members], *where, shape), -1, axis=1),
     )
 
 

@@ -260,7 +260,8 @@ def abstract_microbatch(
     fields |= {"weights": per_token, "token_weights": per_token}
     row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
     slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
-    micro = MicroBatch(Rows(row, row, row, slot, slot, slot), fields)
+    scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
+    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored), fields)
     return with_shardings(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
 
 

@@ -57,8 +57,9 @@ class ForwardConfig:
 def token_fields(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> TokenStats:
     """Run the model over packed rows and gather its per-token results back to [b T].
 
-    Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0.
-    Activations stay where the rows are, so it is the weights that are gathered.
+    Entry (i, t) belongs to token t of sequence i given the tokens before it; entry (i, 0) is 0, and
+    so are those of tokens that need not be scored. Activations stay where the rows are, so it is
+    the weights that are gathered.
     """
     return token_stats_from_hidden(
         params, hidden_states(params, rows, config, mesh)[0], rows, config, mesh
@@ -75,26 +76,25 @@ def token_stats_from_hidden(
     axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
     head = config.model.head_matrix(params, layout)
     by_token = PartitionSpec(axes)
+    places = [hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)]
+    if rows.scored is not None:
+        places.append(jnp.asarray(rows.scored).reshape(-1))
+    specs = [by_token] * len(places)
     if head is None:  # hidden states are logits
         score = functools.partial(token_stats_from_logits, temperature=config.temperature)
-        stats = layout.by_tokens(score, in_specs=(by_token, by_token), axes=axes)(
-            hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    else:
+        split = head if isinstance(head, SplitMatrix) else SplitMatrix(head, (), ())
+        score = functools.partial(
+            token_stats,
+            temperature=config.temperature,
+            softcap=config.model.logit_softcap,
+            chunk=config.logprob_chunk,
+            embed_axes=split.embed_axes,
+            vocab_axes=split.vocab_axes,
         )
-        return _by_sequence(stats, rows, config)
-    if not isinstance(head, SplitMatrix):
-        head = SplitMatrix(head, (), ())
-    score = functools.partial(
-        token_stats,
-        temperature=config.temperature,
-        softcap=config.model.logit_softcap,
-        chunk=config.logprob_chunk,
-        embed_axes=head.embed_axes,
-        vocab_axes=head.vocab_axes,
-    )
-    specs = by_token, PartitionSpec(head.embed_axes, head.vocab_axes), by_token
-    stats = layout.by_tokens(score, in_specs=specs, axes=axes)(
-        hidden.reshape(-1, hidden.shape[-1]), head.array, targets.reshape(-1)
-    )
+        places.insert(1, split.array)
+        specs.insert(1, PartitionSpec(split.embed_axes, split.vocab_axes))
+    stats = layout.by_tokens(score, in_specs=specs, axes=axes)(*places)
     return _by_sequence(stats, rows, config)
 
 

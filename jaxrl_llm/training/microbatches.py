@@ -73,7 +73,7 @@ def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
     packed = pack_rows(batch.tokens, sizes, members, bucket)
     order = np.argsort([i for row in members for i in row])
     rows = distributed.put(packed[:3], over_batch(mesh))
-    places = distributed.put(tuple(place[order] for place in packed[3:]), replicated(mesh))
+    places = distributed.put(tuple(place[order] for place in packed[3:6]), replicated(mesh))
     return Rows(*rows, *places)
 
 
@@ -81,7 +81,9 @@ def _laid_out(
     batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
 ) -> tuple[np.ndarray, MicroBatch]:
     indices = np.array([i for row in members for i in row], np.int32)
-    rows = pack_rows(batch.tokens, batch.sequence_lengths, members, bucket)
+    rows = pack_rows(
+        batch.tokens, batch.sequence_lengths, members, bucket, batch.fields.get("mask")
+    )
     return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
 
 

@@ -117,6 +117,35 @@ def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-5, atol=1e-6), eager, got[0][1])
 
 
+@pytest.mark.parametrize("count", [0, 3, 4, 10])  # of 10 tokens in chunks of 4, or in one
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(count, chunk):
+    hidden, head, targets = make(10)
+    needed = jnp.asarray(np.random.default_rng(count).permutation(10) < count)
+
+    def scored(hidden, head):
+        return token_stats(hidden, head, targets, needed, chunk=chunk)
+
+    def whole(hidden, head):
+        return TokenStats(*(jnp.where(needed, x, 0.0) for x in plain(hidden, head, targets)))
+
+    got, want = (values_and_gradients(f, hidden, head) for f in (scored, whole))
+    jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_chunks_without_a_needed_token_are_not_computed():
+    """NaN would spread to the gradient of the head, if anything were computed of them."""
+    hidden, head, targets = make(40)
+    needed = jnp.arange(40) % 5 == 2  # 8 of them: two chunks of ten
+
+    def scored(hidden, head):
+        return token_stats(hidden, head, targets, needed, chunk=4)
+
+    holes = jnp.where(needed[:, None], hidden, jnp.nan)
+    got, want = (values_and_gradients(scored, x, head) for x in (holes, hidden))
+    jax.tree.map(assert_allclose, got, want)
+
+
 @pytest.mark.parametrize("head_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_bfloat16_loses_no_more_than_its_rounding(head_dtype, softcap):

@@ -268,7 +268,7 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
     for i, n in enumerate(batch.sequence_lengths):
         logpi = np.asarray(log_policy(params, jnp.asarray(batch.tokens[i, :n])))
         for t in range(16):
-            inside = 0 < t < n
+            inside = 0 < t < n and batch["mask"][i, t]
             logprob = logpi[t - 1, batch.tokens[i, t]] if inside else 0.0
             entropy = -(np.exp(logpi[t - 1]) * logpi[t - 1]).sum() if inside else 0.0
             np.testing.assert_allclose(fields["logprobs"][i, t], logprob, atol=2e-5)

@@ -303,10 +303,10 @@ def test_packed_rows_hold_each_sequence_where_they_say(problem, seed):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, 1000, (len(sizes), shape.width))
     for batch in plan_microbatches(sizes, shape):
-        rows = pack_rows(tokens, sizes, batch, shape)
+        rows = pack_rows(tokens, sizes, batch, shape, tokens > 500)
         assert rows.tokens.shape == (shape.rows, shape.length)
         assert rows.row.shape == rows.start.shape == rows.size.shape == (shape.sequences,)
-        assert {array.dtype for array in rows} == {np.dtype(np.int32)}
+        assert {array.dtype for array in rows[:6]} == {np.dtype(np.int32)}
         expected = np.zeros((3, shape.rows, shape.length), np.int32)
         slot = 0
         for r, indices in enumerate(batch):
@@ -320,6 +320,7 @@ def test_packed_rows_hold_each_sequence_where_they_say(problem, seed):
                 slot += 1
         np.testing.assert_array_equal([rows.tokens, rows.positions, rows.segment_ids], expected)
         assert not rows.size[slot:].any()
+        np.testing.assert_array_equal(rows.scored, np.roll(rows.tokens > 500, -1, axis=1))
 
 
 @given(problems(), st.integers(0, 2**31), st.sampled_from(["float32", "int32", "bool"]))

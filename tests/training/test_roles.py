@@ -185,10 +185,12 @@ def test_the_sum_of_squared_probabilities(mesh):
         params, batch
     )
     assert set(inferred) == set(names)
-    for row, tokens, size in zip(inferred["sum_pi_squared"], batch.tokens, SIZES, strict=True):
-        scores = logits(params, POLICY, hidden_states(params, POLICY, tokens[:size]))
+    for i, (row, size) in enumerate(zip(inferred["sum_pi_squared"], SIZES, strict=True)):
+        scores = logits(params, POLICY, hidden_states(params, POLICY, batch.tokens[i, :size]))
         expected = np.square(np.asarray(jax.nn.softmax(scores, axis=-1))).sum(-1)
-        np.testing.assert_allclose(row[1:size], expected[:-1], rtol=1e-5)
+        np.testing.assert_allclose(
+            row[1:size], np.where(batch["mask"][i, 1:size], expected[:-1], 0.0), rtol=1e-5
+        )
 
 
 # -------------------------------------------------------------------------------- high covariance
