@@ -213,6 +213,9 @@ def last_boxed(text: str) -> str | None:
     return None  # never closed: the reply was cut off
 
 
+GENERATED = "reasoning_gym/"
+"""How the data sources of generated tasks begin."""
+
 SOURCES = {
     "arithmetic": arithmetic,
     "openai/gsm8k": gsm8k,
@@ -224,13 +227,22 @@ SOURCES = {
 }
 
 
+def knows_source(data_source: str) -> bool:
+    """Tell whether `by_source` has a reward function for rows of a data source.
+
+    >>> knows_source("openai/gsm8k"), knows_source("reasoning_gym/aiw"), knows_source("gsm9k")
+    (True, True, False)
+    """
+    return data_source in SOURCES or data_source.startswith(GENERATED)
+
+
 def by_source(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
 ) -> Result:
     """Score with the reward function that belongs to the row's `data_source` (see `SOURCES`).
 
     Args:
-        data_source: one of `SOURCES`.
+        data_source: one of `SOURCES`, or that of a generated task.
         solution_str: the reply.
         ground_truth: the reference answer.
         extra_info: handed on.
@@ -244,11 +256,12 @@ def by_source(
     >>> by_source("arithmetic", "7", "7", None)["score"]
     1.0
     """
-    if data_source.startswith("reasoning_gym/"):
+    if data_source.startswith(GENERATED):
         return reasoning_gym(data_source, solution_str, ground_truth, extra_info)
     if data_source not in SOURCES:
         raise ValueError(
             f"no reward function for data_source {data_source!r}; known: "
-            f"{', '.join(sorted(SOURCES))}. Name your own function in the reward's `fn`"
+            f"{', '.join(sorted(SOURCES))}, {GENERATED}…. "
+            "Name your own function in the reward's `fn`"
         )
     return SOURCES[data_source](data_source, solution_str, ground_truth, extra_info)

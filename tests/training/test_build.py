@@ -74,7 +74,7 @@ def test_the_engine_holds_its_cache_only_while_it_samples():
 
 
 def test_a_data_source_without_a_reward_function_is_refused_before_sampling():
-    check_sources(config_of().reward.function, ["arithmetic"])
+    check_sources(config_of().reward.function, ["arithmetic", "reasoning_gym/aiw"])
     with pytest.raises(ConfigError, match="knows no function for data_source 'mystery', only for"):
         check_sources(config_of().reward.function, ["arithmetic", "mystery"])
     check_sources(config_of(reward={"function": "arithmetic"}).reward.function, ["mystery"])
