@@ -57,7 +57,7 @@ def entropy_from_logits(logits: Float[Array, "*S V"]) -> Float32[Array, "*S"]:
     return _stats(logits.astype(jnp.float32), jnp.zeros(logits.shape[:-1], jnp.int32)).entropy
 
 
-def token_stats(  # noqa: PLR0913 - four arrays, and how the head is split
+def token_stats(
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     targets: Int[Array, " X"],
@@ -66,8 +66,7 @@ def token_stats(  # noqa: PLR0913 - four arrays, and how the head is split
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk: int = 1024,
-    embed_axes: tuple[str, ...] = (),
-    vocab_axes: tuple[str, ...] = (),
+    head_axes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> TokenStats:
     r"""Score targets under $\pi = \mathrm{softmax}(h W / \tau)$ without holding all logits.
 
@@ -95,11 +94,11 @@ def token_stats(  # noqa: PLR0913 - four arrays, and how the head is split
         temperature: τ, what logits are divided by, after the soft-cap.
         softcap: c, the bound of the logits' magnitude; None for none.
         chunk: the most tokens in a chunk.
-        embed_axes: inside `jax.shard_map` without a check of replication, the mesh axes over which
-            the rows of `head` are split, as tokens are. A device gives its part, which is gathered
-            in the dtype of `hidden`, once, and gets the gradient of it, summed in float32.
-        vocab_axes: inside it, the mesh axes over which the vocabulary is split. These devices have
-            the same tokens, and each computes its part of their logits.
+        head_axes: inside `jax.shard_map` without a check of replication, the mesh axes over which
+            rows and columns of `head` are split. Rows are split as tokens are: a device gives its
+            part, which is gathered in the dtype of `hidden`, once, and gets the gradient of it,
+            summed in float32. Devices that split columns, the vocabulary, have the same tokens,
+            and each computes its part of their logits.
 
     Returns:
         Log-probs, entropies and Σπ² per token, differentiable in `hidden` and `head`.
@@ -116,7 +115,7 @@ def token_stats(  # noqa: PLR0913 - four arrays, and how the head is split
             f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
             "expected positive ones"
         )
-    projection = _Projection(temperature, softcap, chunk, embed_axes, vocab_axes)
+    projection = _Projection(temperature, softcap, chunk, *head_axes)
     return _only(needed, _token_stats(projection, hidden, head, targets, needed))
 
 

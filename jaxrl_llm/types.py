@@ -57,3 +57,8 @@ class Rows(NamedTuple):
     start: Int[Array | np.ndarray, " b"]
     size: Int[Array | np.ndarray, " b"]
     scored: Bool[Array | np.ndarray, "R L"] | None = None
+
+    @property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Return where each sequence lies: row, start and size, [b] each."""
+        return self.row, self.start, self.size

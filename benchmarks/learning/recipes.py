@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs/recipes"
 PAGE = ROOT / "docs/algorithms.md"
 MARKS = ("<!-- learning: begin -->\n", "<!-- learning: end -->\n")
-METRIC = "val-core/arithmetic/acc/mean@1"
 LEAST_GAIN = 0.2
 REFERENCE = "grpo"
 
@@ -47,9 +46,9 @@ def arguments(everything: list[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(name: str, *overrides: str, work: Path, log: Path) -> float:
+def train(config: Path, *overrides: str, work: Path, log: Path) -> float:
     """Run one recipe in the work folder; return its seconds."""
-    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", f"configs/recipes/{name}.yaml"]
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config)]
     start = time.perf_counter()
     with log.open("w") as file:
         subprocess.run(
@@ -63,33 +62,46 @@ def train(name: str, *overrides: str, work: Path, log: Path) -> float:
     return time.perf_counter() - start
 
 
-def finished(name: str, seed: int, work: Path) -> dict[str, Any] | None:
+def finished(config: Path, seed: int, work: Path) -> dict[str, Any] | None:
     """Return the result of a run, or None where it is still to be done."""
-    file = work / f"runs/{name}/{seed}.json"
+    file = work / f"runs/{config.stem}/{seed}.json"
     if not file.exists():
         return None
     result = json.loads(file.read_text())
-    return result if result["config"] == (RECIPES / f"{name}.yaml").read_text() else None
+    return result if result["config"] == config.read_text() else None
 
 
-def run(name: str, seed: int, work: Path) -> None:
+def curve_of(lines: list[dict[str, Any]]) -> dict[int, float]:
+    """Return the held-out accuracy by step of a run with one data source.
+
+    >>> curve_of([{"step": 0, "val-core/sums/acc/mean@1": 0.5}, {"step": 1}])
+    {0: 0.5}
+    """
+    return {
+        line["step"]: value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith("val-core/") and name.endswith("/acc/mean@1")
+    }
+
+
+def run(config: Path, seed: int, work: Path, *overrides: str) -> None:
     """Train a recipe from the start with one seed, and keep its result."""
-    folder = f"runs/{name}/{seed}"
+    folder = f"runs/{config.stem}/{seed}"
     shutil.rmtree(work / folder, ignore_errors=True)  # what an interruption left
     (work / folder).parent.mkdir(parents=True, exist_ok=True)
-    config = (RECIPES / f"{name}.yaml").read_text()
-    seconds = train(
-        name, f"seed={seed}", f"run_dir={folder}", work=work, log=work / f"{folder}.log"
-    )
-    lines = map(json.loads, (work / folder / "metrics.jsonl").read_text().splitlines())
+    keys, log = (f"seed={seed}", f"run_dir={folder}", *overrides), work / f"{folder}.log"
+    seconds = train(config, *keys, work=work, log=log)
+    lines = [*map(json.loads, (work / folder / "metrics.jsonl").read_text().splitlines())]
     result = {
-        "recipe": name,
+        "recipe": config.stem,
         "seed": seed,
-        "curve": {line["step"]: line[METRIC] for line in lines if METRIC in line},
+        "curve": curve_of(lines),
+        "peak_gb": max(line.get("perf/cpu_memory_used_gb", 0.0) for line in lines),
         "seconds": round(seconds, 1),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": json.loads((work / folder / "versions.json").read_text()),
-        "config": config,
+        "config": config.read_text(),
     }
     (work / f"{folder}.json").write_text(json.dumps(result))
 
@@ -160,7 +172,7 @@ def write(results: list[dict[str, Any]], out: Path, words: list[str]) -> None:
     """Write results.json, with the words of the command line, and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
     about = {
-        "metric": METRIC,
+        "metric": "val-core/arithmetic/acc/mean@1",
         "command": " ".join(["python -m benchmarks.learning.recipes", *words]),
         "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
         "runs": [
@@ -184,11 +196,12 @@ def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
     """Run what is not finished; return a line for each run that failed."""
     failed = []
     for name, seed in ((n, s) for n in names for s in seeds):
-        if finished(name, seed, work):
+        config = RECIPES / f"{name}.yaml"
+        if finished(config, seed, work):
             continue
         print(f"{name} seed {seed}", flush=True)
         try:
-            run(name, seed, work)
+            run(config, seed, work)
         except subprocess.CalledProcessError:
             failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
     return failed
@@ -203,9 +216,10 @@ def main() -> int:
     if not (work / "configs").exists():
         (work / "configs").symlink_to(ROOT / "configs")
     if not (work / "runs/quickstart/base").exists():  # so that no run's seconds hold it
-        train(REFERENCE, "steps=1", "run_dir=runs/base", work=work, log=work / "base.log")
+        reference = RECIPES / f"{REFERENCE}.yaml"
+        train(reference, "steps=1", "run_dir=runs/base", work=work, log=work / "base.log")
     failed = train_missing(args.recipes, args.seeds, work)
-    pairs = [(name, seed) for name in everything for seed in args.seeds]
+    pairs = [(RECIPES / f"{name}.yaml", seed) for name in everything for seed in args.seeds]
     results = [result for pair in pairs if (result := finished(*pair, work))]
     if results:
         print("\n" + table(results))

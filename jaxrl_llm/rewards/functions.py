@@ -227,15 +227,6 @@ SOURCES = {
 }
 
 
-def knows_source(data_source: str) -> bool:
-    """Tell whether `by_source` has a reward function for rows of a data source.
-
-    >>> knows_source("openai/gsm8k"), knows_source("reasoning_gym/aiw"), knows_source("gsm9k")
-    (True, True, False)
-    """
-    return data_source in SOURCES or data_source.startswith(GENERATED)
-
-
 def by_source(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
 ) -> Result:

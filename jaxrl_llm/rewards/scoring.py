@@ -11,7 +11,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
-from jaxrl_llm.rewards.functions import GENERATED, SOURCES, knows_source
+from jaxrl_llm.rewards.functions import GENERATED, SOURCES
 from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, RewardError, RewardRunner, Score
@@ -164,7 +164,7 @@ def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
 def check_sources(function: FunctionSpec | None, sources: Iterable[str]) -> None:
     """Refuse data sources for which `by_source` knows no function, before anything is sampled."""
     if function and function.fn == "by_source":
-        unknown = sorted(source for source in set(sources) if not knows_source(source))
+        unknown = sorted(s for s in {*sources} - SOURCES.keys() if not s.startswith(GENERATED))
         if unknown:
             raise ConfigError(
                 f"reward.function: by_source knows no function for data_source {unknown[0]!r}, "

@@ -89,8 +89,7 @@ def token_stats_from_hidden(
             temperature=config.temperature,
             softcap=config.model.logit_softcap,
             chunk=config.logprob_chunk,
-            embed_axes=split.embed_axes,
-            vocab_axes=split.vocab_axes,
+            head_axes=(split.embed_axes, split.vocab_axes),
         )
         places.insert(1, split.array)
         specs.insert(1, PartitionSpec(split.embed_axes, split.vocab_axes))
@@ -155,8 +154,7 @@ def _by_sequence(tree: Any, rows: Rows, config: ForwardConfig) -> Any:
     width = min(config.longest or length, length)
 
     def gather(x: Float[Array, "..."]) -> Float[Array, "b T"]:
-        places = map(jnp.asarray, (rows.row, rows.start, rows.size))
-        shifted = unpack(x.reshape(-1, length), *places, width=width)
+        shifted = unpack(x.reshape(-1, length), *map(jnp.asarray, rows.places), width=width)
         inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
         return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
 

@@ -73,7 +73,7 @@ def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
     packed = pack_rows(batch.tokens, sizes, members, bucket)
     order = np.argsort([i for row in members for i in row])
     rows = distributed.put(packed[:3], over_batch(mesh))
-    places = distributed.put(tuple(place[order] for place in packed[3:6]), replicated(mesh))
+    places = distributed.put(tuple(place[order] for place in packed.places), replicated(mesh))
     return Rows(*rows, *places)
 
 

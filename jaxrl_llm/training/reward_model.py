@@ -46,7 +46,7 @@ def score_pass(
     def compute(params: Params, rows: Rows) -> Array:
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         hidden = layout.merge_context(hidden)
-        return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows[3:]))
+        return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
 
     programs = BucketPrograms("reward model", compute, shape, layout.mesh)
 
