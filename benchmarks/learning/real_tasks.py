@@ -12,7 +12,6 @@ which the others share. `--out` gets the curves (real_tasks.png) and the numbers
 Exit status 1: a run gained less than 0.2 in held-out accuracy.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -21,25 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.recipes import LEAST_GAIN, ROOT, base_and_final, finished, run
+from benchmarks.learning.recipes import LEAST_GAIN, ROOT, arguments, base_and_final, finished, run
 from benchmarks.tables import markdown_table
 
 RECIPES = ROOT / "configs/real"
 HEADS = ["recipe", "seed", "before", "after", "gain", "minutes", "peak GiB"]
-
-
-def arguments(everything: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--recipes", nargs="+", choices=everything, default=everything, metavar="NAME"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/real_tasks")
-    return parser.parse_args()
 
 
 def prepare(work: Path) -> None:
@@ -106,7 +91,7 @@ def main() -> int:
     configs = {
         path.stem: path for path in sorted(RECIPES.glob("*.yaml")) if not path.stem.endswith("_sft")
     }
-    args = arguments(list(configs))
+    args = arguments(list(configs), __doc__, "docs/learning", "runs/real_tasks")
     work = args.work.resolve()
     prepare(work)
     for name in args.recipes:

@@ -32,17 +32,17 @@ LEAST_GAIN = 0.2
 REFERENCE = "grpo"
 
 
-def arguments(everything: list[str]) -> argparse.Namespace:
-    """Read the command line."""
+def arguments(everything: list[str], about: str | None, out: str, work: str) -> argparse.Namespace:
+    """Read the command line of a benchmark that trains some of these recipes."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--recipes", nargs="+", choices=everything, default=everything, metavar="NAME"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/learning")
+    parser.add_argument("--out", type=Path, default=ROOT / out)
+    parser.add_argument("--work", type=Path, default=ROOT / work)
     return parser.parse_args()
 
 
@@ -210,7 +210,7 @@ def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
 def main() -> int:
     """Train what is missing, report everything that is there."""
     everything = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    args = arguments(everything)
+    args = arguments(everything, __doc__, "docs/learning", "runs/learning")
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "configs").exists():
