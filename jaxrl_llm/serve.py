@@ -63,6 +63,8 @@ def serve(config: ServeConfig) -> None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, server.handle_exit)  # also after uvicorn, which raises it
             host = f"[{config.host}]" if ":" in config.host else config.host
+            tokens = engine.stats().cache_tokens
+            log.info("the KV cache has room for %d tokens (kv_cache_gb)", tokens)
             log.info("serving %s at http://%s:%d/v1", served.name, host, config.port)
             server.run(sockets=[listener])
         finally:
@@ -98,13 +100,32 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         text_limit=text_limit(policy.tokenizer, max_tokens),
     )
     policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
-    settings = EngineSettings(
-        config.max_running_sequences, max_tokens, config.kv_cache_gb, config.dtype
-    )
+    cache_gb = config.kv_cache_gb or default_cache_gb(policy.params, policy.layout.mesh.local_devices)
+    settings = EngineSettings(config.max_running_sequences, max_tokens, cache_gb, config.dtype)
     engine = loaded_engine(
         policy.model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
     )
     return served, engine
+
+
+def default_cache_gb(params: Any, devices: Sequence[Any]) -> float:
+    """Return the GB of each device that keys and values may have at most, beside the weights.
+
+    A GPU gives them four fifths of its memory less the weights, as if it held all of these; a CPU
+    half of the machine's, shared by its devices.
+
+    Args:
+        params: the weights, arrays by name.
+        devices: those of this process that the engine runs on.
+    """
+    import jax
+
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        weights = sum(array.nbytes for array in jax.tree.leaves(params))
+        return max(0.8 * stats["bytes_limit"] - weights, 0.0) / 1e9
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return physical / 2 / len(devices) / 1e9
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -8,8 +8,6 @@ from pydantic.dataclasses import dataclass
 from jaxrl_llm.config.keys import STRICT, Number, Section
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.config.sections.mesh import ServeMeshConfig
-from jaxrl_llm.config.sections.rollout import CACHE_GB
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServeConfig(Section):
@@ -38,7 +36,13 @@ class ServeConfig(Section):
         description="largest number of tokens of prompt and completion; null takes the "
         "model's own limit",
     )
-    kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
+    kv_cache_gb: Number | None = Field(
+        default=None,
+        gt=0,
+        description="GB of each device for the KV cache at most; null takes four fifths of a GPU's "
+        "memory less the weights, or half of the machine's shared by its CPU devices; what all "
+        "running sequences can't fill is not taken",
+    )
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
     host: str = Field(
         default="127.0.0.1", description="address to listen on; 0.0.0.0 listens to all machines"

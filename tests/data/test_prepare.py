@@ -231,7 +231,7 @@ def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_command_line_prints_what_it_wrote(tmp_path, capsys):
-    sizes = ["--train_rows", "9", "--validation_rows", "3", "--sft_rows", "4"]
+    sizes = ["--train-rows", "9", "--validation_rows", "3", "--sft_rows", "4"]
     main(["arithmetic", "--out", str(tmp_path), *sizes, "--operators=-"])
     expected = [("train", 9), ("validation", 3), ("sft", 4)]
     assert capsys.readouterr().out.splitlines() == [

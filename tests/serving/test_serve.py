@@ -12,9 +12,12 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import openai
+import psutil
 import pytest
 import torch
 import transformers
@@ -23,7 +26,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import describe, from_tree
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.serve import bind, open_served_model
+from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.metrics import COUNTERS, GAUGES
@@ -114,6 +117,36 @@ def greedy(model):
 def random_prompts(count, seed=0, longest=20):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def test_a_cpu_keeps_half_of_the_memory_of_the_machine():
+    total = psutil.virtual_memory().total
+    assert default_cache_gb({}, jax.devices()[:1]) == pytest.approx(total / 2e9, rel=1e-3)
+    assert default_cache_gb({}, jax.devices()[:2]) == pytest.approx(total / 4e9, rel=1e-3)
+
+
+def test_a_gpu_keeps_a_fifth_of_its_memory_and_the_weights():
+    gpu = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80_000_000_000})
+    weights = {"a": np.zeros((1000, 500_000), np.int8), "b": np.zeros((500_000_000,), np.int8)}
+    assert default_cache_gb(weights, [gpu, gpu]) == pytest.approx(63)
+
+
+def test_a_cache_takes_no_more_than_there_is(directory, monkeypatch):
+    """Without a bound, 64 sequences of 8,192 tokens of a small model were killed for memory."""
+    made = from_tree(
+        ServeConfig,
+        {"model": str(directory), "mesh": {"rollout": {"devices": 1}}, "max_running_sequences": 8},
+    )
+    room = []
+    for pages in (10**9, 64):
+        monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
+        served, engine = open_served_model(made)
+        room.append(engine.stats().cache_tokens)
+        engine.close()
+    assert room[0] >= 8 * served.max_tokens > room[1] >= served.max_tokens
 
 
 # ------------------------------------------------------------------------------------- one client
