@@ -100,7 +100,9 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         text_limit=text_limit(policy.tokenizer, max_tokens),
     )
     policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
-    cache_gb = config.kv_cache_gb or default_cache_gb(policy.params, policy.layout.mesh.local_devices)
+    cache_gb = config.kv_cache_gb or default_cache_gb(
+        policy.params, policy.layout.mesh.local_devices
+    )
     settings = EngineSettings(config.max_running_sequences, max_tokens, cache_gb, config.dtype)
     engine = loaded_engine(
         policy.model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1

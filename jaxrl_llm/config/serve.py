@@ -9,6 +9,7 @@ from jaxrl_llm.config.keys import STRICT, Number, Section
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.config.sections.mesh import ServeMeshConfig
 
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServeConfig(Section):
     """All of `jaxrl_llm.serve`."""
