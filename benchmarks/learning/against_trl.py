@@ -92,7 +92,7 @@ def job_of(recipe: dict[str, Any], seed: int, steps: int, engine: str) -> dict[s
         "max_new_tokens": recipe["rollout"]["max_new_tokens"],
         "max_prompt_tokens": recipe["data"]["max_prompt_tokens"],
         "max_tokens_per_device": recipe["batch"]["max_tokens_per_device"],
-        "remat": recipe["model"]["remat"],
+        "model_keys": {key: recipe["model"][key] for key in ("remat", "logprob_chunk")},
         "microbatch": prompts * samples,
         "learning_rate": schedule.get("value", schedule.get("init_value")),
         "grad_clip": recipe["optim"]["grad_clip"],

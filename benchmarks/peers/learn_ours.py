@@ -35,7 +35,7 @@ def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "run_dir": str(folder / "run"),
         "seed": job["seed"],
         "steps": job["steps"],
-        "model": {"path": job["model"], "remat": job["remat"]},
+        "model": {"path": job["model"], **job["model_keys"]},
         "data": {
             "train": str(data),
             "shuffle": False,
