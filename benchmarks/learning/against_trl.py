@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", default="configs/quickstart.yaml")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prompts", type=int, help="a step; by default those of the recipe")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/learning/against_trl")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/against_trl")
@@ -77,9 +78,11 @@ def rows_of(path: Path, count: int, seed: int) -> list[tuple[list[dict[str, str]
     return (rows * -(-count // len(rows)))[:count]
 
 
-def job_of(recipe: dict[str, Any], seed: int, steps: int, engine: str) -> dict[str, Any]:
+def job_of(
+    recipe: dict[str, Any], seed: int, steps: int, prompts: int | None, engine: str
+) -> dict[str, Any]:
     """Return what a system is told."""
-    prompts = recipe["batch"]["prompts_per_step"]
+    prompts = prompts or recipe["batch"]["prompts_per_step"]
     samples = recipe["rollout"]["samples_per_prompt"]
     schedule = recipe["optim"]["schedule"]
     return {
@@ -185,7 +188,8 @@ def main() -> int:
     for seed in args.seeds:
         for system, (python, script, engine) in systems.items():
             name = work / f"{system.replace(' ', '_')}-{seed}"
-            job, kept = job_of(recipe, seed, args.steps, engine), name.with_suffix(".result.json")
+            job = job_of(recipe, seed, args.steps, args.prompts, engine)
+            kept = name.with_suffix(".result.json")
             given = name.with_suffix(".job.json")
             same = given.exists() and json.loads(given.read_text()) == json.loads(json.dumps(job))
             print(f"{system} seed {seed}", flush=True)
