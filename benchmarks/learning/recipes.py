@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs/recipes"
 PAGE = ROOT / "docs/algorithms.md"
@@ -68,7 +70,14 @@ def finished(config: Path, seed: int, work: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     result = json.loads(file.read_text())
-    return result if result["config"] == config.read_text() else None
+    return result if result["config"] == text_of(config) else None
+
+
+def text_of(config: Path) -> str:
+    """Return a recipe's file, and the one that it names as its base."""
+    text = config.read_text()
+    base = yaml.safe_load(text).get("base")
+    return text + (config.parent / base).read_text() if base else text
 
 
 def curve_of(lines: list[dict[str, Any]]) -> dict[int, float]:
@@ -101,7 +110,7 @@ def run(config: Path, seed: int, work: Path, *overrides: str) -> None:
         "seconds": round(seconds, 1),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": json.loads((work / folder / "versions.json").read_text()),
-        "config": config.read_text(),
+        "config": text_of(config),
     }
     (work / f"{folder}.json").write_text(json.dumps(result))
 
