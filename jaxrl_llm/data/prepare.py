@@ -343,7 +343,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--out", required=True, help="directory to write to")
         for key, parameter in list(inspect.signature(function).parameters.items())[1:]:
             command.add_argument(
-                *{f"--{key}", f"--{key.replace('_', '-')}"},
+                *dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}")),
                 dest=key,
                 type=yaml.safe_load if parameter.default is None else type(parameter.default),
                 default=parameter.default,
