@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
-from jaxrl_llm.config.errors import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
@@ -180,11 +180,13 @@ def _start(
 
 
 def _read_examples(config: SftConfig) -> list[Example]:
+    with config_errors_at("model.path"):
+        tokenizer = load_tokenizer(config.model.path)
     try:
         rows = load_rows(config.data.dataset, config.data.train, check=check_example_row)
         return tokenize_examples(
             rows,
-            load_tokenizer(config.model.path),
+            tokenizer,
             max_tokens=config.data.max_tokens,
             filter_overlong=config.data.filter_overlong,
             template_kwargs=config.data.chat_template_kwargs,

@@ -235,3 +235,10 @@ def test_exports_that_cannot_be_made(finished, tmp_path, capsys, words, pattern)
     printed = capsys.readouterr().err
     assert re.search(pattern, printed), printed
     assert printed.startswith("error: ") and printed.count("\n") == 1
+
+
+def test_supervised_training_names_the_model_that_is_missing(run, workshop):
+    words = (f"model.path={workshop.root}/none", f"export_to={workshop.root}/other")
+    result = run(*words, main=sft_main, config="sft.yaml")
+    assert result.status == 2
+    assert "error: model.path: tokenizer: expected a local model" in result.err
