@@ -4,9 +4,9 @@
     python -m benchmarks.learning.lm_eval OUT DATA.parquet --python LM/bin/python
 
 OUT is a Hugging Face directory or the folder of a run, DATA.parquet its held-out rows. Both ask
-greedily, in the chat template, and score 1 for the reference answer and nothing else. What the
-harness sends to the server is text, and what comes back is text. The two are compared question by
-question.
+greedily, in the chat template, and score 1 for the reference answer, spaces around it aside, and
+nothing else. What the harness sends to the server is text, and what comes back is text. The two are
+compared question by question.
 
 Exit status 1: they don't agree on a question.
 """
@@ -39,7 +39,10 @@ doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{until: [], do_sample: false, temperature: 0.0, max_gen_toks: {tokens}}}
 metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+    regexes_to_ignore: ['^\\s+', '\\s+$']
 """
 START_S = 300
 
