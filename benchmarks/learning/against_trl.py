@@ -52,7 +52,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm", nargs="+", type=int, default=[], metavar="N", help="seeds")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/against_trl")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := set(args.vllm) - set(args.seeds):
+        parser.error(f"--vllm: expected some of --seeds {args.seeds}, got {sorted(unknown)}")
+    return args
 
 
 def prepare(recipe: str, work: Path) -> dict[str, Any]:
@@ -204,8 +207,9 @@ def main() -> int:
             done = json.loads(kept.read_text()) if same and kept.exists() else None
             runs[system].append(done or measure(python, PEERS / script, job, name))
     args.out.mkdir(parents=True, exist_ok=True)
+    words = ["TRL/bin/python" if word == args.trl_python else word for word in sys.argv[1:]]
     about = {
-        "command": " ".join(["python -m benchmarks.learning.against_trl", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.learning.against_trl", *words]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
         "recipe": args.recipe,
