@@ -134,9 +134,18 @@ def load_function(
     >>> load_function(spec, home="math", passed=None)(1.0, 1.4)
     True
     """
-    function = _find(spec.fn, home, key) if spec.given is None else spec.given
+    function = find_function(spec, home, key=key)
     keywords = checked_keywords(function, spec, passed=passed, key=key)
     return functools.partial(function, **keywords) if keywords else function
+
+
+def find_function(spec: FunctionSpec, home: str, *, key: str = "fn") -> Callable[..., Any]:
+    """Return the function that `spec` names, without its keyword arguments.
+
+    Raises:
+        ConfigError: no such module, file or name.
+    """
+    return _find(spec.fn, home, key) if spec.given is None else spec.given
 
 
 def split_name(name: str) -> tuple[str, str]:

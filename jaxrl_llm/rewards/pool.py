@@ -1,9 +1,9 @@
 """Run a reward function in worker processes, so that it can raise, hang or crash and do no harm.
 
 The workers are plain subprocesses, each behind its own pipe and below its own supervisor
-(`supervisor.py`). Unlike `multiprocessing`'s they don't import the main program again (and jax with
-it), share no lock that a crash could leave held, send no pickle, and any way of dying shows as a
-closed pipe.
+(`workers/supervisor.py`). Unlike `multiprocessing`'s they don't import the main program again (and
+jax with it), share no lock that a crash could leave held, send no pickle, and any way of dying
+shows as a closed pipe.
 """
 
 import logging
@@ -16,30 +16,30 @@ from collections import deque
 from collections.abc import Sequence
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards import process
-from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
-from jaxrl_llm.rewards.process import LAUNCH_HERE, LaunchOptions, WorkerProcess
 from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
 from jaxrl_llm.rewards.worker import (
     Outcome,
     RewardItem,
     call_function,
     decode_answer,
-    decode_load_error,
     failed_outcome,
+)
+from jaxrl_llm.workers import process
+from jaxrl_llm.workers.answers import decode_load_error
+from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
+from jaxrl_llm.workers.process import (
+    BAD_OUTPUT,
+    LAUNCH_HERE,
+    LaunchOptions,
+    WorkerProcess,
+    WorkerProgram,
+    stop_all,
 )
 
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
-BAD_OUTPUT = "wrote something else than its answer on the pool's connection"
-
-
-def _stop_all(workers: list[WorkerProcess]) -> None:
-    for worker in workers:  # all at once
-        worker.kill()
-    while workers:
-        workers.pop().stop()
+PROGRAM = WorkerProgram("jaxrl_llm.rewards.worker:run_worker", keys="reward.")
 
 
 class WorkerPool:
@@ -65,7 +65,7 @@ class WorkerPool:
         self._spec, self._size, self._timeout_s = spec, size, timeout_s
         self._closed, self._launch = closed, launch
         self.workers: list[WorkerProcess] = []
-        self.stop = weakref.finalize(self, _stop_all, self.workers)  # at exit, too
+        self.stop = weakref.finalize(self, stop_all, self.workers)  # at exit, too
 
     def kill(self) -> None:
         """Kill the workers, which wakes `outcomes`; only that takes a worker out of the pool."""
@@ -84,11 +84,14 @@ class WorkerPool:
             while left:
                 self._replace_idle()
                 while len(self.workers) < min(self._size, left):
-                    self.workers.append(WorkerProcess(self._spec, self._timeout_s, self._launch))
+                    self.workers.append(
+                        WorkerProcess(PROGRAM, self._spec, self._timeout_s, self._launch)
+                    )
                 for worker in self.workers:
                     if worker.ready and not worker.pending and waiting:
                         size = min(chunk_size(len(waiting), self._size), len(waiting))
-                        worker.submit([waiting.popleft() for _ in range(size)], items)
+                        numbers = [waiting.popleft() for _ in range(size)]
+                        worker.submit([(number, items[number]) for number in numbers])
                 for numbered in self._wait(waiting):
                     left -= 1
                     yield numbered

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_reward_function, shorten
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_reward_function
+from jaxrl_llm.workers.answers import shorten
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, check_limits
 from jaxrl_llm.rewards.pool import WorkerPool
-from jaxrl_llm.rewards.process import LaunchOptions
 from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, failed_outcome
+from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
+from jaxrl_llm.workers.process import LaunchOptions
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
+from jaxrl_llm.workers.answers import encode_load_error, memory_limit, shorten, to_plain
+from jaxrl_llm.workers.limits import MAX_LINE_BYTES
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
-MAX_LOAD_ERROR_CHARS = 2000
-MAX_LINE_BYTES = 64_000_000  # of an answer, with all that is reported beside the score
+KEYS = "reward."  # how the config's keys for the limits begin
 
 
 class RewardItem(NamedTuple):
@@ -39,18 +40,6 @@ class Outcome(NamedTuple):
     message: str
     score: float
     extra: dict[str, Any]
-
-
-def shorten(text: str, limit: int = 300) -> str:
-    """Return the text with its middle left out where it is longer than `limit` characters.
-
-    >>> shorten("abcdefgh", 5)
-    'ab…gh'
-    """
-    if len(text) <= limit:
-        return text
-    half = (limit - 1) // 2
-    return f"{text[:half]}…{text[-half:]}"
 
 
 def failed_outcome(failure: str, message: str) -> Outcome:
@@ -100,8 +89,8 @@ def call_function(
     if "score" not in extra:
         return failed_outcome("invalid", f"expected a dict with 'score', got keys {list(extra)}")
     try:
-        score = _plain(extra.pop("score"))
-        extra = json.loads(json.dumps(extra, default=_plain))
+        score = to_plain(extra.pop("score"))
+        extra = json.loads(json.dumps(extra, default=to_plain))
     except (TypeError, ValueError) as error:
         return failed_outcome("invalid", f"expected plain data, got {value!r}: {error}")
     if not isinstance(score, numbers.Real) or not math.isfinite(score):
@@ -117,16 +106,6 @@ def _raised_at(error: BaseException) -> str:
     return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "item"):  # numpy and torch scalars
-        return value.item()
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if value is None or isinstance(value, str | dict | list | tuple):
-        return value
-    raise TypeError(f"a {type(value).__name__} is not plain data")
-
-
 def encode_answer(number: int, outcome: Outcome) -> bytes:
     """Return the line that tells the pool what came of an item.
 
@@ -138,27 +117,6 @@ def encode_answer(number: int, outcome: Outcome) -> bytes:
         return line
     message = f"expected at most {MAX_LINE_BYTES} bytes beside the score, got {len(line)}"
     return encode_answer(number, failed_outcome("invalid", message))
-
-
-def decode_load_error(line: bytes) -> str | None:
-    """Return what a worker's first line says is wrong with its reward function; None if nothing is.
-
-    Raises:
-        ValueError: it is another line.
-
-    >>> decode_load_error(b'{"load_error": null}')
-    """
-    try:
-        first = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-    if not isinstance(first, dict) or first.keys() != {"load_error"}:
-        raise ValueError(f"expected an object with load_error, got {shorten(repr(first))}")
-    return (
-        None
-        if first["load_error"] is None
-        else shorten(str(first["load_error"]), MAX_LOAD_ERROR_CHARS)
-    )
 
 
 def decode_answer(line: bytes, number: int) -> Outcome | None:
@@ -203,7 +161,7 @@ def run_worker(fd: int, *, memory_gb: float | None) -> None:
         open(fd, "wb", closefd=False) as out,
     ):
         function, load_error = _load(requests, memory_gb)
-        out.write(json.dumps({"load_error": load_error}).encode() + b"\n")
+        out.write(encode_load_error(load_error))
         out.flush()
         while function is not None:
             for number, item in pickle.load(requests):
@@ -224,17 +182,13 @@ def _load(
     except EOFError:
         raise
     except ConfigError as error:
-        text = str(error).removeprefix("reward.function: ") + _limit(error.__cause__, memory_gb)
-        return None, shorten(text, MAX_LOAD_ERROR_CHARS)
+        text = str(error).removeprefix("reward.function: ") + memory_limit(
+            error.__cause__, memory_gb, KEYS
+        )
+        return None, text
     except Exception as error:  # also of a function given from Python, which is unpickled
-        return None, shorten(_describe(error, memory_gb), MAX_LOAD_ERROR_CHARS)
+        return None, _describe(error, memory_gb)
 
 
 def _describe(error: BaseException, memory_gb: float | None) -> str:
-    return f"{type(error).__name__}: {error}{_limit(error, memory_gb)}"
-
-
-def _limit(error: BaseException | None, memory_gb: float | None) -> str:
-    """Return what a process may take, if that is the cause of an error."""
-    is_cause = memory_gb is not None and isinstance(error, MemoryError)
-    return f"; it may take {memory_gb:g} GB (reward.memory_gb)" if is_cause else ""
+    return f"{type(error).__name__}: {error}{memory_limit(error, memory_gb, KEYS)}"

@@ -14,12 +14,12 @@ import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import ScoringConfig
-from jaxrl_llm.rewards import cgroup, process
-from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_answer, encode_answer
+from jaxrl_llm.workers import cgroup, process
+from jaxrl_llm.workers.limits import Limits
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
@@ -212,7 +212,7 @@ def test_the_mark_is_found(make, mark):
 
 def test_a_group_is_taken_where_there_can_be_one(make, grouped):
     score = make().score(items("pid"))[0]
-    assert ("jaxrl_llm-reward-" in score.extra["group"]) == grouped
+    assert ("jaxrl_llm-worker-" in score.extra["group"]) == grouped
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -353,8 +353,8 @@ def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make,
 
 def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
     monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
-    patch = "import jaxrl_llm.rewards.supervisor as m; m._adopt_orphans = lambda: False;"
-    words = "from jaxrl_llm.rewards.supervisor import"
+    patch = "import jaxrl_llm.workers.supervisor as m; m._adopt_orphans = lambda: False;"
+    words = "from jaxrl_llm.workers.supervisor import"
     assert words in process.SUPERVISOR_PROGRAM
     monkeypatch.setattr(
         process, "SUPERVISOR_PROGRAM", process.SUPERVISOR_PROGRAM.replace(words, f"{patch} {words}")
@@ -369,8 +369,8 @@ PROGRAM = """
 import sys
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards import cgroup
-from jaxrl_llm.rewards.limits import Limits
+from jaxrl_llm.workers import cgroup
+from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.rewards.pool import RewardItem, RewardPool
 if not {grouped}: cgroup.new_group_path = lambda: None
 limits = Limits(pass_env=("CONTAINMENT_MARK",))

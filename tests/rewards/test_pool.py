@@ -19,10 +19,10 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import pool as pool_module
-from jaxrl_llm.rewards import process
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.worker import RewardItem
+from jaxrl_llm.workers import process
 from tests.waiting import wait_until
 
 FUNCTIONS = """

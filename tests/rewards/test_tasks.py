@@ -13,10 +13,10 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem
+from jaxrl_llm.workers.limits import Limits
 from tests.waiting import wait_until
 
 ray = pytest.importorskip("ray")

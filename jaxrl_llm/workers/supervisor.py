@@ -1,4 +1,4 @@
-"""The supervisor of one scoring process: starts it, watches it, and leaves nothing behind.
+"""The supervisor of one worker process: starts it, watches it, and leaves nothing behind.
 
 A supervisor is a fresh interpreter that loads nothing of the user's. It adopts what the worker's
 children leave behind when they end, so that whatever the worker starts stays below it, in which
@@ -8,6 +8,7 @@ process group.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.rewards import cgroup
+from jaxrl_llm.workers import cgroup
 
 POLL_INTERVAL_S = 0.1  # between two counts of processes
 PARENT_POLL_S = 1.0  # between two looks whether the pool's process is still there
@@ -38,6 +39,9 @@ class SupervisorOptions(NamedTuple):
         memory_gb: of `Limits`.
         max_processes: of `Limits`.
         group: the control group's path; None has none.
+        program: the `module:function` that serves in the worker, called with the descriptor of our
+            end of the connection and with `memory_gb`.
+        keys: how the config's keys for the limits begin, for messages.
     """
 
     answers: int
@@ -46,6 +50,8 @@ class SupervisorOptions(NamedTuple):
     memory_gb: float | None
     max_processes: int | None
     group: str | None
+    program: str
+    keys: str
 
 
 def supervise(options: SupervisorOptions) -> None:
@@ -55,7 +61,7 @@ def supervise(options: SupervisorOptions) -> None:
     a worker that it ends, and a supervisor that is killed so could end nothing itself.
     """
     for fd in (options.answers, options.lifeline):
-        os.set_inheritable(fd, False)  # what a reward function starts must not hold them
+        os.set_inheritable(fd, False)  # what a user's function starts must not hold them
     child_ended, held_by_child = os.pipe()
     waiter = os.getpid()
     if os.fork() == 0:
@@ -83,9 +89,9 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
         os.close(options.lifeline)
         os.close(held)
         _become_worker(supervisor, group, memory_bytes)
-        from jaxrl_llm.rewards.worker import run_worker  # the supervisor itself stays small
-
-        run_worker(options.answers, memory_gb=options.memory_gb)
+        module, function = options.program.split(":")  # the supervisor itself stays small
+        serve = getattr(importlib.import_module(module), function)
+        serve(options.answers, memory_gb=options.memory_gb)
         return
     os.close(options.answers)
     _ignore_signals()
@@ -112,7 +118,7 @@ def _adopt_orphans() -> bool:
 
 
 def _become_worker(supervisor: int, group: Path | None, memory_bytes: int | None) -> None:
-    os.setsid()  # a reward function that kills its process group kills no supervisor
+    os.setsid()  # a function that kills its process group kills no supervisor
     # schedulers send it to all processes of a job, which has a step to end
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -150,7 +156,7 @@ def _watch(
             return {"exit_code": code, "reason": _reason(options, group)}
         count = len(_descendants()) - 1 if options.max_processes is not None and adopts else 0
         if count > (options.max_processes or 0):
-            limit = f"at most {options.max_processes} (reward.max_processes)"
+            limit = f"at most {options.max_processes} ({options.keys}max_processes)"
             return {"exit_code": None, "reason": f"had started {count} processes, expected {limit}"}
         if any(fd == options.lifeline for fd, _ in poller.poll(POLL_INTERVAL_S * 1000)):
             return None
@@ -162,7 +168,8 @@ def _watch(
 def _reason(options: SupervisorOptions, group: Path | None) -> str | None:
     if group is None or not cgroup.ran_out_of_memory(group):
         return None
-    return f"took more than {options.memory_gb:g} GB with all it started (reward.memory_gb)"
+    key = f"{options.keys}memory_gb"
+    return f"took more than {options.memory_gb:g} GB with all it started ({key})"
 
 
 def _reap(worker: int, adopts: bool) -> int | None:

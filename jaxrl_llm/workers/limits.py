@@ -1,4 +1,4 @@
-"""What a reward function's processes may take, and which environment variables they are given."""
+"""What worker processes may take, and which environment variables they are given."""
 
 import math
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ PASSED_VARIABLES = """
     TRANSFORMERS_OFFLINE TRANSFORMERS_CACHE NLTK_DATA TIKTOKEN_CACHE_DIR
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
 """
-"""Names (`*` stands for any letters) of the variables that every reward function gets. None of them
-usually holds a secret, which a proxy's address may."""
+"""Names (`*` stands for any letters) of the variables that every worker gets. None of them usually
+holds a secret, which a proxy's address may."""
 
 
 class Limits(NamedTuple):
-    """What each scoring process may take.
+    """What each worker process may take.
 
     Args:
         memory_gb: GB of memory of each process; None sets no limit.
-        max_processes: processes that a reward function may have started at once; None sets no
+        max_processes: processes that a user's function may have started at once; None sets no
             limit.
         pass_env: names of environment variables that it gets beside `PASSED_VARIABLES`; `*` stands
             for any letters.
@@ -38,10 +38,15 @@ class Limits(NamedTuple):
 
 
 DEFAULT_LIMITS = Limits()
+MAX_LINE_BYTES = 64_000_000  # of an answer of a worker, with all that it holds
 
 
-def check_limits(limits: Limits) -> None:
+def check_limits(limits: Limits, section: str = "reward") -> None:
     """Refuse limits that allow nothing.
+
+    Args:
+        limits: of each worker.
+        section: of the config, for messages.
 
     Raises:
         ValueError: a limit is not above 0, or not finite.
@@ -51,15 +56,18 @@ def check_limits(limits: Limits) -> None:
     ValueError: reward: expected memory_gb above 0, or nothing, got 0
     """
     if limits.memory_gb is not None and not 0 < limits.memory_gb < math.inf:
-        raise ValueError(f"reward: expected memory_gb above 0, or nothing, got {limits.memory_gb}")
+        raise ValueError(
+            f"{section}: expected memory_gb above 0, or nothing, got {limits.memory_gb}"
+        )
     if limits.max_processes is not None and limits.max_processes < 1:
         raise ValueError(
-            f"reward: expected max_processes of 1 or more, or nothing, got {limits.max_processes}"
+            f"{section}: expected max_processes of 1 or more, or nothing, got"
+            f" {limits.max_processes}"
         )
 
 
 def passed_environment(environment: Mapping[str, str], more: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables that a reward function gets: `PASSED_VARIABLES`, and those of a config.
+    """Return the variables that a worker gets: `PASSED_VARIABLES`, and those of a config.
 
     >>> passed_environment({"LC_ALL": "C", "HF_TOKEN": "x", "MY_URL": "y"}, ("MY_*",))
     {'LC_ALL': 'C', 'MY_URL': 'y'}

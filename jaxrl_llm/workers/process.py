@@ -1,4 +1,4 @@
-"""One scoring process as the pool sees it: a supervisor, its worker, and what goes back and forth.
+"""One worker process as its pool sees it: a supervisor, its worker, and what goes back and forth.
 
 Nothing here blocks on what the worker does or leaves undone, and nothing that it writes is more
 than text until it has been checked.
@@ -17,24 +17,35 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards import cgroup
-from jaxrl_llm.rewards.limits import DEFAULT_LIMITS, Limits, passed_environment
-from jaxrl_llm.rewards.supervisor import SupervisorOptions
-from jaxrl_llm.rewards.worker import MAX_LINE_BYTES, RewardItem
+from jaxrl_llm.workers import cgroup
+from jaxrl_llm.workers.limits import DEFAULT_LIMITS, MAX_LINE_BYTES, Limits, passed_environment
+from jaxrl_llm.workers.supervisor import SupervisorOptions
 
 START_TIMEOUT_S = 120.0  # for a worker to come up: importing the user's module may be slow
 STOP_TIMEOUT_S = 10.0  # for a supervisor to kill what is below it
 END_REPORT_TIMEOUT_S = 1.0  # for a supervisor to say how its worker ended
 READ_BYTES = 2**18
+BAD_OUTPUT = "wrote something else than its answer on the pool's connection"
 PACKAGE_ROOT = str(Path(__file__).parents[2])  # where this package was imported from
 SUPERVISOR_PROGRAM = (
     "import json, sys; search, options = json.loads(sys.argv[1]); sys.path[:] = search;"
-    " from jaxrl_llm.rewards.supervisor import SupervisorOptions as Options, supervise;"
+    " from jaxrl_llm.workers.supervisor import SupervisorOptions as Options, supervise;"
     " supervise(Options(*options))"
 )
+
+
+class WorkerProgram(NamedTuple):
+    """What workers run.
+
+    Args:
+        function: `module:function`, as of `SupervisorOptions.program`.
+        keys: how the config's keys for the limits begin, for messages.
+    """
+
+    function: str
+    keys: str
 
 
 class LaunchOptions(NamedTuple):
@@ -109,12 +120,15 @@ class WorkerProcess:
     """A worker with its supervisor, the items it was given, and when the first of them is overdue.
 
     Args:
-        spec: the reward function.
+        program: what it runs.
+        spec: what it is told first, as a pickle.
         timeout_s: seconds that one item may take.
         launch: how it starts.
     """
 
-    def __init__(self, spec: FunctionSpec, timeout_s: float, launch: LaunchOptions) -> None:
+    def __init__(
+        self, program: WorkerProgram, spec: Any, timeout_s: float, launch: LaunchOptions
+    ) -> None:
         ours, answers = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
         self._group = cgroup.new_group_path()
@@ -126,6 +140,8 @@ class WorkerProcess:
             memory_gb=limits.memory_gb,
             max_processes=limits.max_processes,
             group=self._group,
+            program=program.function,
+            keys=program.keys,
         )
         search = [*launch.search, *sys.path, PACKAGE_ROOT]
         with ExitStack() as undo, answers, lifeline:
@@ -147,11 +163,11 @@ class WorkerProcess:
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.channel.send(pickle.dumps(spec))
 
-    def submit(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
-        """Send it some items; the first one's time begins."""
-        self.pending.extend(numbers)
+    def submit(self, numbered: Sequence[tuple[int, Any]]) -> None:
+        """Send it some items with their numbers; the first one's time begins."""
+        self.pending.extend(number for number, _ in numbered)
         self.restart_deadline()
-        self.channel.send(pickle.dumps([(number, items[number]) for number in numbers]))
+        self.channel.send(pickle.dumps(numbered))
 
     def restart_deadline(self) -> None:
         """Let the next item's time begin."""
@@ -205,3 +221,11 @@ class WorkerProcess:
             cgroup.discard(self._group)
         self.channel.connection.close()
         self._lifeline.close()
+
+
+def stop_all(workers: list[WorkerProcess]) -> None:
+    """End workers, and empty the list."""
+    for worker in workers:  # all at once
+        worker.kill()
+    while workers:
+        workers.pop().stop()

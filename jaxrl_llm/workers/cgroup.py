@@ -30,7 +30,7 @@ def new_group_path() -> str | None:
     folder = Path(mounted) / within
     if ".." in folder.parts or not os.access(folder, os.W_OK):
         return None
-    return str(folder / f"jaxrl_llm-reward-{secrets.token_hex(8)}")
+    return str(folder / f"jaxrl_llm-worker-{secrets.token_hex(8)}")
 
 
 def create_group(

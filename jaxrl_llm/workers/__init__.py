@@ -1,0 +1,1 @@
+"""Limited processes in which functions of users run: rewards, tools and environments."""

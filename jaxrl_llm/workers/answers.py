@@ -1,0 +1,72 @@
+"""What the answers of workers are made of. Nothing in them is taken on trust."""
+
+import json
+import numbers
+from typing import Any
+
+MAX_LOAD_ERROR_CHARS = 2000
+
+
+def shorten(text: str, limit: int = 300) -> str:
+    """Return the text with its middle left out where it is longer than `limit` characters.
+
+    >>> shorten("abcdefgh", 5)
+    'ab…gh'
+    """
+    if len(text) <= limit:
+        return text
+    half = (limit - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON may hold it, such as the number in a scalar of numpy or torch.
+
+    Raises:
+        TypeError: it is no plain data.
+    """
+    if hasattr(value, "item"):  # numpy and torch scalars
+        return value.item()
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if value is None or isinstance(value, str | dict | list | tuple):
+        return value
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+def memory_limit(error: BaseException | None, memory_gb: int | float | None, keys: str) -> str:
+    """Return what a process may take, if that is the cause of an error; else nothing.
+
+    >>> memory_limit(MemoryError(), 4, "reward.")
+    '; it may take 4 GB (reward.memory_gb)'
+    """
+    is_cause = memory_gb is not None and isinstance(error, MemoryError)
+    return f"; it may take {memory_gb:g} GB ({keys}memory_gb)" if is_cause else ""
+
+
+def encode_load_error(message: str | None) -> bytes:
+    """Return a worker's first line: what is wrong with what it should run, or null.
+
+    >>> encode_load_error(None)
+    b'{"load_error": null}\\n'
+    """
+    shortened = None if message is None else shorten(message, MAX_LOAD_ERROR_CHARS)
+    return json.dumps({"load_error": shortened}).encode() + b"\n"
+
+
+def decode_load_error(line: bytes) -> str | None:
+    """Return what a worker's first line says is wrong with what it should run; None if nothing is.
+
+    Raises:
+        ValueError: it is another line.
+
+    >>> decode_load_error(b'{"load_error": null}')
+    """
+    try:
+        first = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(first, dict) or first.keys() != {"load_error"}:
+        raise ValueError(f"expected an object with load_error, got {shorten(repr(first))}")
+    message = first["load_error"]
+    return None if message is None else shorten(str(message), MAX_LOAD_ERROR_CHARS)
