@@ -8,11 +8,13 @@ if TYPE_CHECKING:
     from jaxrl_llm.algorithms.advantages import (
         dr_grpo,
         gae,
+        gae_turns,
         gae_whitened,
         gdpo,
         gpg,
         grpo,
         grpo_pass_at_k,
+        grpo_turns,
         kl_penalized_rewards,
         opo,
         optimal_token_baseline,

@@ -2,7 +2,11 @@
 
 An estimator's positional parameters are fields of a batch, its keyword arguments are its
 hyper-parameters. Estimators from one score per answer give [B] (`to_tokens` spreads them over the
-tokens), those that look at tokens give [B T], and `gae` gives advantages and returns.
+tokens), those that look at tokens give [B T], and those that ask for `values` give advantages and
+returns.
+
+An answer that is to count for nothing has a group of its own and a mask that is false everywhere:
+the others' advantages are then what they would be without it.
 """
 
 from jaxrl_llm.algorithms.advantages_optimal_baseline import (
@@ -32,15 +36,18 @@ from jaxrl_llm.algorithms.advantages_token import (
     to_tokens,
     whiten,
 )
+from jaxrl_llm.algorithms.advantages_turns import gae_turns, grpo_turns
 
 __all__ = [
     "dr_grpo",
     "gae",
+    "gae_turns",
     "gae_whitened",
     "gdpo",
     "gpg",
     "grpo",
     "grpo_pass_at_k",
+    "grpo_turns",
     "kl_penalized_rewards",
     "opo",
     "optimal_token_baseline",

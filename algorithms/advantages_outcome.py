@@ -150,35 +150,45 @@ def grpo_pass_at_k(
 
 
 def gpg(
-    scores: Float[Array, " B"], group_ids: Int[Array, " B"], *, f_norm: float = 1.0
+    scores: Float[Array, " B"],
+    group_ids: Int[Array, " B"],
+    mask: Bool[Array, "B T"],
+    *,
+    f_norm: float = 1.0,
 ) -> Float32[Array, " B"]:
     """Compare with the group's mean and make up for idle groups: A = α (R − mean) / f_norm.
 
     GPG (https://arxiv.org/abs/2504.02546) with its "accurate gradient estimation": α = B / B_used,
     where B_used counts the answers of groups whose scores are not all equal. The others add nothing
     to the gradient, yet count in its mean. (verl counts the answers whose score is not 0.) Its loss
-    is `losses.reinforce`. A group of one: A = α R / f_norm, idle where R = 0.
+    is `losses.reinforce`. A group of one: A = α R / f_norm, idle where R = 0. As in `reduce`, an
+    answer without any token on the mask counts for nothing, neither in B nor in B_used.
 
     Args:
         scores: score of each answer.
         group_ids: which answers share a prompt; any integers, in any order.
+        mask: true on tokens that the policy generated.
         f_norm: a constant divisor, in units of the score.
 
     Returns:
         One advantage per answer.
 
-    >>> gpg(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
+    >>> scores, groups = jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])
+    >>> gpg(scores, groups, jnp.ones((4, 1), bool)).tolist()
     [1.0, -1.0, 0.0, 0.0]
     """
     groups = grouped(group_ids)
     advantages = dr_grpo(scores, group_ids)
-    used = over_group(jax.ops.segment_max, jnp.abs(advantages), groups) > 0
-    return advantages * (used.size / jnp.maximum(used.sum(), 1).astype(jnp.float32)) / f_norm
+    counted = mask.any(axis=1)
+    used = counted & (over_group(jax.ops.segment_max, jnp.abs(advantages), groups) > 0)
+    total, learning = (x.sum().astype(jnp.float32) for x in (counted, used))
+    return advantages * (total / jnp.maximum(learning, 1.0)) / f_norm
 
 
 def gdpo(
     score_components: Float[Array, "B C"],
     group_ids: Int[Array, " B"],
+    mask: Bool[Array, "B T"],
     *,
     weights: Sequence[float] | None = None,
     eps: float = 1e-6,
@@ -187,21 +197,23 @@ def gdpo(
 
     A_c is GRPO's advantage of component c. GDPO (https://arxiv.org/abs/2601.05242): sums of
     different components that happen to be equal keep different advantages. We whiten over the
-    answers, as the paper does; verl does over their tokens.
+    answers with a token on the mask, as the paper does; verl does over their tokens.
 
     Args:
         score_components: the scores that an answer got, by component.
         group_ids: which answers share a prompt; any integers, in any order.
+        mask: true on tokens that the policy generated.
         weights: one per component; all 1 where None.
         eps: what is added to the standard deviation of a group, in units of the score.
 
     Returns:
-        One advantage per answer.
+        One advantage per answer, 0 where it has no token on the mask.
 
     Raises:
         ValueError: not as many weights as components.
 
-    >>> [f"{a:.3f}" for a in gdpo(jnp.array([[1.0, 0.0], [0.0, 0.0]]), jnp.array([0, 0]))]
+    >>> scores, groups = jnp.array([[1.0, 0.0], [0.0, 0.0]]), jnp.array([0, 0])
+    >>> [f"{a:.3f}" for a in gdpo(scores, groups, jnp.ones((2, 1), bool))]
     ['0.707', '-0.707']
     """
     components = score_components.shape[1]
@@ -212,7 +224,7 @@ def gdpo(
         )
     per_component = jax.vmap(lambda s: grpo(s, group_ids, eps=eps), in_axes=1, out_axes=1)
     total = per_component(score_components) @ jnp.asarray(weights, jnp.float32)
-    return whiten(total, jnp.ones_like(total, dtype=bool))
+    return whiten(total, mask.any(axis=1))
 
 
 def reinforce_plus_plus_baseline(

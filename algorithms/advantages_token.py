@@ -117,7 +117,7 @@ def reward_to_go(
     [[3.0, 0.0, 4.0]]
     """
     rewards = jnp.where(mask, rewards.astype(jnp.float32), 0.0)
-    return jnp.where(mask, _from_the_end(jnp.where(mask, gamma, 1.0), rewards), 0.0)
+    return jnp.where(mask, from_the_end(jnp.where(mask, gamma, 1.0), rewards), 0.0)
 
 
 def gae(
@@ -150,10 +150,8 @@ def gae(
     ([[0.5, 0.25]], [[1.0, 1.0]])
     """
     values = jnp.where(mask, values.astype(jnp.float32), 0.0)
-    here_or_next = _from_the_end(jnp.where(mask, 0.0, 1.0), values)
-    next_values = jnp.pad(here_or_next[:, 1:], [(0, 0), (0, 1)])
-    delta = rewards.astype(jnp.float32) + gamma * next_values - values
-    advantages = _from_the_end(jnp.where(mask, gamma * lam, 1.0), jnp.where(mask, delta, 0.0))
+    delta = rewards.astype(jnp.float32) + gamma * next_on_mask(values, mask) - values
+    advantages = from_the_end(jnp.where(mask, gamma * lam, 1.0), jnp.where(mask, delta, 0.0))
     advantages = jnp.where(mask, advantages, 0.0)
     return advantages, advantages + values
 
@@ -232,10 +230,29 @@ def reinforce_plus_plus(
     return whiten(reward_to_go(rewards, mask, gamma=gamma), mask)
 
 
-def _from_the_end(
+def next_on_mask(values: Float32[Array, "B T"], mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+    """Return for each token the value of the next one on the mask, 0 where there is none.
+
+    Args:
+        values: one for each token, 0 off the mask.
+        mask: true on tokens that the policy generated.
+
+    >>> values, mask = jnp.array([[1.0, 0.0, 3.0]]), jnp.array([[True, False, True]])
+    >>> next_on_mask(values, mask).tolist()
+    [[3.0, 3.0, 0.0]]
+    """
+    here_or_next = from_the_end(jnp.where(mask, 0.0, 1.0), values)
+    return jnp.pad(here_or_next[:, 1:], [(0, 0), (0, 1)])
+
+
+def from_the_end(
     decay: Float32[Array, "B T"], inputs: Float32[Array, "B T"]
 ) -> Float32[Array, "B T"]:
-    """Solve y_t = inputs_t + decay_t · y_{t+1} in log T steps."""
+    """Solve y_t = inputs_t + decay_t · y_{t+1} in log T steps.
+
+    >>> from_the_end(jnp.array([[0.5, 0.5]]), jnp.array([[1.0, 4.0]])).tolist()
+    [[3.0, 4.0]]
+    """
 
     def combine(later: tuple[Array, Array], here: tuple[Array, Array]) -> tuple[Array, Array]:
         return here[0] * later[0], here[1] + here[0] * later[1]

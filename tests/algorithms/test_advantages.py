@@ -25,6 +25,7 @@ TOKEN = [
 ]
 BOTH = [adv.gae, adv.gae_whitened]
 ALL = OUTCOME + TOKEN + BOTH
+ON = jnp.ones((6, 1), bool)  # a mask of six answers
 names = pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
 
 
@@ -159,18 +160,19 @@ def test_pass_at_k_rewards_the_lead_of_the_best(fields):
 def test_gpg_counts_the_answers_of_groups_that_learn():
     scores, ids = jnp.array([1.0, 1.0, 1.0, 0.0, 0.5, 1.0]), jnp.array([0, 0, 0, 2, 2, 2])
     want = np.array([0, 0, 0, -0.5, 0, 0.5]) * (6 / 3) / 2.0
-    assert_allclose(adv.gpg(scores, ids, f_norm=2.0), want, rtol=1e-6)
-    assert_array_equal(adv.gpg(jnp.ones(6), ids), np.zeros(6))
+    assert_allclose(adv.gpg(scores, ids, ON, f_norm=2.0), want, rtol=1e-6)
+    assert_array_equal(adv.gpg(jnp.ones(6), ids, ON), np.zeros(6))
 
 
 def test_gdpo_matches_the_loop(fields):
     (components,) = as64(fields, "score_components")
     weights = (1.0, 0.5, 2.0)
     total = sum(w * loop_grpo(components[:, c], fields["group_ids"]) for c, w in enumerate(weights))
-    got = adv.gdpo(fields["score_components"], fields["group_ids"], weights=weights)
+    args = [fields[name] for name in ("score_components", "group_ids", "mask")]
+    got = adv.gdpo(*args, weights=weights)
     assert_allclose(got, loop_whiten(total, np.ones(6, bool)), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="got 2 weights, expected one for each of 3"):
-        adv.gdpo(fields["score_components"], fields["group_ids"], weights=(1.0, 2.0))
+        adv.gdpo(*args, weights=(1.0, 2.0))
 
 
 def test_gdpo_tells_apart_sums_that_grpo_confuses():
@@ -178,7 +180,7 @@ def test_gdpo_tells_apart_sums_that_grpo_confuses():
     ids = jnp.array([0, 0, 0, 0, 1, 1])
     confused = adv.grpo(components.sum(1), ids)
     assert confused[0] == confused[1]
-    got = adv.gdpo(components, ids)
+    got = adv.gdpo(components, ids, ON)
     assert got[0] - got[1] > 0.1
 
 
@@ -292,6 +294,7 @@ def test_outcome_estimators_by_hand(function, keywords, want, arguments):
         "scores": jnp.array([2.0, 0.0, 1.0, 5.0]),
         "group_ids": jnp.array([8, 8, 8, -1]),
         "response_lengths": jnp.array([3, 1, 1, 9]),
+        "mask": jnp.ones((4, 1), bool),
     }
     assert_allclose(function(*arguments(function, fields), **keywords), want, atol=1e-5)
 
@@ -470,10 +473,11 @@ def test_equal_scores_give_exactly_zero(value):
     """In float32 (0.9 + 0.9 + 0.9) / 3 is not 0.9; GRPO would divide that noise by eps."""
     scores, ids = jnp.full(6, value, jnp.float32), jnp.array([0, 0, 0, 1, 1, 2])
     scores = scores.at[5].set(0.0)
-    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.gpg, adv.grpo_pass_at_k):
+    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.grpo_pass_at_k):
         assert_array_equal(function(scores, ids), np.zeros(6), err_msg=function.__name__)
+    assert_array_equal(adv.gpg(scores, ids, ON), np.zeros(6))
     assert_array_equal(adv.opo(scores, jnp.arange(1, 7), ids), np.zeros(6))
-    assert_array_equal(adv.gdpo(jnp.stack([scores, scores], 1), ids), np.zeros(6))
+    assert_array_equal(adv.gdpo(jnp.stack([scores, scores], 1), ids, ON), np.zeros(6))
     mask = jnp.ones((6, 2), bool)
     assert_array_equal(adv.reinforce_plus_plus_baseline(scores, ids, mask), np.zeros((6, 2)))
     same = jnp.full((6, 2), -1.5)
