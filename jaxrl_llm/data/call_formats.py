@@ -1,0 +1,337 @@
+"""How each family of models writes calls of tools: from text to calls, and back.
+
+Markers such as `<tool_call>` are single characters here already (`tool_calls.mark`), so that no
+text can be taken for one. A call that is not written as its format says is never mended: it comes
+back with what is wrong with it, for the model to read.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.data.call_text import (
+    BEGIN,
+    END,
+    INNER,
+    LAST,
+    MIDDLE,
+    BadCall,
+    ToolCall,
+    Tools,
+    attempt,
+    blocks_of,
+    check_value,
+    closed_block,
+    dump_json,
+    json_call,
+    load_json,
+    quote,
+)
+
+HERMES = ("<tool_call>", "</tool_call>")
+LLAMA = ("<|python_tag|>",)
+PYTHONIC = (
+    *("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2
+    *("<|python_start|>", "<|python_end|>"),  # Llama 4
+)
+MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+DEEPSEEK = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    "<｜tool▁sep｜>",
+)
+
+
+def read_hermes(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Qwen2.5, Qwen3, Hermes."""
+    expected = '{"name": "...", "arguments": {...}}'
+
+    def read(block: str) -> ToolCall:
+        return json_call(load_json(closed_block(block, HERMES[1]), expected), "arguments")
+
+    text, blocks = blocks_of(marked)
+    return text, [attempt(lambda b=block: read(b)) for block in blocks]
+
+
+def write_hermes(calls: Sequence[ToolCall]) -> str:
+    """Write calls as `read_hermes` reads them."""
+    values = [dump_json({"name": c.name, "arguments": c.arguments}) for c in calls]
+    return "\n".join(f"<tool_call>\n{value}\n</tool_call>" for value in values)
+
+
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
+)
+
+
+def read_qwen3_coder(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
+    text, blocks = blocks_of(marked)
+    return text, [attempt(lambda b=block: _qwen3_coder_call(b, tools)) for block in blocks]
+
+
+def _qwen3_coder_call(block: str, tools: Tools) -> ToolCall:
+    expected = "<function=...> with a <parameter=...>...</parameter> for each, then </function>"
+    block = closed_block(block, HERMES[1]).strip()
+    found = re.fullmatch(r"<function=([^>\n]+)>(.*)</function>", block, re.DOTALL)
+    if not found:
+        raise BadCall(f"got {quote(block)}, expected {expected}")
+    name, rest = found.groups()
+    arguments, position = dict[str, Any](), 0
+    types = parameter_types(tools, name)
+    while parameter := _PARAMETER.match(rest, position):
+        key, value = parameter.groups()
+        if key in arguments:
+            raise BadCall(f"the parameter {key!r} is there twice; expected it once", name)
+        arguments[key] = _typed(value, types.get(key))
+        position = parameter.end()
+    if rest[position:].strip():
+        raise BadCall(f"got {quote(rest[position:].strip())}, expected {expected}", name)
+    return ToolCall(name, arguments)
+
+
+def parameter_types(tools: Tools, name: str) -> dict[str, tuple[str, ...]]:
+    """Return the JSON types of a tool's parameters, as far as its schema names them.
+
+    >>> parameters = {"properties": {"n": {"type": "integer"}}}
+    >>> parameter_types([{"function": {"name": "f", "parameters": parameters}}], "f")
+    {'n': ('integer',)}
+    """
+    functions = [tool.get("function", tool) for tool in tools]
+    found = [f.get("parameters") or {} for f in functions if f.get("name") == name]
+    properties = found[0].get("properties", {}) if found else {}
+    types = {key: schema.get("type") for key, schema in properties.items()}
+    return {k: (t,) if isinstance(t, str) else tuple(t) for k, t in types.items() if t}
+
+
+def _typed(text: str, types: tuple[str, ...] | None) -> Any:
+    """Read a value that is written without quotes: a text unless its type says otherwise."""
+    if types and "string" in types:
+        return text
+    written = {"True": True, "False": False, "None": None}
+    if text in written:
+        return written[text]
+    try:
+        return load_json(text, "a value")
+    except BadCall:
+        return text  # whoever checks the arguments against the schema says what is wrong
+
+
+def write_qwen3_coder(calls: Sequence[ToolCall]) -> str:
+    """Write calls as `read_qwen3_coder` reads them."""
+
+    def parameter(key: str, value: Any) -> str:
+        shown = value if isinstance(value, str) else dump_json(value)
+        return f"<parameter={key}>\n{shown}\n</parameter>\n"
+
+    def call(c: ToolCall) -> str:
+        parameters = "".join(parameter(k, v) for k, v in c.arguments.items())
+        return f"<tool_call>\n<function={c.name}>\n{parameters}</function>\n</tool_call>"
+
+    return "\n".join(map(call, calls))
+
+
+def read_llama3_json(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read `{"name": ..., "parameters": {...}}`: the whole answer, or after `<|python_tag|>`."""
+    before, tagged, body = marked.partition(BEGIN)
+    if not tagged and not re.match(r'\s*\{\s*"(name|type)"\s*:', before):
+        return marked, []
+    text, rest = (before, body) if tagged else ("", before)
+    pieces = _objects(rest.replace(BEGIN, ";"))
+    return text, [attempt(lambda p=piece: _llama3_json_call(p)) for piece in pieces]
+
+
+def _objects(text: str) -> list[str]:
+    """Split objects of JSON that follow each other; what can't be read is the last piece."""
+    decoder, pieces, position = json.JSONDecoder(), list[str](), 0
+    while position < len(text) and (skip := re.compile(r"[\s;]*").match(text, position)):
+        start = skip.end()
+        if start == len(text):
+            break
+        try:
+            position = decoder.raw_decode(text, start)[1]
+        except (ValueError, RecursionError):
+            position = len(text)
+        pieces.append(text[start:position])
+    return pieces
+
+
+def _llama3_json_call(text: str) -> ToolCall:
+    value = load_json(text, '{"name": "...", "parameters": {...}}')
+    kind = value.get("type", "function") if isinstance(value, dict) else None
+    if kind not in ("function", None):
+        raise BadCall(f"type: got {quote(kind)}, expected 'function'")
+    return json_call(value, "parameters", optional=["type"])
+
+
+def write_llama3_json(calls: Sequence[ToolCall]) -> str:
+    """Write calls as `read_llama3_json` reads them."""
+    return "; ".join(
+        f'{{"name": {dump_json(c.name)}, "parameters": {dump_json(c.arguments)}}}' for c in calls
+    )
+
+
+def read_pythonic(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read `[f(a=1), g(b="x")]`: the whole answer, or what stands between markers."""
+    marked = marked.replace(INNER, BEGIN).replace(LAST, END)
+    if BEGIN not in marked:
+        if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", marked):
+            return marked, []
+        return "", _pythonic_calls(marked)
+    text, blocks = blocks_of(marked)
+    calls = [call for block in blocks for call in _pythonic_calls(block)]
+    return text, calls
+
+
+def _pythonic_calls(block: str) -> list[ToolCall]:
+    expected = "[name(parameter=value, ...), ...] with literal values"
+    try:
+        source = closed_block(block, "the end marker").strip()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of backslashes in the model's texts
+            tree = ast.parse(source, mode="eval").body
+    except BadCall as bad:
+        return [ToolCall("", {}, error=str(bad))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = f"no list of calls: {error}; expected {expected}"
+        return [ToolCall("", {}, error=reason)]
+    if not isinstance(tree, ast.List) or not tree.elts:
+        return [ToolCall("", {}, error=f"got {quote(source)}, expected {expected}")]
+    return [attempt(lambda n=node: _pythonic_call(n)) for node in tree.elts]
+
+
+def _pythonic_call(node: ast.expr) -> ToolCall:
+    shown = quote(ast.unparse(node))
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise BadCall(f"got {shown}, expected name(parameter=value, ...)")
+    name = ast.unparse(node.func)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise BadCall(f"got {shown}, expected every argument as parameter=value", name)
+    arguments = {str(k.arg): _literal(k.value, name) for k in node.keywords}
+    if len(arguments) < len(node.keywords):
+        raise BadCall(f"got {shown}, expected every parameter once", name)
+    check_value(arguments, "finite numbers and whole characters")
+    return ToolCall(name, arguments)
+
+
+def _literal(node: ast.expr, name: str) -> Any:
+    """Return the value of a literal that JSON has, too, in Python's spelling or in JSON's."""
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as word):
+            return {"true": True, "false": False, "null": None}[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items):
+            return [_literal(item, name) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            texts = [_literal(key, name) if key else None for key in keys]
+            if all(isinstance(text, str) for text in texts) and len({*texts}) == len(texts):
+                return dict(zip(texts, (_literal(v, name) for v in values), strict=True))
+    raise BadCall(
+        f"got {quote(ast.unparse(node))}, expected a text, a number, True, False, None, a list or"
+        " a dict of such whose keys are different texts",
+        name,
+    )
+
+
+def write_pythonic(calls: Sequence[ToolCall]) -> str:
+    """Write calls as `read_pythonic` reads them."""
+
+    def call(c: ToolCall) -> str:
+        return f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})"
+
+    return f"[{', '.join(map(call, calls))}]"
+
+
+def read_mistral(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read `[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+    text, *blocks = marked.split(BEGIN)
+    calls = [call for block in blocks for call in _mistral_calls(block)]
+    seen = set[str]()
+    for number, call in enumerate(calls):
+        if call.id in seen:
+            reason = f"the id {call.id!r} is there twice; expected another for each call"
+            calls[number] = ToolCall(call.name, {}, error=reason)
+        seen |= {call.id} - {""}
+    return text, calls
+
+
+def _mistral_calls(block: str) -> list[ToolCall]:
+    name, sep, rest = block.partition(END)
+    if sep:
+        return [attempt(lambda: _mistral_named_call(name, rest))]
+    expected = '[{"name": "...", "arguments": {...}}, ...] or name[ARGS]{...}'
+    try:
+        values = load_json(block, expected)
+    except BadCall as bad:
+        return [ToolCall("", {}, error=str(bad))]
+    if not isinstance(values, list) or not values:
+        return [ToolCall("", {}, error=f"got {quote(values)}, expected {expected}")]
+    return [attempt(lambda v=value: _mistral_call(v)) for value in values]
+
+
+def _mistral_named_call(head: str, rest: str) -> ToolCall:
+    name, has_id, identity = (part.strip() for part in head.partition(INNER))
+    value = {"name": name, "arguments": load_json(rest, "an object")}
+    return _mistral_call(value | ({"id": identity} if has_id else {}))
+
+
+def _mistral_call(value: Any) -> ToolCall:
+    call = json_call(value, "arguments", optional=["id"])
+    if "id" not in value:
+        return call
+    if not isinstance(value["id"], str) or not re.fullmatch("[A-Za-z0-9]{9}", value["id"]):
+        raise BadCall(f"id: got {quote(value['id'])}, expected nine letters or digits", call.name)
+    return call._replace(id=value["id"])
+
+
+def write_mistral(calls: Sequence[ToolCall]) -> str:
+    """Write calls as `read_mistral` reads them, in its first form."""
+    values = []
+    for call in calls:
+        identity = {"id": call.id} if call.id else {}
+        values.append({"name": call.name, "arguments": call.arguments} | identity)
+    return "[TOOL_CALLS]" + dump_json(values)
+
+
+def read_deepseek(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read name, separator, JSON (V3.1); or `function`, separator, name, a fence of JSON (V3)."""
+    before, begun, body = marked.partition(BEGIN)
+    inside, closed, after = body.partition(END)
+    pieces = inside.split(INNER)[1:]
+    calls = [attempt(lambda p=piece: _deepseek_call(p)) for piece in pieces]
+    if begun and (not calls or (not closed and calls[-1].error is None)):
+        expected = f"{DEEPSEEK[1]} after them" if calls else "at least one"
+        calls.append(ToolCall("", {}, error=f"the calls break off; expected {expected}"))
+    return before + after, calls
+
+
+def _deepseek_call(piece: str) -> ToolCall:
+    expected = "a name, the separator, and the arguments as an object of JSON"
+    body, closed, after = piece.partition(LAST)
+    head, parted, rest = body.partition(MIDDLE)
+    if not closed or not parted or after.strip():
+        raise BadCall(f"the call is not closed or not parted; expected {expected}")
+    if fenced := re.fullmatch(r"([^\n]*)\n```json\n(.*)\n```", rest.strip(), re.DOTALL):
+        kind, name, text = head.strip(), *fenced.groups()
+        if kind != "function":
+            raise BadCall(f"got a call of the kind {kind!r}, expected 'function'", name)
+    else:
+        name, text = head, rest
+    try:
+        arguments = load_json(text, "an object of JSON")
+    except BadCall as bad:
+        raise BadCall(str(bad), name.strip()) from bad
+    return json_call({"name": name.strip(), "arguments": arguments}, "arguments")
+
+
+def write_deepseek(calls: Sequence[ToolCall]) -> str:
+    """Write calls as DeepSeek-V3.1 does."""
+    begin, end, inner, last, middle = DEEPSEEK
+    written = [f"{inner}{c.name}{middle}{dump_json(c.arguments)}{last}" for c in calls]
+    return begin + "".join(written) + end

@@ -1,0 +1,159 @@
+"""What the formats of calls share: the records, and reading JSON without mending it."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+OPEN, CLOSE, BEGIN, END, INNER, LAST, MIDDLE = (chr(0xD800 + i) for i in range(7))
+"""What stands for markers while an answer is read: surrogates, which no decoded text contains.
+
+The first two are `<think>` and `</think>`, the others a format's markers in order.
+"""
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool as a model wrote it.
+
+    Attributes:
+        name: of the tool; empty where the text has none.
+        arguments: by parameter name.
+        id: by which a tool's message names the call.
+        error: why the text is no call, and what was expected; told to the model.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    error: str | None = None
+
+
+class BadCall(Exception):
+    """Why a text is no call; `name` is the tool's where it could be read."""
+
+    def __init__(self, reason: str, name: str = "") -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+def attempt(read: Callable[[], ToolCall]) -> ToolCall:
+    """Return the call that `read` returns, or one that says why there is none."""
+    try:
+        return read()
+    except BadCall as bad:
+        return ToolCall(bad.name, {}, error=str(bad))
+    except RecursionError:
+        return ToolCall("", {}, error="the call is nested too deep; expected a flatter one")
+
+
+def blocks_of(marked: str) -> tuple[str, list[str]]:
+    """Return the text outside of BEGIN … END and what is inside; an open block keeps its BEGIN."""
+    text, *rest = marked.split(BEGIN)
+    blocks = []
+    for part in rest:
+        inside, closed, after = part.partition(END)
+        blocks.append(inside if closed else BEGIN + inside)
+        text += after
+    return text, blocks
+
+
+def load_json(text: str, expected: str) -> Any:
+    """Return the value of a text of JSON in which nothing is doubtful.
+
+    Args:
+        text: one value and nothing after it.
+        expected: what it should look like, for the error.
+
+    Raises:
+        BadCall: it is no JSON, has a key twice, a number that is not finite, or half a character.
+
+    >>> load_json('{"a": 1, "a": 2}', "an object")
+    Traceback (most recent call last):
+    jaxrl_llm.data.call_text.BadCall: the key 'a' is there twice; expected an object
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict[str, Any]()
+        for key, item in pairs:
+            if key in value:
+                raise BadCall(f"the key {key!r} is there twice; expected {expected}")
+            value[key] = item
+        return value
+
+    try:
+        value = json.loads(text, object_pairs_hook=once)
+        check_value(value, expected)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"no JSON: {error}; expected {expected}") from error
+    return value
+
+
+def check_value(value: Any, expected: str) -> None:
+    """Refuse numbers that are not finite, and texts that no encoding can write.
+
+    Raises:
+        BadCall: there is one in the value.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_value(key, expected)
+            check_value(item, expected)
+    elif isinstance(value, list):
+        for item in value:
+            check_value(item, expected)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise BadCall(f"the number {value} is not finite; expected {expected}")
+    elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise BadCall(f"{value!r} holds half of a surrogate pair; expected {expected}")
+
+
+def quote(value: Any) -> str:
+    """Return the first 80 characters of a value, for an error."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def json_call(value: Any, key: str, optional: Sequence[str] = ()) -> ToolCall:
+    """Return the call of `{"name": ..., key: {...}}`.
+
+    Args:
+        value: of which JSON.
+        key: under which the arguments stand.
+        optional: keys that may be there, too.
+
+    Raises:
+        BadCall: it is another object, or none.
+    """
+    expected = f'{{"name": "...", "{key}": {{...}}}}'
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        raise BadCall(f"got {quote(value)}, expected {expected}")
+    if set(value) - {*optional} != {"name", key}:
+        raise BadCall(f"got the keys {sorted(value)}, expected {expected}", name)
+    if not isinstance(value[key], dict):
+        raise BadCall(f"{key}: got {quote(value[key])}, expected an object", name)
+    return ToolCall(name, value[key])
+
+
+def dump_json(value: Any) -> str:
+    """Return a value as JSON, every letter as itself."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def closed_block(block: str, end: str) -> str:
+    """Return a block of `blocks_of` that was closed.
+
+    Raises:
+        BadCall: it was not.
+    """
+    if block.startswith(BEGIN):
+        raise BadCall(f"the call is not closed: expected {end} after {quote(block[1:])}")
+    return block
+
+
+def count_common(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with that are the same."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

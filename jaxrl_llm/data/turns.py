@@ -1,0 +1,400 @@
+"""Token ids of chats that go on: what stands between a drawn answer and the next one.
+
+A stream of ids only ever grows: drawn answers are kept as they were drawn, and only what the chat
+template puts between two of them is encoded. It is found by rendering a short chat with the new
+messages at its end, and cutting that after the token that closes the assistant's turn.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_llm.data.call_text import OPEN, count_common
+from jaxrl_llm.data.chat import Message, encode_prompt, render_prompt
+from jaxrl_llm.data.special_texts import SpecialTexts
+from jaxrl_llm.data.tool_calls import (
+    FORMATS,
+    PROBE,
+    CallStyle,
+    ParsedAnswer,
+    ToolCall,
+    choose_format,
+    find_call_style,
+    mark,
+    render_chat,
+    split_reasoning,
+)
+
+log = logging.getLogger(__name__)
+
+USER, REPLY = {"role": "user", "content": "Hello."}, "Sure."
+
+
+class Cut(NamedTuple):
+    """A neutral chat with new messages, cut after the assistant's turn.
+
+    `close` is the text of the stop token that ends the turn; `inside` says whether the template
+    itself writes it.
+    """
+
+    close: str
+    told: str
+    inside: bool
+
+
+Turn = tuple[ParsedAnswer, list[Message]]
+"""An answer and what is told after it."""
+
+
+class TurnTemplate:
+    """A chat template, of which only what is new is ever encoded.
+
+    Args:
+        tokenizer: a `transformers` tokenizer with a chat template.
+        stops: the ids that end an answer.
+        tools: schemas of the tools, as the opening tells them.
+        call_format: in which calls are written, by name; None: the one by which the template's own
+            calls are read where there are tools, else no calls are looked for.
+        template_kwargs: variables of the template, such as Qwen3's `enable_thinking`.
+
+    Raises:
+        ValueError: no stop token; an unknown format, or none can be chosen.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: tuple[int, ...],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        call_format: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not stops:
+            raise ValueError("stops: got none, expected at least one id that ends an answer")
+        self.tokenizer = self._tokenizer = tokenizer
+        self._special = SpecialTexts(tokenizer)
+        self._stops = stops
+        self._tools = list(tools)
+        self._kwargs = dict(template_kwargs or {})
+        if call_format is None and tools:
+            call_format = choose_format(tokenizer, self._kwargs)
+        if call_format is not None and call_format not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise ValueError(f"call_format: got {call_format!r}, expected one of {known}")
+        self._format = None if call_format is None else FORMATS[call_format]
+
+    def opening(self, messages: Sequence[Message], *, told: Sequence[Message] = ()) -> list[int]:
+        """Return the ids of a chat up to where the assistant's answer begins.
+
+        Args:
+            messages: the chat. What it says stays as it is, texts of special tokens included.
+            told: what an environment says after it; such texts become ordinary tokens in it.
+
+        Raises:
+            ValueError: as `encode_prompt`.
+        """
+        variables = self._kwargs | self._told_tools
+        hidden, signs = self._special.hide(told)
+        chat = [*messages, *hidden]
+        if not signs:
+            return encode_prompt(self._tokenizer, chat, **variables)
+        return self._special.encode(
+            render_prompt(self._tokenizer, chat, **variables), signs, after=""
+        )
+
+    @functools.cached_property
+    def _told_tools(self) -> dict[str, Any]:
+        if not self._tools:
+            return {}
+        if re.search(r"\btools\b", self._tokenizer.get_chat_template()):
+            return {"tools": self._tools}
+        log.warning("the chat template tells no tools: describe them in the data's system prompts")
+        return {}
+
+    def following(
+        self,
+        messages: Sequence[Message],
+        *,
+        calls: Sequence[ToolCall] = (),
+        closed: bool = True,
+        stop: int | None = None,
+    ) -> list[int]:
+        """Return the ids told after a drawn answer, up to where the next one begins.
+
+        Texts of special tokens in the messages become ordinary tokens.
+
+        Args:
+            messages: of tools, one for each call in their order, and of the user.
+            calls: those of the answer, wrong ones included.
+            closed: whether the answer ended in a stop token. Else the one with which the template
+                closes its turns is told first.
+            stop: the stop token that was drawn. Another one than the template's is followed by
+                the template's. None: it was the template's.
+
+        Raises:
+            ValueError: no messages; the template refuses them or drops the first.
+        """
+        if not messages:
+            raise ValueError("messages: got none, expected what is told after the answer")
+        hidden, signs = self._special.hide(self._as_told(messages, calls))
+        cut = self._cut(hidden)
+        ids = self._special.encode(cut.told, signs, after=cut.close)
+        close = self._stop_texts[cut.close]
+        return ids if closed and (stop is None or stop == close) else [close, *ids]
+
+    def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> ParsedAnswer:
+        """Take a drawn answer apart.
+
+        Args:
+            tokens: as drawn, stop token included or not.
+            prompt: what stood before them. Where it ends in an open `<think>`, the answer begins
+                as reasoning, and is nothing else if it never says `</think>`.
+        """
+        if mark(prompt[-16:], self._tokenizer, ["<think>"]).rstrip().endswith(OPEN):
+            tokens = [*self._ids("<think>"), *tokens]
+        if self._format is None:
+            return split_reasoning(tokens, self._tokenizer)
+        return self._format.parse(tokens, self._tokenizer, self._tools)
+
+    def message(self, answer: ParsedAnswer) -> dict[str, Any]:
+        """Return the assistant's message of an answer; calls that are wrong are left out."""
+        calls = [call for call in answer.calls if call.error is None]
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if calls and self._style:
+            message = self._style.message(calls, answer.text)
+        elif calls and self._format:
+            message["content"] = f"{answer.text}\n{self._format.write(calls)}".strip()
+        return message | ({"reasoning_content": answer.reasoning} if answer.reasoning else {})
+
+    def drifts(self, messages: Sequence[Message], tokens: Sequence[int]) -> bool:
+        """Return whether the template would write a chat otherwise than its stream of ids has it.
+
+        Texts between special tokens are compared without the spaces at their ends. The template may
+        go on after the stream.
+
+        Args:
+            messages: the chat; those of answers as `message` returns them.
+            tokens: the stream.
+
+        Raises:
+            ValueError: the template refuses the chat.
+        """
+        chat = self._as_told([self._styled(message) for message in messages])
+        waits = bool(chat) and chat[-1]["role"] != "assistant"
+        rendered = self._render(chat, generation=waits, **self._told_tools)
+        added = sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
+        split = re.compile("|".join(f"({re.escape(text)})" for text in added) or "(?!)")
+        unwritten = () if self._closes else self._stop_texts
+        stream, whole = (
+            [p.strip() for p in split.split(text) if p and p.strip() and p not in unwritten]
+            for text in (self._tokenizer.decode(list(tokens)), rendered)
+        )
+        opens = len(stream) == len(whole) + 1 and stream[-1] in self._stop_texts
+        if opens and whole and whole[-1] not in self._stop_texts:
+            stream.pop()  # a stop token that begins the next message
+        return stream != whole[: len(stream)]
+
+    def check(self) -> None:
+        """Try the template on a few chats; warn where it rewrites what stands before.
+
+        Raises:
+            ValueError: the template refuses a chat, or writes a message otherwise when more follow.
+        """
+        rewritten = [name for name, turn in self._probes() if self._rewrites(name, turn)]
+        if rewritten:
+            log.warning(
+                "the chat template rewrites an answer when more follows (%s): the stream keeps what"
+                " was drawn",
+                ", ".join(rewritten),
+            )
+        if self._moves():
+            log.warning(
+                "the chat template moves the tools or the system prompt when the user speaks again:"
+                " the stream keeps them where they were"
+            )
+
+    def _probes(self) -> Iterator[tuple[str, Turn]]:
+        if self._format is not None:
+            both = [PROBE, PROBE._replace(id="call00001")]
+            yield "one call", _turn("18 degrees", [PROBE])
+            yield "two calls", _turn("18 degrees", both if self._several else both[:1])
+            yield "no argument", _turn("noon", [ToolCall("clock", {}, PROBE.id)])
+            yield "unicode", _turn("naïve 東京 🙂", [PROBE])
+            yield "code", _turn('def f(x):\n    return {"x": x}\n', [PROBE])
+            yield "an error", _turn("Error: no such place: 'Zürich'", [PROBE])
+            yield "thinking and a call", _turn("18 degrees", [PROBE], "I look it up.")
+        yield "a user turn", _turn("And tomorrow?")
+        yield "thinking", _turn("And tomorrow?", reasoning="That is easy.")
+
+    def _rewrites(self, name: str, turn: Turn) -> bool:
+        """Return whether an answer is written otherwise when more follows.
+
+        Raises:
+            ValueError: anything else is.
+        """
+        answer, new = turn
+        chat, calls = [USER, self.message(answer)], answer.calls
+        told = self.following(new, calls=calls)
+        whole = self._ids(self._render([*chat, *self._as_told(new, calls)], generation=True))
+        text = self._render(chat, generation=False)
+        asked = text[: count_common(text, self._asked)]
+        before = self._ids(text)
+        head, tail = whole[: len(whole) - len(told)], whole[len(whole) - len(told) :]
+        if tail == told and before[: len(head)] in (head, head[:-1]):  # the last may be an opener
+            return False
+        kept = before[: count_common(before, self._ids(self._asked))]
+        if tail == told and whole[: len(kept)] == kept and USER["content"] in asked:
+            return True
+        raise ValueError(
+            f"chat template: it is not append-only ({name}): with more messages it writes "
+            f"{self._tokenizer.decode(whole)!r}, expected this to begin with "
+            f"{self._tokenizer.decode(before)!r} and to end in {self._tokenizer.decode(told)!r}"
+        )
+
+    def _moves(self) -> bool:
+        more = [{"role": "assistant", "content": REPLY}, {"role": "user", "content": "More."}]
+        for chat in ([{"role": "system", "content": "Be brief."}, USER], [USER]):
+            try:
+                whole = self._render([*chat, *more], generation=True, **self._told_tools)
+                asked = self._render(chat, generation=False, **self._told_tools)
+                opened = self._render(chat, generation=True, **self._told_tools)
+            except ValueError:
+                continue  # it takes no system prompt
+            return not whole.startswith(asked[: count_common(asked, opened)])
+        return False
+
+    @functools.cached_property
+    def _style(self) -> CallStyle | None:
+        return find_call_style(self._tokenizer, self._kwargs)
+
+    @functools.cached_property
+    def _several(self) -> bool:
+        """Whether the template takes several calls in one message; Llama 3's takes one."""
+        if self._style is None:
+            return True
+        calls = [PROBE._replace(name=f"probe{i}", id=f"call0000{i}") for i in (1, 2)]
+        try:
+            text = self._render([USER, self._style.message(calls)], generation=False)
+        except ValueError:
+            return False
+        return "probe1" in text and "probe2" in text
+
+    @functools.cached_property
+    def _tool_role(self) -> bool:
+        """Whether the template tells messages of tools."""
+        message = {"role": "tool", "content": "zqprobe", "name": PROBE.name}
+        chat = [message | {"tool_call_id": PROBE.id}]
+        try:
+            if "zqprobe" in self._render([*self._neutral(chat), *chat], generation=True):
+                return True
+            reason = "drops them"
+        except ValueError as error:
+            reason = f"refuses them: {error}"
+        log.warning("messages of tools are told as the user's: the chat template %s", reason)
+        return False
+
+    @functools.cached_property
+    def _closes(self) -> bool:
+        more: list[Message] = [{"role": "user", "content": "More."}]
+        return self._cut(more).inside
+
+    @functools.cached_property
+    def _asked(self) -> str:
+        return self._render([USER], generation=False)
+
+    @functools.cached_property
+    def _stop_texts(self) -> dict[str, int]:
+        """The ids of stop tokens by their texts, the tokenizer's own first."""
+        added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
+        stops = sorted(self._stops, key=lambda token: token != self._tokenizer.eos_token_id)
+        return {added.get(token) or self._tokenizer.decode([token]): token for token in stops}
+
+    def _render(self, chat: Sequence[Message], *, generation: bool, **more: Any) -> str:
+        return render_chat(self._tokenizer, chat, self._kwargs | more, generation=generation)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _styled(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if not calls or self._style is None:
+            return message
+        plain = [
+            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id", ""))
+            for call in calls
+        ]
+        return {**message, **self._style.message(plain, message.get("content") or "")}
+
+    def _as_told(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall] = ()
+    ) -> list[dict[str, Any]]:
+        """Return messages with all that templates ask for; tools' as the user's where need be."""
+        told, waiting, joins = list[dict[str, Any]](), iter(calls), False
+        for message in messages:
+            role, joined = message["role"], joins
+            joins = role == "tool" and not self._tool_role
+            if role == "tool" and not joins:
+                call = next(waiting, ToolCall("tool", {}, PROBE.id))
+                given = {key: value for key, value in message.items() if value}
+                named = {"name": call.name or "tool", "tool_call_id": call.id or PROBE.id}
+                told.append({"content": ""} | named | given)
+            elif told and told[-1]["role"] == "user" and (joins or (joined and role == "user")):
+                told[-1]["content"] += "\n\n" + message["content"]
+            else:
+                told.append({**message} if not joins else {**USER, "content": message["content"]})
+        return told
+
+    def _neutral(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a chat whose last answer is one that the messages may follow."""
+        calls = [
+            ToolCall(message["name"], {}, message["tool_call_id"])
+            for message in messages
+            if message["role"] == "tool"
+        ]
+        if not calls or self._style is None:
+            return [USER, {"role": "assistant", "content": REPLY}]
+        if len(calls) > 1 and not self._several:
+            calls = calls[:1]
+        return [USER, self._style.message(calls)]
+
+    def _cut(self, messages: Sequence[Message]) -> Cut:
+        """Render a neutral chat with new messages, and cut it after the assistant's turn.
+
+        The turn's end is the last stop token before what the first message says, which is where
+        the texts of two chats part that differ in nothing else.
+        """
+        neutral = self._neutral(messages)
+        other = {**messages[0], "content": "zqother"}
+        text, second = (
+            self._render([*neutral, first, *messages[1:]], generation=True)
+            for first in (messages[0], other)
+        )
+        if text == second:
+            raise ValueError(
+                f"chat template: it drops the message {dict(messages[0])}, expected its content in "
+                f"{text!r}"
+            )
+        start = count_common(self._asked, text)
+        end = count_common(text, second)
+        found = [(text.rfind(stop, start, end), stop) for stop in self._stop_texts]
+        position, close = max(found, key=lambda pair: pair[0])
+        if position >= 0:
+            return Cut(close, text[position + len(close) :], inside=True)
+        before = self._render(neutral, generation=False)
+        if not text.startswith(before):
+            raise ValueError(
+                f"chat template: it is not append-only: got {text!r}, expected this to begin with "
+                f"{before!r}"
+            )
+        return Cut(next(iter(self._stop_texts)), text[len(before) :], inside=False)
+
+
+def _turn(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> Turn:
+    new: list[Message] = [
+        {"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c in calls
+    ]
+    answer = ParsedAnswer("" if calls else REPLY, tuple(calls), reasoning)
+    return answer, new or [{"role": "user", "content": text}]
