@@ -1,0 +1,44 @@
+"""What tools and environments take and give. Worker processes import this: no array library."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Observation(NamedTuple):
+    """What a tool or an environment answers; a text alone may stand for it.
+
+    Attributes:
+        text: told to the model.
+        reward: added to the reward of the turn that it answers.
+        end: whether the episode ends here.
+    """
+
+    text: str = ""
+    reward: float = 0.0
+    end: bool = False
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """The row of data that an episode is about.
+
+    Attributes:
+        index: the row's position in the data set, counted from 0.
+        data_source: by which a function knows what is asked.
+        ground_truth: the reference answer.
+        extra_info: more about the row.
+        messages: the chat.
+    """
+
+    index: int
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+class BrokenTool(Exception):
+    """Raised by a tool or an environment whose infrastructure failed: it is not the model's fault.
+
+    The call is tried again; then the episode is left out of its group's baseline and counted.
+    """

@@ -1,0 +1,1 @@
+"""Tools and environments of episodes, and the processes that run them."""

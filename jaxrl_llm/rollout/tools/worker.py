@@ -1,0 +1,102 @@
+"""The worker side of the pool of tools: load them, then answer requests until told to stop.
+
+A worker is the child of a fresh interpreter, its supervisor, and runs `run_tools`. It imports
+neither jax nor the program that started it.
+"""
+
+import json
+import math
+import pickle
+from contextlib import suppress
+from typing import BinaryIO
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.rollout.tools.answers import KEYS, MAX_RESULT_CHARS, MAX_TRACE_CHARS, ToolAnswer
+from jaxrl_llm.rollout.tools.toolbox import Toolbox
+from jaxrl_llm.workers.answers import encode_load_error, memory_limit
+
+FAILURES = (None, "failed", "broken", "retry")
+
+
+def encode_tool_answer(number: int, answer: ToolAnswer) -> bytes:
+    """Return the line that tells the pool what came of a request.
+
+    >>> encode_tool_answer(3, ToolAnswer("4"))[:35]
+    b'{"number": 3, "text": "4", "reward"'
+    """
+    return json.dumps({"number": number, **answer._asdict()}).encode() + b"\n"
+
+
+def decode_tool_answer(line: bytes, number: int) -> ToolAnswer | None:
+    """Return what a line tells of a request; None where it is no answer to this request.
+
+    Nothing is taken on trust: a tool may have written the line itself.
+
+    >>> decode_tool_answer(encode_tool_answer(3, ToolAnswer("4")), 3).text
+    '4'
+    >>> decode_tool_answer(b"garbage", 3)
+    """
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.keys() != {"number", *ToolAnswer._fields}:
+        return None
+    if type(fields["number"]) is not int or fields.pop("number") != number:
+        return None
+    answer = ToolAnswer(**fields)
+    texts = (answer.text, answer.error, answer.trace)
+    numbers = [n for n in (answer.reward, answer.score, answer.seconds) if n is not None]
+    sound = (
+        all(isinstance(text, str) for text in texts)
+        and len(answer.text) <= MAX_RESULT_CHARS
+        and all(type(n) is float and math.isfinite(n) for n in numbers)
+        and type(answer.reward) is float
+        and type(answer.end) is bool
+        and answer.failure in FAILURES
+    )
+    if not sound:
+        return None
+    trace = answer.trace[-2 * MAX_TRACE_CHARS :]
+    return answer._replace(text=answer.text.encode("utf-8", "replace").decode(), trace=trace)
+
+
+def run_tools(fd: int, *, memory_gb: float | None) -> None:
+    """Answer lists of `(number, ToolRequest)` until the pool closes the connection.
+
+    The pool sends pickles: first a `ToolboxSpec`, then the requests. It gets lines of JSON: first
+    what is wrong with the tools or null, then an answer for each request.
+
+    Args:
+        fd: the file descriptor of our end of the connection.
+        memory_gb: what this process may take, for messages.
+    """
+    with (
+        suppress(EOFError, OSError),
+        open(fd, "rb") as requests,
+        open(fd, "wb", closefd=False) as out,
+    ):
+        toolbox, load_error = _load(requests, memory_gb)
+        out.write(encode_load_error(load_error))
+        out.flush()
+        while toolbox is not None:
+            for number, request in pickle.load(requests):
+                out.write(encode_tool_answer(number, toolbox.answer(request)))
+                out.flush()
+
+
+def _load(requests: BinaryIO, memory_gb: float | None) -> tuple[Toolbox | None, str | None]:
+    """Return the tools, or what is wrong with them.
+
+    Raises:
+        EOFError: the pool has closed the connection.
+    """
+    try:
+        return Toolbox(pickle.load(requests), memory_gb=memory_gb), None
+    except EOFError:
+        raise
+    except ConfigError as error:
+        return None, str(error) + memory_limit(error.__cause__, memory_gb, KEYS)
+    except Exception as error:  # also of a function given from Python, which is unpickled
+        limit = memory_limit(error, memory_gb, KEYS)
+        return None, f"{type(error).__name__}: {error}{limit}"
