@@ -195,6 +195,13 @@ class EngineHost(_Process):
         with exiting_on_device_error():
             return await asyncio.to_thread(self._engine.sample, requests)
 
+    async def generate(self, request: "Request", sync: int, version: int) -> "Completion":
+        """Sample one answer, beside others, under the weights of a sync."""
+        if self._sync != sync:
+            await self.load(sync, version)
+        with exiting_on_device_error():
+            return await self._engine.generate(request)
+
     async def call(self, method: str) -> None:
         """Call a method of the engine, if there is one yet: pause, resume, sleep or wake."""
         if self._engine is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.functional import FunctionalModel
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
@@ -91,8 +93,20 @@ def native_engine(
             )
         kernel = choice.kernel
     log_recomputation(model)
+    detokenize = lazy_detokenizer(config.model.path) if config.rollout.has_episodes else None
     with config_errors_at("rollout"):
-        return NativeEngine(model, settings, layout=layout, kernel=kernel)
+        return NativeEngine(model, settings, layout=layout, kernel=kernel, detokenize=detokenize)
+
+
+def lazy_detokenizer(path: str) -> Callable[[Sequence[int]], str]:
+    """Return the function from token ids to text, for texts that stop a turn of an agent.
+
+    The tokenizer is loaded when a turn first has such a text.
+    """
+    tokenizer = functools.cache(lambda: load_tokenizer(path))
+    return lambda tokens: tokenizer().decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def log_recomputation(model: Model) -> None:
@@ -120,6 +134,9 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
         dtype=config.model.dtype,
         quantization=rollout.quantization,
         kv_cache_dtype=rollout.kv_cache_dtype,
+        cached_sequences=config.batch.prompts_per_step * rollout.samples_per_prompt
+        if rollout.has_episodes
+        else None,
     )
 
 

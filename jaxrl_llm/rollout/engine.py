@@ -26,6 +26,9 @@ class EngineSettings:
         max_tokens: the longest sequence, prompt and answer.
         cache_gb: GB of each device for keys and values at most; None is enough for the longest
             sequence in every slot.
+        cached_sequences: of how many sequences of the longest length the native engine keeps keys
+            and values, running or waiting for a tool, as far as `cache_gb` allows; None: those that
+            run.
         dtype: of weights, cache and computation.
         quantization: `fp8` for the layers' matrices in float8; `none`.
         kv_cache_dtype: of the cache, where it is not auto: int8 of the native engine, or vLLM's.
@@ -37,6 +40,7 @@ class EngineSettings:
     dtype: str = "float32"
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    cached_sequences: int | None = None
 
 
 @runtime_checkable

@@ -1,8 +1,9 @@
 """An engine whose parts are on nodes of their own: each an `EngineHost`, with the whole model."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -84,8 +85,9 @@ class RemoteEngine:
         weights = self._require_weights()
         host = self._router.choose(request.prompt, _max_tokens(request))
         try:
-            task = self._job.engine_hosts[host].sample.remote([request], *weights)
-            return (await asyncio.to_thread(get_results, [task]))[0][0]
+            task = self._job.engine_hosts[host].generate.remote(request, *weights)
+            with engine_errors():
+                return await asyncio.wrap_future(task.future())
         finally:
             self._router.done(host, _max_tokens(request), request.prompt)
 
@@ -166,8 +168,15 @@ def get_results(tasks: Sequence[Any]) -> list[Any]:
         EngineError: one was lost more often than it may be started again, or its devices failed.
         Exception: the one that an actor raised; Ray's own, where a training process is gone.
     """
-    try:
+    with engine_errors():
         return ray.get(list(tasks))
+
+
+@contextlib.contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raise what an actor's call has raised, as `get_results` does."""
+    try:
+        yield
     except RayTaskError as error:
         if isinstance(error.cause, jax.errors.JaxRuntimeError):  # of no training process
             raise EngineError(f"an engine failed: {error.cause}") from error

@@ -1,37 +1,49 @@
-"""Sampled answers to prompts, as the training loop, evaluation and reward functions get them."""
+"""Sampled episodes, as the training loop, evaluation and reward functions get them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
+from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
+from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.types import Batch
 
 
 class Rollouts(NamedTuple):
-    """B sampled answers; those of one prompt lie side by side."""
+    """B sampled episodes; those of one prompt lie side by side. A plain answer is one of one turn.
+
+    Attributes:
+        prompts: of each episode.
+        episodes: what was drawn and told.
+        texts: of all that follows the prompt, without the token that stopped the last turn.
+        metrics: of the sampling, by name.
+    """
 
     prompts: list[Prompt]
-    completions: list[Completion]
+    episodes: list[Episode]
     texts: list[str]
+    metrics: Mapping[str, float] = MappingProxyType({})
 
     def take(self, rows: Sequence[int]) -> "Rollouts":
-        """Return some of the answers, by index."""
+        """Return some of the episodes, by index."""
         return Rollouts(
             [self.prompts[i] for i in rows],
-            [self.completions[i] for i in rows],
+            [self.episodes[i] for i in rows],
             [self.texts[i] for i in rows],
+            self.metrics,
         )
 
     def join(self, other: "Rollouts") -> "Rollouts":
-        """Return these answers, then the other's."""
+        """Return these episodes, then the other's, with the other's metrics."""
         return Rollouts(
             self.prompts + other.prompts,
-            self.completions + other.completions,
+            self.episodes + other.episodes,
             self.texts + other.texts,
+            other.metrics,
         )
 
 
@@ -59,9 +71,14 @@ def sample(
     completions = engine.sample(
         [Request(p.tokens, sampling, s) for p, s in zip(repeated, seeds, strict=True)]
     )
-    ends = [len(c.tokens) - isinstance(c.stopped_by, int) for c in completions]
-    texts = [decode(c.tokens[:end]) for c, end in zip(completions, ends, strict=True)]
-    return Rollouts(repeated, completions, texts)
+    episodes = [Episode.of(p.tokens, c) for p, c in zip(repeated, completions, strict=True)]
+    return Rollouts(repeated, episodes, [episode_text(e, decode) for e in episodes])
+
+
+def episode_text(episode: Episode, decode: Callable[[Any], str]) -> str:
+    """Return the text of all that follows an episode's prompt, less the token that stopped it."""
+    end = len(episode.tokens) - isinstance(episode.stopped_by, int)
+    return decode(episode.tokens[:end])
 
 
 def answer_seeds(seed: tuple[int, ...], count: int) -> list[int]:
@@ -77,35 +94,63 @@ def side_by_side(rollouts: Rollouts, max_tokens: int) -> tuple[np.ndarray, np.nd
     """Return token ids of prompts and answers [B T], T = `max_tokens`, and their numbers [B]."""
     tokens = np.zeros((len(rollouts.prompts), max_tokens), np.int32)
     sizes = np.zeros(len(tokens), np.int32)
-    for i, (prompt, answer) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
-        sizes[i] = len(prompt.tokens) + len(answer.tokens)
-        tokens[i, : sizes[i]] = (*prompt.tokens, *answer.tokens)
+    for i, episode in enumerate(rollouts.episodes):
+        sizes[i] = len(episode.prompt) + len(episode.tokens)
+        tokens[i, : sizes[i]] = (*episode.prompt, *episode.tokens)
     return tokens, sizes
 
 
-def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int) -> Batch:
-    """Lay prompts and answers out as a batch [B T], T = `max_tokens`.
+def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool = True) -> Batch:
+    """Lay episodes out as a batch [B T], T = `max_tokens`.
+
+    An episode that is not usable has its prompt only, an empty mask and a group of its own.
 
     Args:
-        rollouts: B answers.
-        samples: G, the answers to each prompt.
+        rollouts: B episodes.
+        samples: G, the episodes of each prompt.
         max_tokens: T, at least the longest prompt and answer.
+        compares: whether the episodes of a prompt are compared with each other. Then one that
+            alone is left of its group is not usable, either.
 
     Returns:
-        A batch with the fields `mask`, `response_lengths`, `group_ids` and `rollout_logprobs`.
+        A batch with the fields `mask`, `response_lengths`, `group_ids`, `rollout_logprobs`,
+        `turn_ids`, `versions`, `turns` and `usable`, and as `rewards` those of the turns, each on
+        the last token of its turn.
     """
     tokens, sizes = side_by_side(rollouts, max_tokens)
-    mask, logprobs = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
-    for i, (answer, end) in enumerate(zip(rollouts.completions, sizes, strict=True)):
-        start = end - len(answer.tokens)
-        mask[i, start:end], logprobs[i, start:end] = True, answer.logprobs
+    usable = usable_rows(rollouts, samples, compares=compares)
+    for i in np.flatnonzero(~usable):
+        sizes[i] = len(rollouts.episodes[i].prompt)
+        tokens[i, sizes[i] :] = 0
+    logprobs, rewards = (np.zeros(tokens.shape, np.float32) for _ in range(2))
+    turn_ids, versions = (np.full(tokens.shape, NOT_DRAWN, np.int32) for _ in range(2))
+    for i in np.flatnonzero(usable):
+        episode, row = rollouts.episodes[i], slice(len(rollouts.episodes[i].prompt), sizes[i])
+        logprobs[i, row], turn_ids[i, row] = episode.logprobs, episode.turn_ids
+        versions[i, row] = episode.versions
+        rewards[i, row] = episode.token_rewards
+    mask, rows = turn_ids != NOT_DRAWN, np.arange(len(sizes), dtype=np.int32)
     return Batch(
         tokens,
         sizes,
         {
             "mask": mask,
             "response_lengths": mask.sum(1, dtype=np.int32),
-            "group_ids": np.arange(len(sizes), dtype=np.int32) // samples,
+            "group_ids": np.where(usable, rows // samples, len(rows) + rows).astype(np.int32),
             "rollout_logprobs": logprobs,
+            "rewards": rewards,
+            "turn_ids": turn_ids,
+            "versions": versions,
+            "turns": turn_ids.max(1, initial=NOT_DRAWN) + 1,
+            "usable": usable,
         },
     )
+
+
+def usable_rows(rollouts: Rollouts, samples: int, *, compares: bool) -> np.ndarray:
+    """Return which episodes can be trained on [B]; the arguments are those of `lay_out`."""
+    usable = np.array([episode.usable for episode in rollouts.episodes], bool)
+    if compares and samples > 1:
+        groups = usable.reshape(-1, samples)  # a view
+        groups[groups.sum(1) < 2] = False
+    return usable

@@ -158,3 +158,17 @@ def test_what_was_begun_before_all_was_forgotten_is_not_shared():
     assert pages.match_prefix(PageTable(), (1, 1, 1)) == 0
     pages.free(table)
     assert pages.available == 2
+
+
+def test_pages_of_requests_that_wait_go_last():
+    pool = PagePool(4, size=SIZE)
+    for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)):
+        table = PageTable()
+        assert pool.allocate(table, 6)
+        pool.cache_prefix(table, tokens)
+        pool.free(table)
+    pool.touch((1, 2, 3, 4, 5, 6, 99))  # else it would be the first to go
+    table = PageTable()
+    assert pool.allocate(table, 6)
+    cached = [pool.match_prefix(PageTable(), tokens) for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9))]
+    assert cached == [6, 0]

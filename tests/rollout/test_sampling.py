@@ -53,7 +53,7 @@ def test_the_answers_of_a_prompt_lie_side_by_side():
     assert rollouts.prompts == [prompts[0]] * 3 + [prompts[1]] * 3
     for request, rolled in zip(engine.seen, rollouts.prompts, strict=True):
         assert request == Request(rolled.tokens, sampling, request.seed)
-    assert [c.tokens.tolist() for c in rollouts.completions[2:4]] == [[6, 2], [7, 3]]
+    assert [c.tokens.tolist() for c in rollouts.episodes[2:4]] == [[6, 2], [7, 3]]
 
 
 def test_texts_leave_out_a_token_that_stopped_them_but_not_a_text():

@@ -223,6 +223,25 @@ def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, options):
     np.testing.assert_allclose(answer.top[1], expected.top[1], atol=2e-5)
 
 
+def test_turns_of_episodes_go_on_from_the_ids_that_were_drawn(engine):
+    """Many at once: token ids in, token ids out, and nothing is decoded in between."""
+
+    async def play(seed):
+        stream = PROMPT
+        for turn in range(3):
+            answer = await engine.generate(ask(8, seed=10 * seed + turn, prompt=stream))
+            expected = logprobs_of(FIRST, stream, answer.tokens)
+            np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
+            stream = (*stream, *answer.tokens.tolist(), 5, 6, 7)
+        return stream
+
+    async def play_all():
+        return await asyncio.gather(*(play(seed) for seed in range(12)))
+
+    streams = asyncio.run(play_all())
+    assert streams == asyncio.run(play_all()) and len(set(streams)) == 12
+
+
 def test_a_seed_gives_its_answer_in_any_company(engine):
     [alone] = engine.sample([ask(seed=11)])
     others = [ask(seed=100 + i, prompt=PROMPT[: 5 + i % 9]) for i in range(30)]

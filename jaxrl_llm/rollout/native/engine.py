@@ -349,7 +349,9 @@ def _choose_sizes(
     kind = settings.kv_cache_dtype
     page_bytes = Programs(model, layout, sizes, settings.dtype, kv_cache_dtype=kind).page_bytes()
     affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
-    sizes = sizes._replace(pages=min(affordable, sizes.pages))
+    running = settings.max_running_sequences
+    useful = sizes.pages * max(running, settings.cached_sequences or 0) // running
+    sizes = sizes._replace(pages=min(affordable, useful))
     needed = -(-settings.max_tokens // PAGE) + 1
     if sizes.pages < needed:
         raise ValueError(

@@ -92,6 +92,12 @@ class PagePool:
         table.borrowed = self._acquire(best)
         return matched + alike[best]
 
+    def touch(self, tokens: Sequence[int]) -> None:
+        """Count the pages that a sequence could use as used now: they are the last to go."""
+        table = PageTable()
+        self.match_prefix(table, tokens)
+        self.free(table)
+
     def pages_needed(self, table: PageTable, length: int) -> int:
         """Return how many pages a sequence needs besides its own to hold so many tokens."""
         return max(0, -(-length // self.size) - len(table.shared) - len(table.own))

@@ -135,8 +135,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Let sequences wait."""
-        self.waiting.extend(sequences)
+        """Let sequences wait; what is cached of them stays longer than what nobody waits for."""
+        for sequence in sequences:
+            self.waiting.append(sequence)
+            for pages in self.pages:
+                pages.touch(sequence.tokens[:-1])
 
     def drop_cancelled(self) -> None:
         """Forget the sequences whose callers gave up."""

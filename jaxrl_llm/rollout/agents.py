@@ -1,0 +1,54 @@
+"""Agents: coroutines that lead an episode. They ask for what they need by parameter name.
+
+An agent may ask for `chat` (`rollout.chat.Chat`), `tools` (`Tools`), `environment`
+(`EpisodeEnvironment`), `row` (`EpisodeRow`) and `rng` (`random.Random`, seeded by the episode). Its
+other parameters are keywords of the config. It returns when the episode is over; a limit that is
+reached ends it by an exception that it lets pass.
+"""
+
+from jaxrl_llm.rollout.chat import Chat
+from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools
+from jaxrl_llm.rollout.verl_agent import verl_agent_loop
+
+__all__ = ["one_answer", "verl_agent_loop", "with_environment", "with_tools"]
+
+
+async def one_answer(chat: Chat) -> None:
+    """Draw one turn.
+
+    Args:
+        chat: of the episode.
+    """
+    await chat.generate()
+
+
+async def with_tools(chat: Chat, tools: Tools) -> None:
+    """Draw turns until one calls no tool.
+
+    Args:
+        chat: of the episode.
+        tools: of the config.
+    """
+    while calls := (await chat.generate()).calls:
+        chat.append(await tools.run(calls))
+
+
+async def with_environment(
+    chat: Chat, environment: EpisodeEnvironment, tools: Tools, *, role: str = "user"
+) -> None:
+    """Draw turns, and tell each to the environment, until it ends. Calls of tools don't reach it.
+
+    Args:
+        chat: of the episode.
+        environment: of the config.
+        tools: of the config, if there are any.
+        role: of the messages in which the environment speaks.
+    """
+    if text := await environment.begin():
+        chat.append({"role": role, "content": text})
+    while True:
+        answer = await chat.generate()
+        if answer.calls and tools.schemas:
+            chat.append(await tools.run(answer.calls))
+        else:
+            chat.append({"role": role, "content": await environment.step(answer.text)})

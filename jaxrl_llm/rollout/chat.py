@@ -1,0 +1,373 @@
+"""The chat that an agent holds with the policy: it writes one episode, token by token."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
+from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
+
+Generate = Callable[[Request], Awaitable[Completion]]
+"""Samples one turn; in `lockstep` order together with those of other episodes."""
+
+TURN, TOOL = 1, 2
+"""What a seed is for, as a part of its entropy."""
+
+
+class EpisodeLimits(NamedTuple):
+    """What bounds one episode.
+
+    Attributes:
+        new_tokens: tokens after the prompt, drawn and told.
+        prompt_tokens: tokens of the prompt, with what an environment says first.
+        turns: that the policy draws.
+        turn_tokens: drawn in one turn; None: as many as are left.
+        observation_tokens: of what a tool or an environment says at once; the middle of a longer
+            text is left out.
+        parallel_calls: in one turn; further ones are answered with an error.
+    """
+
+    new_tokens: int
+    prompt_tokens: int
+    turns: int = 8
+    turn_tokens: int | None = None
+    observation_tokens: int = 512
+    parallel_calls: int = 4
+
+
+class Answer(NamedTuple):
+    """One turn of the policy.
+
+    Attributes:
+        text: what is no call and no reasoning.
+        calls: of tools, in the order of the text; of wrong ones `error` says why.
+        reasoning: what the model thought first.
+        finish: "stop", or "length" where it was cut.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    finish: str = "stop"
+
+
+class EpisodeEnd(Exception):
+    """Ends an episode from within; `reason` is its `finish`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class BrokenEpisode(Exception):
+    """An episode that failed for no fault of the policy's."""
+
+
+class Chat:
+    """One episode as its agent sees it.
+
+    The policy's turns are drawn by `generate`; what others say is added by `append`, and becomes
+    tokens when the next turn is drawn. Nothing that was drawn is ever encoded again.
+
+    Args:
+        prompt: the row that it is about.
+        template: of the tokenizer.
+        generate: samples one turn.
+        sampling: how, the number of tokens aside.
+        limits: of the episode.
+        seed: of the episode; that of a plain answer.
+        cut_text: (text, tokens) -> the text with its middle left out where it has more tokens.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        template: TurnTemplate,
+        generate: Generate,
+        sampling: SamplingParams,
+        limits: EpisodeLimits,
+        *,
+        seed: int,
+        cut_text: Callable[[str, int], str],
+    ) -> None:
+        """Begin with the prompt; nothing is drawn yet."""
+        self.prompt, self.limits, self.sampling, self.seed = prompt, limits, sampling, seed
+        self._template, self._generate, self._cut_text = template, generate, cut_text
+        self._opening: tuple[int, ...] | None = None
+        self._pieces: list[EpisodePiece] = []
+        self._rewards: list[float] = []
+        self._messages: list[dict[str, Any]] = [dict(m) for m in prompt.messages]
+        self._pending: list[dict[str, Any]] = []
+        self._last: Answer | None = None
+        self._stopped_by: int | str | None = None
+        self._is_generating, self._end = False, ""
+        self.tool_records: list[ToolRecord] = []
+        self.score: float | None = None
+
+    @property
+    def turn(self) -> int:
+        """How many turns have been drawn."""
+        return len(self._rewards)
+
+    @property
+    def left(self) -> int:
+        """How many tokens the episode may still have, drawn and told."""
+        return self.limits.new_tokens - sum(len(piece.tokens) for piece in self._pieces)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return self._template.tokenizer
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat so far, as messages."""
+        return [*self._messages, *self._pending]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The stream so far: the prompt, and what was drawn and told."""
+        opening = self.prompt.tokens if self._opening is None else self._opening
+        return (*opening, *(int(t) for piece in self._pieces for t in piece.tokens))
+
+    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Answer:
+        """Draw the policy's next turn.
+
+        Args:
+            max_tokens: of this turn at most; None: `limits.turn_tokens`.
+            stop: texts that end the turn, besides the model's stop tokens.
+
+        Returns:
+            The turn, taken apart.
+
+        Raises:
+            EpisodeEnd: a limit is reached, or a tool ended the episode; an agent lets it pass.
+            BrokenEpisode: a turn is being drawn already, or the prompt is too long.
+        """
+        self._check_ready()
+        told = self._told()
+        room = self._room(len(told), max_tokens)
+        if self._opening is None:
+            self._opening = tuple(self._opened())
+        await self._add_turn(told, room, tuple(stop))
+        assert self._last is not None, "it is drawn"
+        return self._last
+
+    async def generate_after(
+        self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Draw the policy's next turn after exactly these tokens.
+
+        Args:
+            tokens: the stream so far, and what is told after it. Before the first turn, a prompt
+                of the agent's own making.
+            max_tokens: as in `generate`.
+            stop: as in `generate`.
+
+        Returns:
+            The turn, as it was sampled.
+
+        Raises:
+            EpisodeEnd: as in `generate`.
+            BrokenEpisode: as in `generate`; the tokens do not go on from the stream.
+        """
+        self._check_ready()
+        if self._pending:
+            raise BrokenEpisode(
+                f"chat.generate_after: got {len(self._pending)} appended messages, which tokens "
+                "can't be told after; expected none"
+            )
+        told = self._beyond(tokens) if self.turn else []
+        room = self._room(len(told), max_tokens)
+        if self._opening is None:
+            self._check_prompt_length(len(tokens), "as the agent wrote it")
+            self._opening = tuple(map(int, tokens))
+        if told:
+            text = self.tokenizer.decode(told)
+            self._messages.append({"role": "user", "content": text, "as_tokens": True})
+        return await self._add_turn(told, room, tuple(stop))
+
+    async def _add_turn(self, told: list[int], room: int, stop: tuple[str, ...]) -> Completion:
+        """Tell tokens and draw a turn; what was appended is told with them."""
+        if told:
+            self._pieces.append(EpisodePiece.told(told))
+        self._messages += self._pending
+        self._pending, before = [], self.tokens
+        completion = await self._draw(before, room, stop)
+        self._pieces.append(EpisodePiece(*completion[:3], drawn=True))
+        self._rewards.append(0.0)
+        self._stopped_by = completion.stopped_by
+        parsed = self._template.parse(completion.tokens.tolist(), prompt=before)
+        self._last = Answer(*parsed, completion.finish)
+        self._messages.append(self._template.message(parsed))
+        return completion
+
+    def append(self, messages: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str) -> None:
+        """Tell the policy what others say; it is in the stream once the next turn is drawn.
+
+        Args:
+            messages: one or several, with `role` and `content`; a text is a user's message.
+        """
+        if isinstance(messages, str):
+            messages = {"role": "user", "content": messages}
+        several = [messages] if isinstance(messages, Mapping) else messages
+        limit = self.limits.observation_tokens
+        self._pending += [
+            {**message, "content": self._cut_text(str(message["content"]), limit)}
+            for message in several
+        ]
+
+    def reward(self, value: float, *, turn: int | None = None) -> None:
+        """Add to the reward of a turn.
+
+        Args:
+            value: finite.
+            turn: its number, from 0; None is the newest one.
+
+        Raises:
+            BrokenEpisode: there is no such turn, or the value is not finite.
+        """
+        number = self.turn - 1 if turn is None else turn
+        if not 0 <= number < self.turn or not np.isfinite(value):
+            raise BrokenEpisode(
+                f"chat.reward: got {value} for turn {number}, expected a finite number for one of "
+                f"the {self.turn} turns that have been drawn"
+            )
+        self._rewards[number] += float(value)
+
+    def end(self, reason: str = "end") -> None:
+        """End the episode: no further turn is drawn."""
+        self._end = self._end or reason
+
+    def ended(self, reason: str) -> EpisodeEnd:
+        """End the episode, and return what tells its agent."""
+        self.end(reason)
+        return EpisodeEnd(self._end)
+
+    def episode(self, seconds: float, error: str | None = None) -> Episode:
+        """Return what has been drawn and told."""
+        finish = "broken" if error is not None else self._end or self._last_finish()
+        return Episode(
+            self.prompt.tokens if self._opening is None else self._opening,
+            tuple(self._pieces),
+            finish,
+            self._stopped_by,
+            tuple(self._rewards),
+            self.score,
+            tuple(self._messages),
+            tuple(self.tool_records),
+            error,
+            seconds,
+            self._last.text.strip() if self._last else "",
+        )
+
+    def _last_finish(self) -> str:
+        return self._last.finish if self._last else "end"
+
+    def _check_ready(self) -> None:
+        if self._is_generating:
+            raise BrokenEpisode(
+                "chat.generate: got a second call while a turn is drawn, expected one"
+            )
+        if self._end:
+            raise EpisodeEnd(self._end)
+        if self.turn >= self.limits.turns:
+            raise self.ended("turns")
+
+    def _room(self, told: int, max_tokens: int | None) -> int:
+        """Return how many tokens a turn may have after so many that are told.
+
+        Raises:
+            EpisodeEnd: none.
+        """
+        left = self.left
+        most = self.limits.turn_tokens if max_tokens is None else max_tokens
+        room = min(left - told, left if most is None else most)
+        if room < 1:
+            raise self.ended("length")
+        return room
+
+    def _beyond(self, tokens: Sequence[int]) -> list[int]:
+        """Return those of the tokens that the stream, with which they begin, does not have yet."""
+        stream = self.tokens
+        pairs = enumerate(zip(tokens, stream, strict=False))
+        same = next((i for i, (got, own) in pairs if got != own), min(len(tokens), len(stream)))
+        if same == len(stream):
+            return [int(token) for token in tokens[same:]]
+        got, own = (self.tokenizer.decode(t[same : same + 8]) for t in (list(tokens), stream))
+        raise BrokenEpisode(
+            f"chat.generate_after: got {len(tokens)} tokens that differ from the stream of "
+            f"{len(stream)} from token {same} on: {got!r}, expected {own!r}"
+        )
+
+    def _told(self) -> list[int]:
+        """Return the tokens between the last turn and the next one.
+
+        Raises:
+            BrokenEpisode: there is nothing to tell.
+        """
+        if not self.turn:
+            return []
+        assert self._last is not None, "there was a turn"
+        if not self._pending:
+            raise BrokenEpisode(
+                "chat.generate: got a second call with nothing told since the last turn, expected "
+                "chat.append in between"
+            )
+        stop = self._stopped_by if isinstance(self._stopped_by, int) else None
+        return self._template.following(
+            self._pending, calls=self._last.calls, closed=stop is not None, stop=stop
+        )
+
+    def _opened(self) -> Sequence[int]:
+        """Return the tokens of the prompt, with what the environment says first.
+
+        Raises:
+            BrokenEpisode: they are too many.
+        """
+        if not self._pending:
+            return self.prompt.tokens
+        tokens = self._template.opening(self._messages, told=self._pending)
+        self._check_prompt_length(len(tokens), "with what the environment says first")
+        return tokens
+
+    def _check_prompt_length(self, length: int, how: str) -> None:
+        if length > self.limits.prompt_tokens:
+            raise BrokenEpisode(
+                f"the prompt has {length} tokens {how}, expected at most "
+                f"{self.limits.prompt_tokens} (data.max_prompt_tokens)"
+            )
+
+    async def _draw(self, stream: tuple[int, ...], room: int, stop: tuple[str, ...]) -> Completion:
+        sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
+        request = Request(stream, sampling, turn_seed(self.seed, self.turn))
+        self._is_generating = True
+        try:
+            return await self._generate(request)
+        finally:
+            self._is_generating = False
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn: that of a plain answer for the first one.
+
+    >>> turn_seed(7, 0), turn_seed(7, 1) == turn_seed(7, 2)
+    (7, False)
+    """
+    if turn == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, TURN, turn)).generate_state(1)[0])
+
+
+def tool_seed(seed: int) -> int:
+    """Return the seed of an episode's tools and environment.
+
+    >>> tool_seed(7) == tool_seed(8)
+    False
+    """
+    return int(np.random.SeedSequence((seed, TOOL)).generate_state(1)[0])

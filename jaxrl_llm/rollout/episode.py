@@ -1,0 +1,153 @@
+"""Episodes: one append-only stream of tokens, drawn by the policy or told to it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int
+
+from jaxrl_llm.rollout.types import Completion
+
+NOT_DRAWN = -1
+"""The turn and the version of a token that the policy did not draw."""
+
+
+class EpisodePiece(NamedTuple):
+    """A part of an episode's stream, of one origin.
+
+    Attributes:
+        tokens: token ids.
+        logprobs: under the policy that drew them; 0 where they were told.
+        versions: of the weights that drew them; -1 where they were told.
+        drawn: whether the policy drew them; else a tool, an environment or the template told them.
+    """
+
+    tokens: Int[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    versions: Int[np.ndarray, " T"]
+    drawn: bool
+
+    @classmethod
+    def told(cls, tokens: Sequence[int]) -> "EpisodePiece":
+        """Return a piece that the policy did not draw."""
+        count = len(tokens)
+        return cls(
+            np.array(tokens, np.int32),
+            np.zeros(count, np.float32),
+            np.full(count, NOT_DRAWN, np.int32),
+            drawn=False,
+        )
+
+
+class ToolRecord(NamedTuple):
+    """What came of one call of a tool, or of one step of an environment.
+
+    Attributes:
+        name: of the tool; of the environment.
+        failure: None, or why there was no usable answer: failed, timeout, died, broken.
+        seconds: that it took.
+    """
+
+    name: str
+    failure: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """One episode of the policy: a prompt, and what was drawn and told after it.
+
+    A plain answer is an episode of one turn.
+
+    Attributes:
+        prompt: token ids before the first turn.
+        pieces: what follows, in order.
+        finish: why it ended: "stop" (the last turn ended and nothing follows), "length" (no tokens
+            left), "turns" (no turns left), "end" (a tool or the environment ended it), "timeout",
+            or "broken" (it failed for no fault of the policy).
+        stopped_by: the token or text that ended the last turn, if one did.
+        rewards: of each turn; none are zeros.
+        score: what the environment returned, if there is one.
+        messages: the chat as it was read, from the prompt on; empty where it is a plain answer.
+        tool_records: of each call, in order.
+        error: why it is broken.
+        seconds: from its start to its end.
+        last_answer: the text of the last turn; None of a plain answer.
+    """
+
+    prompt: tuple[int, ...]
+    pieces: tuple[EpisodePiece, ...]
+    finish: str
+    stopped_by: int | str | None = None
+    rewards: tuple[float, ...] = ()
+    score: float | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    tool_records: tuple[ToolRecord, ...] = ()
+    error: str | None = None
+    seconds: float = 0.0
+    last_answer: str | None = None
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], completion: Completion) -> "Episode":
+        """Return a plain answer as an episode of one turn."""
+        tokens, logprobs, versions, finish, stopped_by, _ = completion
+        piece = EpisodePiece(tokens, logprobs, versions, drawn=True)
+        return cls(tuple(prompt), (piece,), finish, stopped_by)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be trained on and counted in its group's baseline."""
+        return self.error is None
+
+    @cached_property
+    def tokens(self) -> Int[np.ndarray, " T"]:
+        """Token ids after the prompt, drawn and told."""
+        return _joined([piece.tokens for piece in self.pieces], np.int32)
+
+    @cached_property
+    def logprobs(self) -> Float32[np.ndarray, " T"]:
+        """Log-probs of `tokens` as they were drawn; 0 where they were told."""
+        return _joined([piece.logprobs for piece in self.pieces], np.float32)
+
+    @cached_property
+    def versions(self) -> Int[np.ndarray, " T"]:
+        """Version of the weights that drew each of `tokens`; -1 where they were told."""
+        return _joined([piece.versions for piece in self.pieces], np.int32)
+
+    @cached_property
+    def turn_ids(self) -> Int[np.ndarray, " T"]:
+        """Number of the turn that drew each of `tokens`, from 0; -1 where they were told."""
+        ids, turn = [], -1
+        for piece in self.pieces:
+            turn += piece.drawn
+            ids.append(np.full(len(piece.tokens), turn if piece.drawn else NOT_DRAWN, np.int32))
+        return _joined(ids, np.int32)
+
+    @property
+    def drawn(self) -> Bool[np.ndarray, " T"]:
+        """Whether the policy drew each of `tokens`."""
+        return self.turn_ids != NOT_DRAWN
+
+    @property
+    def turns(self) -> int:
+        """How many turns the policy drew."""
+        return sum(piece.drawn for piece in self.pieces)
+
+    @property
+    def num_turns(self) -> int:
+        """How many turns there are as verl counts them, the user's first and all others."""
+        return 1 + len(self.pieces)
+
+    @property
+    def token_rewards(self) -> Float32[np.ndarray, " T"]:
+        """The reward of each turn on the last of its `tokens`; 0 on all others."""
+        rewards = np.zeros(len(self.tokens), np.float32)
+        for turn, reward in enumerate(self.rewards):
+            rewards[np.flatnonzero(self.turn_ids == turn)[-1]] = reward
+        return rewards
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
