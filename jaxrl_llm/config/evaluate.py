@@ -10,14 +10,15 @@ from jaxrl_llm.config import kinds
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 from jaxrl_llm.config.rules import check
+from jaxrl_llm.config.sections.agent import AgentConfig
 from jaxrl_llm.config.sections.mesh import EngineMeshConfig
 from jaxrl_llm.config.sections.reward import EvaluateRewardConfig
 from jaxrl_llm.config.sections.rollout import CACHE_GB
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvaluateConfig(Section):
-    """A whole evaluation by `jaxrl_llm.evaluate`."""
+class EvaluationKeys(Section):
+    """What an evaluation evaluates, and how it samples and scores."""
 
     model: str = Field(
         description="Hugging Face directory or repository, or the run_dir of train or sft"
@@ -61,7 +62,9 @@ class EvaluateConfig(Section):
         default=(), description="k of pass@k and maj@k, up to n; none takes 2, 4, 8, … and n"
     )
     max_new_tokens: int = Field(
-        default=512, ge=1, description="largest number of tokens of a response"
+        default=512,
+        ge=1,
+        description="largest number of tokens of a response; of an episode, all after its prompt",
     )
     temperature: Number = Field(default=0.0, ge=0, description="softmax temperature; 0 is greedy")
     top_p: Number = Field(
@@ -85,6 +88,11 @@ class EvaluateConfig(Section):
     kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
     reward: EvaluateRewardConfig = Field(default_factory=EvaluateRewardConfig)
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluateConfig(AgentConfig, EvaluationKeys):  # the keys of the last come first
+    """A whole evaluation by `jaxrl_llm.evaluate`."""
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""

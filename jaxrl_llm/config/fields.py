@@ -57,7 +57,8 @@ FIELDS: Mapping[str, BatchField] = {
             "B",
             "float32",
             Stage.SCORED,
-            "score of each answer, plus algorithm.penalty, less the KL penalty",
+            "score of each answer, plus the rewards of its turns and algorithm.penalty, less the "
+            "KL penalty",
         ),
         BatchField(
             "raw_scores",
@@ -71,9 +72,16 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "float32",
             Stage.SCORED,
-            "the score and algorithm.penalty on the last token, less the KL penalty of each",
+            "each turn's reward on the turn's last drawn token, the score and algorithm.penalty on "
+            "the last drawn token of all, less the KL penalty of each",
         ),
-        BatchField("group_ids", "B", "int32", Stage.SCORED, "which answers share a prompt"),
+        BatchField(
+            "group_ids",
+            "B",
+            "int32",
+            Stage.SCORED,
+            "which answers share a prompt; one that is not usable is alone",
+        ),
         BatchField(
             "mask",
             "B T",
@@ -83,6 +91,28 @@ FIELDS: Mapping[str, BatchField] = {
         ),
         BatchField(
             "response_lengths", "B", "int32", Stage.SCORED, "tokens that the policy generated"
+        ),
+        BatchField(
+            "turn_ids",
+            "B T",
+            "int32",
+            Stage.SCORED,
+            "number of the turn that drew the token, from 0; -1 on all others",
+        ),
+        BatchField("turns", "B", "int32", Stage.SCORED, "turns that the policy drew"),
+        BatchField(
+            "usable",
+            "B",
+            "bool",
+            Stage.SCORED,
+            "false where the infrastructure of an episode failed",
+        ),
+        BatchField(
+            "versions",
+            "B T",
+            "int32",
+            Stage.SCORED,
+            "of the weights that drew the token; -1 on all others",
         ),
         BatchField(
             "logprobs",

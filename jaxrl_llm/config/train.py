@@ -98,6 +98,7 @@ class TrainConfig(Section):
             sidecars_fit_devices,
             reward_tasks_divide,
             vllm_has_one_trainer_or_nodes,
+            agents_have_one_trainer,
         )
 
 
@@ -294,6 +295,16 @@ def vllm_has_one_trainer_or_nodes(config: TrainConfig) -> Iterator[str]:
         yield (
             f"rollout.engine is vllm, but there are {processes} training processes: give vLLM "
             "nodes of its own (rollout.nodes), or train by one process"
+        )
+
+
+def agents_have_one_trainer(config: TrainConfig) -> Iterator[str]:
+    """Refuse several training processes, of which each would run the tools."""
+    processes = training_processes(config.cluster) if config.cluster else 1
+    if config.rollout.has_episodes and processes > 1:
+        yield (
+            f"rollout.agent, rollout.tools and rollout.environment need one training process, got "
+            f"{processes} (cluster.nodes · cluster.processes_per_node)"
         )
 
 

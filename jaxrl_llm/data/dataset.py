@@ -1,7 +1,8 @@
 """From checked rows to token ids in memory, and to batches whose position can be saved."""
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -51,6 +52,7 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    encode: Callable[[Sequence[Message]], Sequence[int]] | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows through the chat template.
 
@@ -60,6 +62,7 @@ def tokenize_prompts(
         max_prompt_tokens: the longest prompt allowed, in tokens.
         filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
+        encode: messages -> token ids, in place of the chat template with these variables.
 
     Returns:
         The prompts, and how many rows were dropped.
@@ -82,9 +85,10 @@ def tokenize_prompts(
     >>> prompts[0].tokens, dropped
     ((1, 2), 0)
     """
+    encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
     prompts = []
     for index, row in enumerate(rows):
-        tokens = encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {}))
+        tokens = encode(row["prompt"])
         if _fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
             prompts.append(
                 Prompt(

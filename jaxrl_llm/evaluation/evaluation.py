@@ -20,7 +20,7 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
-from jaxrl_llm.data.rows import check_prompt_row, load_rows, write_rows
+from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
 from jaxrl_llm.evaluation.policy import Policy, load_policy
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -30,8 +30,10 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_function_scoring
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.multi_turn import EpisodeSampler, as_episode_row
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
-from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.layouts import open_layout
@@ -67,10 +69,12 @@ def _evaluate(config: EvaluateConfig) -> Report:
             on_host=True,
             function_from=config.function_from,
         )
-        prompts = read_evaluation_prompts(config, policy)
+        data = read_evaluation_rows(config)
+        episodes = open_evaluation_episodes(config, policy, data, stack)
+        prompts = tokenize_evaluation_rows(config, policy, data, episodes)
         settings = EngineSettings(
             max_running_sequences=config.max_running_sequences,
-            max_tokens=max(len(p.tokens) for p in prompts) + config.max_new_tokens,
+            max_tokens=longest_prompt(config, policy, prompts) + config.max_new_tokens,
             cache_gb=config.kv_cache_gb,
             dtype=config.dtype,
         )
@@ -85,13 +89,14 @@ def _evaluate(config: EvaluateConfig) -> Report:
         )
         stack.callback(engine.close)
         log.info("sampling %d answers to each of %d prompts", config.samples, len(prompts))
-        rollouts = sample(
+        decode = functools.partial(policy.tokenizer.decode, skip_special_tokens=True)
+        sample_all = episodes.sample if episodes else functools.partial(sample, decode=decode)
+        rollouts = sample_all(
             engine,
             prompts,
             sampling(config, policy),
             samples=config.samples,
             seed=(config.seed,),
-            decode=functools.partial(policy.tokenizer.decode, skip_special_tokens=True),
         )
         scores = score(rollouts)
     report = {
@@ -122,12 +127,48 @@ def new_results_folder(out: str | None) -> Path:
     return folder
 
 
-def read_evaluation_prompts(config: EvaluateConfig, policy: Policy) -> list[Prompt]:
-    """Read and tokenise the prompts.
+def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
+    """Read the rows, whose sources the reward function knows.
 
     Raises:
-        ConfigError: a file can't be read, a prompt is too long, or no reward function knows its
-            source.
+        ConfigError: a file can't be read, or no reward function knows a source.
+    """
+    with config_errors_at("data"):
+        rows = load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows]
+    check_sources(config.reward.function, {row["data_source"] for row in rows})
+    return rows
+
+
+def open_evaluation_episodes(
+    config: EvaluateConfig, policy: Policy, rows: Sequence[Row], stack: contextlib.ExitStack
+) -> EpisodeSampler | None:
+    """Build what samples episodes of many turns, if the config has an agent, tools or environment.
+
+    Args:
+        config: of the evaluation.
+        policy: whose tokenizer writes them.
+        rows: of the data; tools are tried with the first.
+        stack: ends the tools' processes.
+    """
+    if not config.has_episodes:
+        return None
+    episodes = EpisodeSampler(
+        config,
+        policy.tokenizer,
+        policy.stops,
+        template_kwargs=config.chat_template_kwargs,
+        prompt_tokens=prompt_room(config, policy),
+        example=as_episode_row(rows[0]),
+    )
+    stack.callback(episodes.close)
+    return episodes
+
+
+def prompt_room(config: EvaluateConfig, policy: Policy) -> int:
+    """Return how many tokens a prompt may have.
+
+    Raises:
+        ConfigError: none.
     """
     positions = policy.model.max_positions
     room = sys.maxsize if positions is None else positions - config.max_new_tokens
@@ -138,16 +179,36 @@ def read_evaluation_prompts(config: EvaluateConfig, policy: Policy) -> list[Prom
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's "
             f"{positions} positions (max_position_embeddings)"
         )
+    return room
+
+
+def tokenize_evaluation_rows(
+    config: EvaluateConfig, policy: Policy, rows: Sequence[Row], episodes: EpisodeSampler | None
+) -> list[Prompt]:
+    """Tokenise the prompts.
+
+    Raises:
+        ConfigError: a prompt is too long.
+    """
+    room = prompt_room(config, policy)
     with config_errors_at("data"):
         prompts, _ = tokenize_prompts(
-            load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows],
+            rows,
             policy.tokenizer,
             max_prompt_tokens=room,
             filter_overlong=config.max_prompt_tokens is not None,
             template_kwargs=config.chat_template_kwargs,
+            encode=episodes.opening if episodes else None,
         )
-    check_sources(config.reward.function, {prompt.data_source for prompt in prompts})
     return prompts
+
+
+def longest_prompt(config: EvaluateConfig, policy: Policy, prompts: Sequence[Prompt]) -> int:
+    """Return the tokens of the longest prompt, with room for what an environment says first."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    if config.environment is None:
+        return longest
+    return min(prompt_room(config, policy), longest + config.limits.observation_tokens)
 
 
 def sampling(config: EvaluateConfig, policy: Policy) -> SamplingParams:
@@ -187,14 +248,14 @@ def tables(
 
     def of(source: str | None) -> Report:
         chosen = [i for i, name in enumerate(sources) if source in (None, name)]
-        answers = [rollouts.completions[i] for i in chosen]
+        answers = [rollouts.episodes[i] for i in chosen]
         return table([scores[i] for i in chosen], answers, samples=samples, ks=ks)
 
     return {"all": of(None), "sources": {name: of(name) for name in dict.fromkeys(sources)}}
 
 
 def table(
-    scores: Sequence[Score], answers: Sequence[Completion], *, samples: int, ks: Sequence[int]
+    scores: Sequence[Score], answers: Sequence[Episode], *, samples: int, ks: Sequence[int]
 ) -> Report:
     """Return mean@n, pass@k and maj@k with their intervals, and what went wrong.
 
@@ -216,7 +277,7 @@ def table(
         "metrics": {name: estimate(by_prompt) for name, by_prompt in by_name.items()},
         "reward_errors": dict(Counter(failures)),
         "cut_off": float(np.mean([answer.finish == "length" for answer in answers])),
-        "mean_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
+        "mean_tokens": float(np.mean([np.sum(answer.drawn) for answer in answers])),
     }
 
 

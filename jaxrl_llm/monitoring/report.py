@@ -10,9 +10,9 @@ from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.tables import MetricsTable
 from jaxrl_llm.monitoring.trackers import Outages
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.worker import shorten
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch
+from jaxrl_llm.workers.answers import shorten
 
 
 def dump_rollouts(
@@ -53,30 +53,33 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
         {
             "prompt": json.dumps(prompt.messages, ensure_ascii=False),
             "answer": text,
-            "tokens": completion.tokens.tolist(),
-            "finish": completion.finish,
+            "tokens": episode.tokens.tolist(),
+            "turn_ids": episode.turn_ids.tolist(),
+            "turn_rewards": list(episode.rewards),
+            "finish": episode.finish,
             "data_source": prompt.data_source,
             "ground_truth": json.dumps(prompt.ground_truth, ensure_ascii=False),
             "score": score.score,
             "extra": json.dumps(score.extra, ensure_ascii=False),
-            "error": score.error,
+            "error": score.error if episode.usable else f"broken: {episode.error}",
         }
-        for prompt, completion, text, score in zip(*rollouts, scores, strict=True)
+        for prompt, episode, text, score in zip(*rollouts[:3], scores, strict=True)
     ]
 
 
 def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
     """Return a row for each answer of a training step, as parquet can hold it.
 
-    Besides those of `answer_rows` it has the mean advantage of the answer's tokens, and the
-    log-probs of the tokens under the trainer's and the engine's policy.
+    Besides those of `answer_rows` it has the mean advantage of the drawn tokens, and their
+    log-probs under the trainer's and the engine's policy; of an answer that is not usable none.
     """
     rows = answer_rows(rollouts, scores)
     for index, (row, mask) in enumerate(zip(rows, batch["mask"], strict=True)):
-        row["advantage"] = float(batch["advantages"][index][mask].mean())
+        used = mask.any()
+        row["advantage"] = float(batch["advantages"][index][mask].mean()) if used else None
         for name, field in (("logprobs", "old_logprobs"), ("rollout_logprobs",) * 2):
             known = batch.fields.get(field)  # a critic's warm-up needs no log-probs of the policy
-            row[name] = None if known is None else known[index][mask].tolist()
+            row[name] = None if known is None or not used else known[index][mask].tolist()
     return rows
 
 

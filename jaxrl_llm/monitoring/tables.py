@@ -77,11 +77,13 @@ class AnswerTable(Sequence[Mapping[str, Any]]):
     """Sampled answers with what came of them, a mapping for each.
 
     In a notebook an answer's background is green where its advantage is positive and red where it
-    is negative; a token's is orange where the trainer's and the engine's log-prob differ.
+    is negative; a token's is orange where the trainer's and the engine's log-prob differ. What was
+    told to the policy, by tools or an environment, is gray.
 
     Args:
-        rows: with `prompt` (JSON of its messages), `answer`, `tokens`, `score`, and where they are
-            known `advantage`, `logprobs` and `rollout_logprobs` of the tokens.
+        rows: with `prompt` (JSON of its messages), `answer`, `tokens`, `score`, where there are
+            such `turn_ids` (-1 on tokens that were told to the policy), and where they are known
+            `advantage`, and `logprobs` and `rollout_logprobs` of the drawn tokens.
         decode: token ids -> text.
     """
 
@@ -111,7 +113,16 @@ class AnswerTable(Sequence[Mapping[str, Any]]):
         if row.get("logprobs") is None:
             return [(text, None) for text in texts]
         differences = np.asarray(row["logprobs"]) - np.asarray(row["rollout_logprobs"])
-        return list(zip(texts, differences.tolist(), strict=True))
+        of_drawn = iter(differences.tolist())
+        drawn = self._drawn(index)
+        return [
+            (text, next(of_drawn) if is_drawn else None)
+            for text, is_drawn in zip(texts, drawn, strict=True)
+        ]
+
+    def _drawn(self, index: int) -> list[bool]:
+        row = self.rows[index]
+        return [turn >= 0 for turn in row.get("turn_ids") or [0] * len(row["tokens"])]
 
     def __str__(self) -> str:
         """Return the first answers as a table of text, with the largest difference of a token."""
@@ -137,7 +148,10 @@ class AnswerTable(Sequence[Mapping[str, Any]]):
         for index, row in enumerate(some):
             color = GREEN if (row.get("advantage") or 0.0) > 0 else RED
             share = advantages[index] / (max(advantages) or 1.0)
-            answer = "".join(_token(*piece, widest) for piece in self.pieces(index))
+            answer = "".join(
+                _token(*piece, widest) if drawn else _told(piece[0])
+                for piece, drawn in zip(self.pieces(index), self._drawn(index), strict=True)
+            )
             cells = [
                 f"<td style='{CELL}'>{html.escape(_last_message(row['prompt']))}</td>",
                 f"<td style='{CELL};background:rgba({color},{0.35 * share:.2f})'>{answer}</td>",
@@ -183,6 +197,11 @@ def _token(text: str, difference: float | None, widest: float) -> str:
         f"<span style='background:rgba({ORANGE},{share:.2f})' "
         f"title='trainer - engine: {difference:+.2e} nats'>{html.escape(text)}</span>"
     )
+
+
+def _told(text: str) -> str:
+    """Return a token that the policy did not draw as HTML."""
+    return f"<span style='color:gray' title='told'>{html.escape(text)}</span>"
 
 
 def _last_message(prompt: str) -> str:

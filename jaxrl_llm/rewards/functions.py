@@ -190,6 +190,58 @@ def reasoning_gym(
     return {"score": acc if exact else score, "acc": acc, "pred": answer}
 
 
+def last_answer(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+) -> Result:
+    """Score an episode whose last turn must be the reference, but for spaces around it.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply, or all of the episode.
+        ground_truth: the reference answer.
+        extra_info: `last_answer`, the text of the last turn; without it, the reply is the turn.
+
+    Returns:
+        Score 1.0 for the reference, else 0.0.
+
+    >>> told = "[look_up(letter='q')]k"
+    >>> last_answer("look_up", f"{told}k", "k", {"last_answer": "k"})["score"]
+    1.0
+    >>> last_answer("look_up", told, "k", None)["score"]
+    0.0
+    """
+    pred = (extra_info or {}).get("last_answer", solution_str).strip()
+    return _result(pred == ground_truth.strip(), pred)
+
+
+def environment_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
+) -> Result:
+    """Score an episode by what its environment returned, and by 0 where a limit ended it before.
+
+    The rewards of single turns are added to it elsewhere.
+
+    Args:
+        data_source: not used.
+        solution_str: the episode.
+        ground_truth: not used.
+        extra_info: `environment_score`, None where the environment has not returned.
+
+    Returns:
+        The score; `acc` is 1.0 for a score of 1 or more.
+
+    Raises:
+        ValueError: the episode had no environment.
+
+    >>> environment_score("grid", "U", "k", {"environment_score": 0.5})
+    {'score': 0.5, 'acc': 0.0, 'pred': None}
+    """
+    if extra_info is None or "environment_score" not in extra_info:
+        raise ValueError("environment_score: the episode had none; set rollout.environment")
+    score = float(extra_info["environment_score"] or 0.0)
+    return {"score": score, "acc": float(score >= 1), "pred": None}
+
+
 def last_boxed(text: str) -> str | None:
     r"""Return what stands in the last \boxed{…} (or \fbox{…}, or bare `\boxed 5`), else None.
 
@@ -218,6 +270,10 @@ GENERATED = "reasoning_gym/"
 
 SOURCES = {
     "arithmetic": arithmetic,
+    "look_up": last_answer,
+    "calculator": last_answer,
+    "guess_number": environment_score,
+    "grid": environment_score,
     "openai/gsm8k": gsm8k,
     "MATH": math,
     "lighteval/MATH": math,

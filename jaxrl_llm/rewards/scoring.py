@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,15 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
 from jaxrl_llm.rewards.functions import GENERATED, SOURCES
-from jaxrl_llm.rewards.limits import Limits
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, RewardError, RewardRunner, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
-from jaxrl_llm.rewards.worker import RewardItem, shorten
+from jaxrl_llm.rewards.worker import RewardItem
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.workers.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +109,46 @@ def make_function_scoring(
     pool = stack.enter_context(open_pool(reward, function))
 
     def score(rollouts: Rollouts) -> list[Score]:
-        pairs = zip(rollouts.prompts, rollouts.texts, strict=True)
-        items = [RewardItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in pairs]
+        items = reward_items(rollouts)
         own, retried_before = distributed.process_slice(len(items)), pool.counts.get("retried", 0)
         parts = distributed.all_gather(pool.score(items[own], first=own.start))
         context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
         return [result for part in parts for result in part]
 
     return score
+
+
+def reward_items(rollouts: Rollouts) -> list[RewardItem]:
+    """Return what a reward function gets of each episode.
+
+    Of an episode of an agent, `extra_info` says more: `turns` of the policy; `num_turns` as verl
+    counts them, the user's first and those of tools and the environment included; `last_answer`
+    (text of the last turn), `environment_score`, `turn_rewards`, `messages`, `tool_calls`,
+    `tool_errors` and `finish`.
+    """
+    return [
+        RewardItem(
+            prompt.data_source, text, prompt.ground_truth, prompt.extra_info | about(episode)
+        )
+        for prompt, episode, text in zip(*rollouts[:3], strict=True)
+    ]
+
+
+def about(episode: Episode) -> dict[str, Any]:
+    """Return what a reward function is told of an agent's episode; nothing of a plain answer."""
+    if episode.last_answer is None:
+        return {}
+    return {
+        "turns": episode.turns,
+        "num_turns": episode.num_turns,
+        "last_answer": episode.last_answer,
+        "environment_score": episode.score,
+        "turn_rewards": list(episode.rewards),
+        "messages": list(episode.messages),
+        "tool_calls": len(episode.tool_records),
+        "tool_errors": sum(record.failure is not None for record in episode.tool_records),
+        "finish": episode.finish,
+    }
 
 
 def stopping(score: Scoring, reward: RewardConfig, function: FunctionSpec) -> Scoring:

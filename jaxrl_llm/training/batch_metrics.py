@@ -1,6 +1,6 @@
 """Metrics of a training step: its batch, how well engine and trainer agree, and the machine."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import jax
@@ -32,24 +32,69 @@ def batch_metrics(
         rollouts: its answers.
         scores: of each answer.
     """
-    mask, lengths = batch["mask"], batch["response_lengths"]
-    per_group = np.array([s.score for s in scores]).reshape(-1, np.bincount(batch["group_ids"])[0])
+    usable = batch["usable"]
+    mask, lengths = batch["mask"], batch["response_lengths"][usable]
+    given = np.array([s.score for s in scores])[usable]
+    prompts = np.array([len(episode.prompt) for episode in rollouts.episodes])
     return {
-        **summary("critic/score", np.array([s.score for s in scores])),
-        **summary("critic/rewards", batch["scores"]),
+        **summary("critic/score", given),
+        **summary("critic/rewards", batch["scores"][usable]),
         **summary("critic/advantages", batch["advantages"][mask]),
         **summary("response_length", lengths),
         "response_length/clip_ratio": float(
-            np.mean([answer.finish == "length" for answer in rollouts.completions])
+            np.mean([episode.finish == "length" for episode in rollouts.episodes])
         ),
-        **summary("prompt_length", batch.sequence_lengths - lengths),
-        "critic/groups_without_spread": float(np.mean(np.ptp(per_group, axis=1) == 0)),
+        **summary("prompt_length", prompts),
+        "critic/groups_without_spread": groups_without_spread(
+            given + turn_rewards(rollouts)[usable], batch["group_ids"][usable]
+        ),
+        **episode_metrics(rollouts),
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
         **balance(batch),
         "reward/errors": float(sum(score.error is not None for score in scores)),
     }
+
+
+def turn_rewards(rollouts: Rollouts) -> np.ndarray:
+    """Return the sum of the rewards of each episode's turns [B]."""
+    return np.array([sum(episode.rewards) for episode in rollouts.episodes], np.float32)
+
+
+def groups_without_spread(scores: np.ndarray, group_ids: np.ndarray) -> float:
+    """Return the share of groups whose answers have one score.
+
+    >>> groups_without_spread(np.array([1.0, 1.0, 0.0, 1.0]), np.array([0, 0, 1, 1]))
+    0.5
+    """
+    groups = [scores[group_ids == group] for group in np.unique(group_ids)]
+    return float(np.mean([np.ptp(group) == 0 for group in groups]))
+
+
+def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Return metrics of turns and tools; none where all answers are plain."""
+    episodes = rollouts.episodes
+    if all(episode.last_answer is None for episode in episodes):
+        return {}
+    metrics = {
+        **rollouts.metrics,
+        **summary("num_turns", np.array([episode.num_turns for episode in episodes])),
+        **summary("episode/seconds", np.array([episode.seconds for episode in episodes])),
+        "episode/broken": float(sum(not episode.usable for episode in episodes)),
+    }
+    for reason, times in Counter(episode.finish for episode in episodes).items():
+        metrics[f"episode/finish/{reason}"] = times / len(episodes)
+    records = [record for episode in episodes for record in episode.tool_records]
+    calls = [len(episode.tool_records) for episode in episodes]
+    metrics |= summary("tool_call_counts", np.array(calls)) if records else {}
+    for name in dict.fromkeys(record.name for record in records):
+        own = [record for record in records if record.name == name]
+        metrics[f"tools/{name}/calls"] = float(len(own))
+        metrics[f"tools/{name}/seconds"] = float(np.mean([record.seconds for record in own]))
+        for failure, times in Counter(r.failure for r in own if r.failure).items():
+            metrics[f"tools/{name}/{failure}"] = float(times)
+    return metrics
 
 
 def value_metrics(batch: Batch) -> dict[str, float]:
@@ -85,7 +130,7 @@ def extra_metrics(scores: list[Score]) -> dict[str, float]:
 def kl_metrics(batch: Batch, kl: np.ndarray, kl_coef: float) -> dict[str, float]:
     """Return the mean over sequences of their mean KL to the reference, and its coefficient."""
     per_sequence = kl.sum(1) / np.maximum(batch["response_lengths"], 1)
-    return {"actor/kl": float(per_sequence.mean()), "actor/kl_coef": kl_coef}
+    return {"actor/kl": float(per_sequence[batch["usable"]].mean()), "actor/kl_coef": kl_coef}
 
 
 def load_balance(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, float]:

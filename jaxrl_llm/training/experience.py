@@ -21,10 +21,12 @@ class ScoreError(RunError):
 
 
 def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[str] = ()) -> Batch:
-    """Add the scores of a batch's answers, and the rewards that they are.
+    """Add the scores of a batch's answers to the rewards of their turns.
+
+    `scores` are the sums of the rewards, `raw_scores` are what was given.
 
     Args:
-        batch: B answers.
+        batch: B answers, with the `rewards` of their turns.
         scores: of each answer.
         components: names of the reward functions' numbers that become `score_components` [B C];
             where a reward function failed, reward.on_error stands for each.
@@ -32,13 +34,18 @@ def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[s
     Raises:
         ScoreError: a reward function did not report one of the components.
     """
-    values = np.array([score.score for score in scores], np.float32)
-    rewards = _on_last_token(values, batch["mask"])
-    batch = batch.add(scores=values, raw_scores=values, rewards=rewards)
-    return batch.add(score_components=_components(scores, components)) if components else batch
+    usable = batch["usable"]
+    values = np.where(usable, [score.score for score in scores], 0).astype(np.float32)
+    of_turns = batch["rewards"]
+    rewards = of_turns + _on_last_token(values, batch["mask"])
+    batch = batch.add(scores=values + of_turns.sum(1), raw_scores=values, rewards=rewards)
+    if not components:
+        return batch
+    numbers = _components(scores, components, usable)
+    return batch.add(score_components=numbers)
 
 
-def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
+def _components(scores: Sequence[Score], names: Sequence[str], usable: np.ndarray) -> np.ndarray:
     def number(score: Score, name: str) -> float:
         if score.error is not None and name != "score":
             return score.extra.get(FUNCTION_COMPONENT, score.score)
@@ -51,7 +58,11 @@ def _components(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
             )
         return float(component)
 
-    return np.array([[number(score, name) for name in names] for score in scores], np.float32)
+    numbers = [
+        [number(score, name) if is_usable else 0.0 for name in names]
+        for score, is_usable in zip(scores, usable, strict=True)
+    ]
+    return np.array(numbers, np.float32)
 
 
 def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -63,6 +74,17 @@ def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
     return batch.add(
         scores=batch["scores"] + values,
         rewards=batch["rewards"] + _on_last_token(values, batch["mask"]),
+    )
+
+
+def without_rows(batch: Batch, rows: np.ndarray) -> Batch:
+    """Return a batch in which some answers [B] are not usable, as `lay_out` has them."""
+    usable = batch["usable"] & ~rows
+    own = len(usable) + np.arange(len(usable), dtype=np.int32)
+    return batch.add(
+        usable=usable,
+        mask=batch["mask"] & usable[:, None],
+        group_ids=np.where(usable, batch["group_ids"], own),
     )
 
 
@@ -88,6 +110,7 @@ def per_answer(
     def checked(batch: Batch) -> np.ndarray:
         result = compute(dict(batch.fields))
         values = np.asarray(check_per_answer(result, function, key, kind, len(batch["mask"])))
+        values = np.where(batch["usable"], values, np.zeros_like(values))
         if kind is not np.bool_ and not np.isfinite(values).all():
             raise ScoreError(f"{key}: {name_of(function)!r} returned NaN or infinity")
         return values

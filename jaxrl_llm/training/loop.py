@@ -29,7 +29,7 @@ from jaxrl_llm.training.stages.models import ModelsStage, States
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.run import RunStage
 from jaxrl_llm.training.stages.scoring import Collected, ScoringStage
-from jaxrl_llm.training.update import TrainState, check_skipped
+from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
 Metrics = dict[str, float]
@@ -185,6 +185,9 @@ def make_experience(
     """Lay answers out as a batch, run the models over it, and add the scores.
 
     The scores are waited for last.
+
+    Raises:
+        TrainingError: no answer is usable.
     """
     batch, metrics = stages.scoring.lay_out(rollouts), {}
     for model_pass in stages.models.passes:
@@ -195,6 +198,11 @@ def make_experience(
         scores = scoring.result()
     batch = stages.scoring.add_penalty(stages.scoring.add_scores(batch, scores))
     batch, errors = stages.scoring.add_greedy_scores(batch, rollouts, step, clock)
+    if not batch["usable"].any():
+        raise TrainingError(
+            f"step {step}: no answer can be trained on: all are broken, or alone are left of their "
+            "groups (episode/broken)"
+        )
     return batch, scores, metrics | errors
 
 
@@ -244,6 +252,8 @@ def update_role(
     updates, policy_stats = [], {}
     for _ in range(config.batch.epochs_per_step):
         for minibatch in minibatches(batch, config):
+            if not minibatch["mask"].any():
+                continue  # none of its answers is usable
             annotated = role.annotate_minibatch(state, minibatch)
             state, metrics = role.learner.update(state, annotated, coefs._asdict())
             policy_stats = metrics.pop("policy", {})

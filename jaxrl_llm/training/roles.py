@@ -247,7 +247,7 @@ def old_logprob_step(
     Args:
         infer: (params, batch) -> `logprobs` and more [B T].
         use_rollout_logprobs: take the engine's log-probs; the policy then runs over the first
-            sequences only, to compare the two.
+            usable sequences only, to compare the two.
         probe_tokens: the most tokens that these sequences hold.
 
     Returns:
@@ -258,7 +258,8 @@ def old_logprob_step(
     def add(params: Any, batch: Batch) -> tuple[Batch, Batch]:
         if use_rollout_logprobs:
             # the same number in every step, or what compares the two would compile again
-            part = batch.take(slice(0, max(1, probe_tokens // batch.tokens.shape[1])))
+            count = max(1, probe_tokens // batch.tokens.shape[1])
+            part = batch.take(np.argsort(~batch["mask"].any(1), kind="stable")[:count])
             probe = part.add(**infer(params, part))
             return batch.add(old_logprobs=batch["rollout_logprobs"]), probe
         stats = infer(params, batch)

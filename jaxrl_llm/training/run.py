@@ -26,6 +26,7 @@ from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.report import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
@@ -164,6 +165,8 @@ class Run(RunFiles):
     ) -> Rollouts:
         """Draw n answers to each prompt from the policy as it is now; no step depends on them.
 
+        They are episodes with the run's agent, tools and environment, where it has such.
+
         Args:
             prompts: some of `prompts` or `validation_prompts`; texts or chats, which are put into
                 the chat template; or token ids.
@@ -177,15 +180,22 @@ class Run(RunFiles):
             RunError: the run is closed, or a step has failed.
         """
         self._check_usable()
-        rollout, policy, engine = self.config.rollout, self.policy, self._loop.stages.rollout.engine
+        rollout, policy, stage = self.config.rollout, self.policy, self._loop.stages.rollout
         names = ("max_new_tokens", "temperature", "top_p", "top_k")
         settings = {name: getattr(rollout, name) for name in names} | sampling
         chats = as_prompts(prompts, policy.tokenizer, **self.config.data.chat_template_kwargs)
-        engine.wake()
+        if stage.episodes is not None:
+            chats = [stage.episodes.with_tools_in_prompt(chat) for chat in chats]
+        stage.engine.wake()
         try:
-            return policy.sample(engine, chats, n=n, seed=seed, **settings)
+            if stage.episodes is not None:
+                sampling_params = SamplingParams(**settings, stop_ids=policy.stops)
+                return stage.episodes.sample(
+                    stage.engine, chats, sampling_params, samples=n, seed=(seed,)
+                )
+            return policy.sample(stage.engine, chats, n=n, seed=seed, **settings)
         finally:
-            engine.sleep()
+            stage.engine.sleep()
 
     def score(self, rollouts: Rollouts) -> AnswerTable:
         """Return answers with the scores that the run's reward function gives them."""

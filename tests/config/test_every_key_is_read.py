@@ -91,7 +91,8 @@ class Reads(ast.NodeVisitor):
         self.generic_visit(node)
         for target in node.targets:
             pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            if both and not any(isinstance(e, ast.Starred) for e in target.elts + node.value.elts):
                 pairs = zip(target.elts, node.value.elts, strict=True)
             for name, value in pairs:
                 if isinstance(name, ast.Name):
@@ -116,7 +117,7 @@ def unread(cls, names_read):
     missing = []
     for name in leaves(cls):
         *groups, leaf = name.split(".")
-        section, labels = cls, {cls.__name__}
+        section, labels = cls, {c.__name__ for c in cls.__mro__}
         for group in groups:
             reached = {f"{label}.{group}" for label in labels} & names_read
             section = typing.get_type_hints(section)[group]

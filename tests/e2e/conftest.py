@@ -212,9 +212,9 @@ class Workshop:
         out, err = process.communicate(timeout=300)
         return Result(process.returncode, out, err, run_dir)
 
-    def params(self, run_dir, step=None):
+    def params(self, run_dir, step=None, model=None):
         """Return a checkpoint's parameters by name."""
-        spec = read_spec(self.base)
+        spec = read_spec(model or self.base)
         like = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
         checkpoints = Checkpoints(run_dir / "checkpoints", keep=None, read_only=True)
         tree = checkpoints.restore_params(like, step).state

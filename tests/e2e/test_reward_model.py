@@ -13,6 +13,7 @@ from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import combine_scores
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.experience import with_scores
@@ -159,7 +160,7 @@ def test_both_scores_can_be_components():
     tokens = np.array([1, 2], np.int32)
     prompt = Prompt(index=0, tokens=(3,), data_source="sums", ground_truth="")
     answer = Completion(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 2)
-    rollouts = Rollouts([prompt] * 3, [answer] * 3, ["a", "b", "c"])
+    rollouts = Rollouts([prompt] * 3, [Episode.of((3,), answer)] * 3, ["a", "b", "c"])
     scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
     values = np.array([4.0, 5.0, np.inf], np.float32)
     scores = combine_scores(rollouts, values, scored, on_error=-1.0)

@@ -214,6 +214,8 @@ def test_the_rollouts(finished):
         "answer",
         "tokens",
         "finish",
+        "turn_ids",
+        "turn_rewards",
         "data_source",
         "ground_truth",
         "score",

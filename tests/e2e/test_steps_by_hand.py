@@ -99,7 +99,7 @@ def look_at(run):
     assert [row["answer"] for row in scored] == rollouts.texts
     assert all(row["score"] is not None and row["error"] is None for row in scored)
     assert f"<td>{scored[0]['score']:g}</td>" in scored._repr_html_()
-    answer, policy = rollouts.completions[0], run.policy
+    answer, policy = rollouts.episodes[0], run.policy
     table = policy.logprobs(answer.tokens.tolist(), prompts[0].tokens)
     np.testing.assert_allclose([value for _, value in table], answer.logprobs, atol=1e-4)
     assert "".join(piece for piece, _ in table).startswith(rollouts.texts[0])

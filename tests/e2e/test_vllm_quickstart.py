@@ -12,6 +12,12 @@ from tests.guarded import CLUSTER, UPDATE
 pytestmark = pytest.mark.guards(*CLUSTER, *UPDATE)
 
 ROOT = Path(__file__).resolve().parents[2]
+ASKS_TWICE = """
+def asks_twice(ground_truth):
+    yield ""
+    answer = yield "1+1="
+    return float(len(answer))
+"""
 METRIC = "val-core/arithmetic/acc/mean@1"
 
 
@@ -43,11 +49,19 @@ def test_the_quickstart_learns_from_vllms_answers(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_vllm_samples_on_a_node_of_its_own(cluster, tmp_path):
+    """Episodes of two turns, with an environment in between."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/quickstart.yaml"]
     command += [f"cluster.address={cluster}", "cluster.devices=2", "rollout.nodes=1", "steps=3"]
     command += ["rollout.engine=vllm", "model.path=configs/quickstart", "model.random_init=true"]
     command += ["model.warm_start=null", "validation.before=false"]
+    (tmp_path / "mine.py").write_text(ASKS_TWICE)
+    command += ["rollout.environment=mine.py:asks_twice", "rollout.limits.turn_tokens=5"]
+    command += [
+        "rollout.order=free",
+        "rollout.max_new_tokens=24",
+        "reward.function=environment_score",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with Path(tmp_path, "runs/quickstart/metrics.jsonl").open() as file:
@@ -55,3 +69,5 @@ def test_vllm_samples_on_a_node_of_its_own(cluster, tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert max(line["training/rollout_probs_diff_max"] for line in lines) < 1e-4
     assert all(line["perf/moved_gb"] > 0 for line in lines)
+    assert all(line["episode/finish/end"] == 1.0 for line in lines)
+    assert all(line["num_turns/min"] == line["num_turns/max"] == 4 for line in lines)

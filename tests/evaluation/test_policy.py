@@ -146,7 +146,7 @@ def test_the_engine_holds_the_new_weights(stepped):
     """Its next log-probs are those that the new parameters give."""
     policy, engine = stepped["policy"], stepped["engine"]
     answers = policy.sample(engine, ["1+2=", "3+4="], n=2, max_new_tokens=5, seed=9)
-    assert {int(v) for c in answers.completions for v in c.versions} == {1}
+    assert {int(v) for c in answers.episodes for v in c.versions} == {1}
     batch = lay_out(answers, samples=2, max_tokens=16)
     new, old = (
         policy.token_stats(params, policy.pack(batch)).logprobs[batch["mask"]]
@@ -294,9 +294,9 @@ def test_the_same_seed_gives_the_same_answers(policy, engine):
 
 def test_answers_end_in_a_stop_token_that_their_text_leaves_out(policy, engine):
     answers = policy.sample(engine, ["1+2="], n=32, max_new_tokens=8, temperature=2.0)
-    stopped = [i for i, c in enumerate(answers.completions) if c.finish == "stop"]
+    stopped = [i for i, c in enumerate(answers.episodes) if c.finish == "stop"]
     assert stopped
     for i in stopped:
-        *tokens, last = answers.completions[i].tokens.tolist()
+        *tokens, last = answers.episodes[i].tokens.tolist()
         assert last in policy.stops
         assert answers.texts[i] == policy.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,5 +1,6 @@
 """What `build_stages` builds from a config, and what it refuses before anything runs."""
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
@@ -38,7 +39,8 @@ class Engine:
         self.calls.append("sample")
         if self.error:
             raise self.error
-        return [Completion([5], [0.0], [0], "length") for _ in requests]
+        answer = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
+        return [answer for _ in requests]
 
     def load(self, params, version):
         return Receipt(version, 0)

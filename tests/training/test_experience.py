@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm.algorithms.advantages import gae, grpo
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.experience import (
@@ -42,7 +43,8 @@ def batch():
     prompts = [prompt(11, 12), prompt(11, 12), prompt(13), prompt(13)]
     answers = [completion(1, 2, 3), completion(4), completion(5, 6), completion(1, 2, 3, 4, 5)]
     scores = [Score(s, {}, None) for s in (1.0, -0.5, 0.0, 2.0)]
-    rollouts = Rollouts(prompts, answers, ["", "", "", ""])
+    episodes = [Episode.of(p.tokens, a) for p, a in zip(prompts, answers, strict=True)]
+    rollouts = Rollouts(prompts, episodes, ["", "", "", ""])
     return with_scores(lay_out(rollouts, samples=2, max_tokens=6), scores)
 
 
@@ -70,6 +72,10 @@ def test_layout(batch):
         "response_lengths": np.int32,
         "group_ids": np.int32,
         "rollout_logprobs": np.float32,
+        "turn_ids": np.int32,
+        "versions": np.int32,
+        "turns": np.int32,
+        "usable": bool,
         "scores": np.float32,
         "raw_scores": np.float32,
         "rewards": np.float32,

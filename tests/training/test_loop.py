@@ -12,6 +12,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.training.experience import with_scores
@@ -45,7 +46,7 @@ def test_answers_are_scored_while_the_devices_compute():
 
     prompt = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
     answer = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
-    sampled = Rollouts([prompt], [answer], ["3"])
+    sampled = Rollouts([prompt], [Episode.of(prompt.tokens, answer)], ["3"])
     with ThreadPoolExecutor(1) as executor:
         stages = Stages(
             rollout=Mock(spec=RolloutStage, sample=lambda prompts, step, number: sampled),

@@ -8,7 +8,31 @@ from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, fu
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ScoringConfig(Section):
+class ProcessConfig(Section):
+    """What bounds the processes in which functions of the user's run."""
+
+    memory_gb: Number | None = Field(
+        default=4.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="GB of memory of each process; null sets no limit",
+    )
+    max_processes: int | None = Field(
+        default=64,
+        gt=0,
+        description="processes that one of them may have started at once; null sets no limit",
+    )
+    pass_env: Several[str] = Field(
+        default=(),
+        description=(
+            "environment variables that they see besides the usual ones, such as OPENAI_API_KEY; "
+            "* stands for any letters"
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScoringConfig(ProcessConfig):
     """The processes in which a reward function runs."""
 
     workers: int = Field(
@@ -22,24 +46,6 @@ class ScoringConfig(Section):
         description=(
             "score of a response whose reward function raises or hangs, or whose "
             "score is not finite; null stops the run"
-        ),
-    )
-    memory_gb: Number | None = Field(
-        default=4.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="GB of memory of each process of a reward function; null sets no limit",
-    )
-    max_processes: int | None = Field(
-        default=64,
-        gt=0,
-        description="processes that a reward function may have at once; null sets no limit",
-    )
-    pass_env: Several[str] = Field(
-        default=(),
-        description=(
-            "environment variables that a reward function sees besides the usual "
-            "ones, such as OPENAI_API_KEY; * stands for any letters"
         ),
     )
 

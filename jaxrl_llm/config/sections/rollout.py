@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config.keys import STRICT, Number, Section, Several, Table
+from jaxrl_llm.config.sections.agent import AgentConfig
 
 CACHE_GB = (
     "GB of each device for the KV cache at most; null is enough if all "
@@ -64,8 +65,8 @@ class VllmConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RolloutConfig(Section):
-    """How the policy is sampled."""
+class SamplingConfig(Section):
+    """The engine of a run, and how it samples."""
 
     engine: Literal["native", "vllm"] = Field(
         default="native", description="native, in this process, or vllm, in sidecars"
@@ -74,7 +75,9 @@ class RolloutConfig(Section):
         default=8, ge=1, description="G: responses sampled for each prompt"
     )
     max_new_tokens: int = Field(
-        default=512, ge=1, description="largest number of tokens of a response"
+        default=512,
+        ge=1,
+        description="largest number of tokens of a response; of an episode, all after its prompt",
     )
     temperature: Number = Field(
         default=1.0,
@@ -127,3 +130,8 @@ class RolloutConfig(Section):
         default=None, ge=1, description="devices of each of these engines; null: the node's GPUs"
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutConfig(AgentConfig, SamplingConfig):  # the keys of the last come first
+    """How the policy is sampled."""

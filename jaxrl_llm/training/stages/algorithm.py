@@ -74,7 +74,7 @@ def control_kl(
 ) -> tuple[dict[str, float], float]:
     """Return metrics of a batch's KL, and the controller's next coefficient."""
     metrics = kl_metrics(batch, kl_to_reference(kl, batch), kl_coef)
-    return metrics, controller(kl_coef, metrics["actor/kl"], len(batch.sequence_lengths))
+    return metrics, controller(kl_coef, metrics["actor/kl"], int(batch["usable"].sum()))
 
 
 def keep_kl_coef(batch: Batch, kl_coef: float) -> tuple[dict[str, float], float]:

@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
@@ -18,8 +17,10 @@ from jaxrl_llm.models.model import Model, QuantizableModel, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.multi_turn import EpisodeSampler
 from jaxrl_llm.rollout.sampling import Rollouts, sample
 from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.runs.journals import Journals
 from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
 from jaxrl_llm.sharding.layout import Layout
@@ -28,6 +29,13 @@ from jaxrl_llm.training.load_model import LoadedModel
 
 TRAINING, VALIDATION, GREEDY = range(3)
 """The use of sampled answers, as a part of their seeds."""
+
+
+class PolicyTokens(NamedTuple):
+    """A policy's tokenizer, and the tokens that end an answer."""
+
+    tokenizer: Any
+    stops: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,7 @@ class RolloutStage:
         sample_validation: (prompts, step) -> answers to validate.
         merge_for_engine: trained parameters -> the model's, with an adapter merged into it.
         engine_checksum: of a model's parameters, as the engine should hold them.
+        episodes: samples episodes of many turns; None where answers are plain.
     """
 
     engine: Engine
@@ -53,6 +62,7 @@ class RolloutStage:
     sample_validation: Callable[[list[Prompt], int], Rollouts]
     merge_for_engine: Callable[[Any], Any]
     engine_checksum: Callable[[Any], Any]
+    episodes: EpisodeSampler | None = None
 
     def sync_weights(self, params: Any, version: int) -> dict[str, float]:
         """Give the engine the trained parameters, and compare its echo with what was sent.
@@ -74,7 +84,12 @@ class RolloutStage:
 
 
 def build_rollout(
-    config: TrainConfig, model: LoadedModel, layout: Layout, engine: Engine, tokenizer: Any
+    config: TrainConfig,
+    model: LoadedModel,
+    layout: Layout,
+    engine: Engine,
+    tokens: PolicyTokens,
+    episodes: EpisodeSampler | None,
 ) -> RolloutStage:
     """Build what samples from an engine.
 
@@ -83,12 +98,15 @@ def build_rollout(
         model: the policy.
         layout: of training.
         engine: of the run.
-        tokenizer: the policy's.
+        tokens: the policy's tokenizer and stop tokens.
+        episodes: samples episodes of many turns; None: answers are plain.
     """
-    with config_errors_at("model.path"):
-        stops = stop_ids(tokenizer, config.model.path)
+    tokenizer, stops = tokens
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     sampler = make_sampler(engine, decode)
+    if episodes is not None:
+        journals = Journals(Path(config.run_dir))
+        sampler = make_episode_sampler(engine, episodes, journals)
     merge, base = merge_for_engine(model, config.model.dtype), base_model(model.model)
 
     def policy(params: Any, step: int) -> Policy:  # without `model`, which has weights
@@ -116,6 +134,7 @@ def build_rollout(
             # vLLM quantizes what its host was sent, of which the checksum is
             quantized=config.rollout.engine == "native" and config.rollout.quantization == "fp8",
         ),
+        episodes=episodes,
     )
 
 
@@ -126,6 +145,22 @@ def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., 
         engine.wake()
         try:
             return sample(engine, prompts, sampling, decode=decode, **settings)
+        finally:
+            engine.sleep()
+
+    return sample_awake
+
+
+def make_episode_sampler(
+    engine: Engine, episodes: EpisodeSampler, journals: Journals
+) -> Callable[..., Rollouts]:
+    """Return the same for episodes of many turns, which keep a journal of what tools answer."""
+
+    def sample_awake(prompts: list[Prompt], sampling: SamplingParams, **settings: Any) -> Rollouts:
+        journal = journals.path(settings["seed"])
+        engine.wake()
+        try:
+            return episodes.sample(engine, prompts, sampling, journal=journal, **settings)
         finally:
             engine.sleep()
 

@@ -23,6 +23,7 @@ from jaxrl_llm.training.experience import (
     add_to_scores,
     per_answer,
     with_scores,
+    without_rows,
 )
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
@@ -89,6 +90,7 @@ def build_scoring(
         lay_out,
         samples=config.rollout.samples_per_prompt,
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        compares="group_ids" in functions.needs,
     )
     add_scores = functools.partial(with_scores, components=config.reward.components)
     # elsewhere than on the devices, and not together with other processes
@@ -212,18 +214,21 @@ def group_collector(
 def whole_groups(
     keep: Callable[[Batch], np.ndarray], samples: int
 ) -> Callable[[Batch], np.ndarray]:
-    """Return `keep`, checked to decide for groups of `samples` answers as wholes."""
+    """Return `keep`, checked to decide for groups of `samples` answers as wholes.
+
+    Answers that are not usable go with those of their group that are; a group has to have some.
+    """
 
     def checked(batch: Batch) -> np.ndarray:
-        kept = keep(batch)
-        groups = kept.reshape(-1, samples)
-        split = np.flatnonzero(groups.any(1) != groups.all(1))
+        usable = batch["usable"].reshape(-1, samples)
+        groups = keep(batch).reshape(-1, samples) & usable
+        split = np.flatnonzero(groups.any(1) & (groups != usable).any(1))
         if split.size:
             raise ScoreError(
                 f"algorithm.group_filter kept {int(groups[split[0]].sum())} of the {samples} "
                 "answers of a group; expected all or none, as baselines are over whole groups"
             )
-        return kept
+        return np.repeat(groups.any(1), samples)
 
     return checked
 
@@ -264,6 +269,7 @@ def greedy_scorer(
             added = penalty(scored) if penalty else np.float32(0)
             errors = sum(score.error is not None for score in scores)
             greedy_scores = np.repeat(scored["scores"] + added, samples)
+            batch = without_rows(batch, np.repeat(~scored["usable"], samples))
             return batch.add(greedy_scores=greedy_scores), {"reward/greedy_errors": float(errors)}
 
     return add

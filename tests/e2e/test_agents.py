@@ -1,0 +1,193 @@
+"""Runs whose episodes have turns, from the command line to the checkpoint."""
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm.evaluate import main as evaluate_main
+from jaxrl_llm.rollout.episode import Episode
+from tests.e2e.conftest import SHRUNK
+from tests.guarded import RUN
+
+MODEL = Path(__file__).parents[2] / "configs" / "agents" / "model"
+FUNCTIONS = '''
+import random
+
+from jaxrl_llm.rollout import BrokenTool, Observation
+
+
+def rewards_digits(rng, *, pause=0.0, broken=0.0, secret=False):
+    """Tell a letter after each turn, and reward digits."""
+    import time
+
+    dice = random.SystemRandom() if secret else rng
+    answer = yield ""
+    for _ in range(2):
+        time.sleep(pause * random.SystemRandom().random())
+        if rng.random() < broken:
+            raise BrokenTool("no server")
+        digits = sum(c.isdigit() for c in answer)
+        answer = yield Observation(dice.choice("abcdefgh"), reward=0.25 * digits)
+    return float(len(answer))
+
+
+def environment_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": extra_info["environment_score"] or 0.0, "turns": extra_info["turns"]}
+'''
+
+
+@pytest.fixture(scope="module")
+def agents(workshop):
+    """(overrides) -> a run with an environment, in this process."""
+    folder = workshop.root / "agent_model"
+    shutil.copytree(MODEL, folder)
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | SHRUNK))
+    (workshop.root / "agents.py").write_text(FUNCTIONS)
+    tree = {
+        "base": "train.yaml",
+        "model": {"path": str(folder), "random_init": True},
+        "rollout": {
+            "environment": {"fn": f"{workshop.root}/agents.py:rewards_digits"},
+            "limits": {"turn_tokens": 5, "turns": 4},
+            "max_new_tokens": 32,
+            "tool_process": {"workers": 2},
+        },
+        "reward": {"function": f"{workshop.root}/agents.py:environment_score"},
+        "algorithm": {"advantage": "grpo_turns"},
+    }
+    workshop.write("agents.yaml", tree)
+
+    def run(*overrides, **keys):
+        return workshop(*overrides, config="agents.yaml", **keys)
+
+    run.workshop, run.model = workshop, folder
+    return run
+
+
+def trained(agents, result):
+    return agents.workshop.params(result.run_dir, model=agents.model)
+
+
+@pytest.fixture(scope="module")
+def plain(agents):
+    """Two steps with validation and dumps that nothing disturbs."""
+    return agents("rollout.dump_every=1", "validation.every=2").ok()
+
+
+def test_turns_and_their_rewards_reach_the_update(plain):
+    line = plain.metrics[-1]
+    assert line["num_turns/mean"] == 6.0 and line["episode/broken"] == 0
+    assert line["tools/environment/calls"] == 32 * 4
+    assert line["episode/finish/end"] == 1.0 and line["reward/turns/mean"] == 3.0
+    assert line["critic/rewards/mean"] > line["critic/score/mean"], "turns have rewards besides"
+    assert line["actor/grad_norm"] > 0
+    assert line["training/rollout_logprobs_diff_mean"] < 1e-4
+    assert 0 <= line["rollout/template_drift"] < 1  # random weights draw special tokens
+    assert "val-core/arithmetic/reward/mean@1" in line
+    rows = pyarrow.parquet.read_table(plain.run_dir / "rollouts/step_000002.parquet").to_pylist()
+    for row in rows:
+        drawn = [turn for turn in row["turn_ids"] if turn >= 0]
+        assert len(row["tokens"]) == len(row["turn_ids"]) > len(drawn)
+        assert len(row["logprobs"]) == len(row["rollout_logprobs"]) == len(drawn)
+        assert sorted(set(drawn)) == [0, 1, 2] and len(row["turn_rewards"]) == 3
+    assert any(reward for row in rows for reward in row["turn_rewards"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rollout.tool_process.workers=1", "rollout.environment.pause=0.02"),
+        ("rollout.tool_process.workers=5", "rollout.max_running_sequences=4"),
+    ],
+)
+def test_the_run_is_the_same_whatever_time_tools_take(agents, plain, same, words):
+    environment = f"rollout.environment.fn={agents.workshop.root}/agents.py:rewards_digits"
+    again = agents("rollout.dump_every=1", "validation.every=2", environment, *words).ok()
+    # how many run at once decides in which order the engine adds up, in the last digits
+    others = ("episode/seconds", "tools/environment/seconds", "training/rollout", "rollout_corr/")
+
+    def learned(result):
+        return [
+            {name: value for name, value in line.items() if not name.startswith(others)}
+            for line in result.learned
+        ]
+
+    assert learned(again) == learned(plain)
+    same(trained(agents, again), trained(agents, plain))
+
+
+def test_an_agent_of_one_turn_is_the_plain_run_bit_for_bit(run, same):
+    keys = ("steps=2", "validation.before=false", "data.validation=[]")
+    plain = run(*keys).ok()
+    agent = run(*keys, "rollout.agent=one_answer").ok()
+    names = plain.learned[-1].keys()
+    assert [{name: line[name] for name in names} for line in agent.learned] == plain.learned
+    same(run.params(agent.run_dir), run.params(plain.run_dir))
+
+
+def test_broken_episodes_are_counted_and_left_out(agents):
+    result = agents("rollout.environment.broken=0.2", "data.validation=[]").ok()
+    assert [0 < line["episode/broken"] < 17 for line in result.metrics] == [True] * 2
+    assert all(np.isfinite(value).all() for value in trained(agents, result).values())
+    stopped = agents("rollout.environment.broken=1.0", "data.validation=[]")
+    assert stopped.status == 1 and "32 of 32 episodes are broken" in stopped.err
+    assert "no server" in stopped.err
+
+
+def test_a_wrong_mask_is_seen_at_once(agents, monkeypatch):
+    """Were told tokens taken for drawn ones, the engine's log-probs would differ."""
+    right = Episode.turn_ids.func
+    monkeypatch.setattr(Episode, "turn_ids", property(lambda self: np.maximum(right(self), 0)))
+    result = agents("data.validation=[]", "algorithm.advantage=grpo")
+    assert result.status == 1 and "the engine's log-probs differ" in result.err
+
+
+def test_an_evaluation_plays_the_same_episodes(agents, plain, tmp_path):
+    workshop, out = agents.workshop, tmp_path / "out"
+    words = ["--model", str(plain.run_dir), "--data", str(workshop.data / "validation.parquet")]
+    words += [f"out={out}", "max_new_tokens=32", "limits.turn_tokens=5", "temperature=0"]
+    words += [f"environment={workshop.root}/agents.py:rewards_digits", "tool_process.workers=1"]
+    words += [f"reward.function={workshop.root}/agents.py:environment_score", "reward.workers=1"]
+    assert evaluate_main(words) == 0
+    report = json.loads((out / "metrics.json").read_text())
+    rows = pyarrow.parquet.read_table(out / "samples.parquet").to_pylist()
+    scores = [row["score"] for row in rows]
+    assert report["all"]["metrics"]["mean@1"]["value"] == np.mean(scores) > 1
+    assert all(max(row["turn_ids"]) == 2 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*RUN, "jaxrl_llm/rollout/")
+def test_killed_with_a_tool_that_answers_at_random_it_draws_the_same_again(agents, same, until):
+    """The journals of the run that was killed, given to one that nobody kills, make the same."""
+    workshop, dice = agents.workshop, random.Random(0)
+    keys = ("steps=6", "rollout.environment.secret=true", "checkpoint.every=0")
+    keys += ("validation.before=false", "data.validation=[]")
+    run_dir = workshop.folder()
+
+    def start(folder):
+        return workshop.start(*keys, config="agents.yaml", run_dir=folder)
+
+    for step in (1, 2, 4):
+        process = start(run_dir)
+        journal = run_dir / "tools" / f"step_{step:06d}_0_0.jsonl"
+        assert until(lambda journal=journal: journal.exists(), process)
+        time.sleep(dice.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+    killed = workshop.finish(start(run_dir), run_dir).ok()
+    calm = workshop.folder()
+    shutil.copytree(run_dir / "tools", calm / "tools")
+    undisturbed = workshop.finish(start(calm), calm).ok()
+    same(trained(agents, killed), trained(agents, undisturbed))
+    other = workshop.folder()
+    another = workshop.finish(start(other), other).ok()
+    values = trained(agents, another)
+    assert any(not np.array_equal(values[name], v) for name, v in trained(agents, killed).items())
