@@ -18,12 +18,11 @@ from typing import Any
 
 import yaml
 
+from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.reasoning import TaskPlan
-from jaxrl_llm.data.rows import Row, read_rows, write_rows
+from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
 from jaxrl_llm.rewards.functions import last_boxed
-
-Written = dict[Path, int]  # rows per file
 
 HUB_TIMEOUT_S = 10.0
 """Seconds in which the hub must answer, or it is taken for unreachable."""
@@ -87,7 +86,7 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
         splits["sft"] = [
             _sft_row(*problems.example(number, rng, mistakes)) for number in supervised
         ]
-    return _write_splits(Path(out), splits)
+    return write_splits(Path(out), splits)
 
 
 def gsm8k(out: str | Path, *, source: str = "openai/gsm8k") -> Written:
@@ -119,7 +118,7 @@ def gsm8k(out: str | Path, *, source: str = "openai/gsm8k") -> Written:
         prompt = f"{question.strip()}\n{instruction}"
         return _rl_row("openai/gsm8k", prompt, final, split=split, index=index, solution=answer)
 
-    return _write_splits(Path(out), _convert_splits(source, "main", convert))
+    return write_splits(Path(out), _convert_splits(source, "main", convert))
 
 
 def math(out: str | Path, *, source: str = "DigitalLearningGmbH/MATH-lighteval") -> Written:
@@ -153,7 +152,7 @@ def math(out: str | Path, *, source: str = "DigitalLearningGmbH/MATH-lighteval")
         more = {"solution": solution, "level": level, "type": kind}
         return _rl_row("DigitalLearningGmbH/MATH-lighteval", prompt, answer, split, index, **more)
 
-    return _write_splits(Path(out), _convert_splits(source, "default", convert))
+    return write_splits(Path(out), _convert_splits(source, "default", convert))
 
 
 def reasoning_gym(  # noqa: PLR0913 - each is a key of a config
@@ -193,7 +192,44 @@ def reasoning_gym(  # noqa: PLR0913 - each is a key of a config
             of range, a template lacks its field, or there are too few questions.
     """
     plan = TaskPlan(tasks or {}, system, template, response, seed)
-    return _write_splits(Path(out), plan.splits(train_rows, validation_rows, sft_rows))
+    return write_splits(Path(out), plan.splits(train_rows, validation_rows, sft_rows))
+
+
+def agent_task(
+    out: str | Path,
+    *,
+    task: str = "look_up",
+    settings: Mapping[str, Any] | None = None,
+    train_rows: int = 4096,
+    validation_rows: int = 256,
+    sft_episodes: int = 4096,
+    seed: int = 0,
+) -> Written:
+    """Write a task of several turns, with a tool or an environment, that a small model can learn.
+
+    No validation row comes in another file, except for guess_number.
+
+    Args:
+        out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
+        task: look_up, calculator, guess_number or grid.
+        settings: of the task and its teacher (jaxrl_llm.data.agent_tasks).
+        train_rows: rows to train on.
+        validation_rows: rows held out.
+        sft_episodes: of a flawed teacher, each turn a row, for a supervised warm-up; 0 writes no
+            such file.
+        seed: of all draws.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: no such task or setting, or a number out of range.
+    """
+    rows = {"train": train_rows, "validation": validation_rows}
+    splits = agent_task_splits(
+        task, settings or {}, rows=rows, sft_episodes=sft_episodes, seed=seed
+    )
+    return write_splits(Path(out), splits)
 
 
 def _columns(row: Row, where: str, names: Sequence[str]) -> list[str]:
@@ -306,23 +342,10 @@ def _offline_if_unreachable() -> Iterator[str | None]:
             switch.HF_HUB_OFFLINE = value
 
 
-# ---------------------------------------------------------------------------------------- writing
-
-
-def _write_splits(out: Path, splits: dict[str, list[Row]]) -> Written:
-    out.mkdir(parents=True, exist_ok=True)
-    written = {}
-    for name, rows in splits.items():
-        path = out / f"{name}.parquet"
-        write_rows(path, rows)
-        written[path] = len(rows)
-    return written
-
-
 # ------------------------------------------------------------------------------------ command line
 
 DATASETS: dict[str, Callable[..., Written]] = {
-    function.__name__: function for function in (arithmetic, gsm8k, math, reasoning_gym)
+    function.__name__: function for function in (arithmetic, gsm8k, math, reasoning_gym, agent_task)
 }
 
 

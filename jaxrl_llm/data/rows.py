@@ -15,6 +15,7 @@ from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.data.files import atomic_write
 
 Row = dict[str, Any]
+Written = dict[Path, int]  # rows per file
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -86,6 +87,23 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     table = pyarrow.Table.from_pylist(list(rows))
     with atomic_write(path) as file:
         pyarrow.parquet.write_table(table, file)
+
+
+def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> Written:
+    """Write rows to `NAME.parquet` in a directory for each name.
+
+    >>> import tempfile
+    >>> out = Path(tempfile.mkdtemp())
+    >>> [path.name for path in write_splits(out, {"train": [{"prompt": "2+2="}]})]
+    ['train.parquet']
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, rows in splits.items():
+        path = out / f"{name}.parquet"
+        write_rows(path, rows)
+        written[path] = len(rows)
+    return written
 
 
 def verl_rows(paths: Sequence[str]) -> list[Row]:

@@ -1,0 +1,264 @@
+"""The agents' tasks: their teachers succeed as often as theory says, their rules and their rows."""
+
+import math
+import random
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.prepare import agent_task
+from jaxrl_llm.data.rows import sft_rows, verl_rows
+from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
+from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.tools.functions import look_up
+
+TASKS = sorted(AGENT_TASKS)
+
+
+def episodes(task, count, **settings):
+    """Draw rows with the teacher's chats."""
+    drawn, rng = AGENT_TASKS[task](**settings), random.Random(1)
+    for number in range(count):
+        row = drawn.row(number, rng)
+        yield row, drawn.chat(row, rng)
+
+
+@cache
+def found(numbers, guesses):
+    """Return the chance that guesses by chance among the numbers left find one of them."""
+    if not numbers or not guesses:
+        return 0.0
+    return sum(
+        1 + below * found(below, guesses - 1) + above * found(above, guesses - 1)
+        for below, above in ((guess, numbers - 1 - guess) for guess in range(numbers))
+    ) / (numbers * numbers)
+
+
+def arrivals(rows, careful, steps, slip):
+    """Return the mean chance to have reached the goal by each step, over all ways it can go."""
+    total = [0.0] * steps
+    for row in rows:
+        away = distances(row["map"])
+        to = {c: {move: moved(row["map"], c, move) for move in MOVES} for c in away}
+        chances, done = Counter({row["start"]: 1.0}), 0.0
+        for step in range(steps):
+            after = Counter()
+            for cell, chance in chances.items():
+                best = [m for m in MOVES if away[to[cell][m]] < away[cell]]
+                for move in MOVES:
+                    share = (1 - careful) / 4 + careful * (move in best) / len(best)
+                    left, right = "LR" if move in "UD" else "UD"
+                    for way, part in ((move, 1 - slip), (left, slip / 2), (right, slip / 2)):
+                        after[to[cell][way]] += chance * share * part
+            done += sum(after.pop(cell, 0.0) for cell, far in away.items() if not far)
+            chances = after
+            total[step] += done / len(rows)
+    return total
+
+
+def right(task, row, chat):
+    answer, truth = chat[-1]["content"], row["reward_model"]["ground_truth"]
+    return int(answer) == int(truth) if task == "guess_number" else answer == truth
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "expected"),
+    [
+        ("look_up", {}, 15 / 32),  # the mean of 1, 1/2, 1/4, 1/8
+        ("look_up", {"hops": 1}, 1.0),
+        ("look_up", {"stop": 0.0}, 1.0),
+        ("calculator", {}, 0.35 * 0.75 * 2 / 3),
+        ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0}, 1.0),
+        # called again after half of the failures, so f(1/2)f(1/2)… more calls
+        ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0, "failing": 0.2}, 0.8 / 0.9),
+        ("guess_number", {}, found(31, 5)),
+        ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
+        ("guess_number", {"high": 3, "guesses": 3}, 1.0),
+    ],
+)
+def test_teachers_succeed_as_often_as_theory_says(task, settings, expected):
+    count = 2480
+    rate = sum(right(task, *episode) for episode in episodes(task, count, **settings)) / count
+    assert abs(rate - expected) <= 4.5 * math.sqrt(expected * (1 - expected) / count)
+
+
+def test_the_known_rates_of_guessing():
+    assert (round(found(31, 5), 3), round(found(63, 6), 3)) == (0.543, 0.490)
+
+
+@pytest.mark.parametrize("settings", [{}, {"slip": 0.0, "careful": 1.0}])
+def test_the_grids_teacher_arrives_as_often_as_theory_says(settings):
+    count = 600
+    keywords = {"careful": 0.5, "steps": 10, "slip": 0.2} | settings
+    rows, chats = zip(*episodes("grid", count, **settings), strict=True)
+    rates = arrivals([row["extra_info"] for row in rows], **keywords)
+    made = [sum(message["role"] == "assistant" for message in chat) for chat in chats]
+    for step in range(1, 10):
+        arrived = sum(steps <= step for steps in made) / count
+        assert abs(arrived - rates[step - 1]) <= 4.5 * math.sqrt(0.25 / count)
+    assert rates[-1] > 0.9999 if keywords["careful"] == 1 else 0.6 < rates[-1] < 0.75
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
+    written = agent_task(tmp_path, task=task, train_rows=400, validation_rows=100, sft_episodes=300)
+    paths = {path.name: str(path) for path in written}
+    assert list(paths) == ["train.parquet", "validation.parquet", "sft.parquet"]
+    train, validation = (verl_rows([paths[f"{n}.parquet"]]) for n in ("train", "validation"))
+    taught = sft_rows([paths["sft.parquet"]])
+    assert (len(train), len(validation)) == (400, 100)
+    assert len(taught) == written[tmp_path / "sft.parquet"] > 300 - (task == "calculator")
+    assert all(row["data_source"] == task for row in train + validation)
+    if task == "guess_number":
+        numbers = Counter(row["reward_model"]["ground_truth"] for row in train)
+        assert len(numbers) == 31
+        assert max(numbers.values()) - min(numbers.values()) <= 1
+        return
+
+    def known(row):
+        return row["prompt"][0]["content"] + row["extra_info"].get("table", "")
+
+    assert not {known(row) for row in validation} & {known(row) for row in train}
+    assert len({known(row) for row in validation + train}) == 500
+    if task != "look_up":  # there, the secret is in the table
+        prompts = {row["prompt"][0]["content"] for row in taught}
+        assert not {known(row) for row in validation} & prompts
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_seed_decides(task):
+    def drawn(seed):
+        rows = {"train": 40, "validation": 10}
+        return agent_task_splits(task, {}, rows=rows, sft_episodes=20, seed=seed)
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1)["sft"] != drawn(2)["sft"]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"task": "chess"}, "expected one of look_up, calculator, guess_number, grid, got 'chess'"),
+        ({"settings": {"hop": 3}}, r"look_up has the settings hops, stop, got \['hop'\]"),
+        ({"settings": {"stop": 1.5}}, "look_up: expected stop from 0 to 1, got 1.5"),
+        ({"settings": {"hops": 0}}, "look_up: expected hops from 1 to 9, got 0"),
+        ({"settings": {"hops": 2.5}}, "expected hops from 1 to 9, got 2.5"),
+        ({"sft_episodes": -1}, "sft_episodes=-1"),
+        ({"train_rows": 0}, "expected at least 1 row each"),
+    ],
+)
+def test_tasks_refuse(tmp_path, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        agent_task(tmp_path / "data", **keywords)
+    assert not (tmp_path / "data").exists()
+
+
+def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
+    for row, chat in episodes("look_up", 50):
+        about = EpisodeRow(0, extra_info=row["extra_info"])
+        letter = row["prompt"][0]["content"][0]
+        for said, told in zip(chat[1:-1:2], chat[2:-1:2], strict=True):
+            assert said["content"] == f"[look_up(letter='{letter}')]"
+            letter = look_up(letter, about)
+            assert told == {"role": "tool", "content": letter}
+        table = row["extra_info"]["table"]
+        seen, at = set(), "a"
+        while at not in seen:
+            seen.add(at)
+            at = table["abcdefghijklmnopqrstuvwxyz".index(at)]
+        assert len(seen) == 26
+
+
+def test_products_of_both_lengths_are_multiplied_and_copied():
+    lengths = Counter()
+    for row, chat in episodes("calculator", 400, guess=0.0, forget=0.0, miscopy=0.0):
+        problem = row["prompt"][0]["content"].removesuffix("=")
+        assert chat[1]["content"] == f"[calculator(expression='{problem}')]"
+        assert chat[2]["content"] == chat[3]["content"] == str(eval(problem))
+        lengths[len(chat[3]["content"])] += 1
+    assert set(lengths) == {6, 7}
+    assert min(lengths.values()) > 150
+
+
+@pytest.mark.parametrize(
+    ("task", "most"), [("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59)]
+)
+def test_episodes_are_short_and_their_texts_are_stable(task, most):
+    tokenizer = load_tokenizer("configs/agents/model")
+    longest = 0
+    for row, chat in episodes(task, 200):
+        texts = tokenizer.apply_chat_template([*chat], tokenize=False)
+        opening = tokenizer.apply_chat_template(
+            row["prompt"], tokenize=False, add_generation_prompt=True
+        )
+        assert texts.startswith(opening)
+        tokens, start = (tokenizer(t)["input_ids"] for t in (texts, opening))
+        assert tokens[: len(start)] == start
+        assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
+        longest = max(longest, len(tokens) - len(start))
+    assert longest <= most
+
+
+# ------------------------------------------------------------------------------------ environments
+
+
+def test_bisection_is_the_best_way_to_guess():
+    """129 guesses for the 31 numbers, and each but the last costs 0.1."""
+    total = 0.0
+    for secret in range(1, 32):
+        game, low, high = guess_number(str(secret)), 1, 31
+        next(game)
+        try:
+            while True:
+                middle = (low + high) // 2
+                told, reward, end = game.send(f"{middle:02}")
+                total += reward
+                assert not end
+                low, high = (low, middle - 1) if told == "<" else (middle + 1, high)
+        except StopIteration as stop:
+            total += stop.value
+    assert total == pytest.approx(31 - 0.1 * (129 - 31))
+
+
+@pytest.mark.parametrize("said", ["", "x", "0", "32", "-3", "9" * 400, "٣", "1\n2"])
+def test_what_is_no_number_is_a_guess_that_tells_nothing(said):
+    game = guess_number("3", guesses=3)
+    next(game)
+    assert [game.send(said).text, game.send(said).text] == ["?", "?"]
+    with pytest.raises(StopIteration) as stop:
+        game.send(said)
+    assert stop.value.value == 0.0
+
+
+def test_moves_slip_to_their_sides():
+    cells, went = "abcdefghijklmnopqrstuvwxY", Counter()
+    for seed in range(4000):
+        walk = grid({"map": cells, "start": "m"}, random.Random(seed))
+        next(walk)
+        told = walk.send("U")
+        went[told.text] += 1
+        assert told.reward == -0.05
+    assert set(went) == {"h", "l", "n"}
+    assert abs(went["l"] / 4000 - 0.1) < 0.02
+    assert abs(went["n"] / 4000 - 0.1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("moves", "told", "score"),
+    [
+        ("RR", "b", 1.0),
+        ("LUR", "aab", 0.0),  # edges hold; three steps may be made
+        ("DxR", "aab", 0.0),  # a wall below, and what is no move
+    ],
+)
+def test_walls_and_edges_hold(moves, told, score):
+    walk = grid({"map": "abC#efghi", "start": "a"}, random.Random(0), slip=0.0, steps=3)
+    assert next(walk).text == ""
+    cells = [walk.send(move).text for move in moves[:-1]]
+    assert cells == list(told[: len(cells)])
+    with pytest.raises(StopIteration) as stop:
+        walk.send(moves[-1])
+    assert stop.value.value == score
