@@ -182,12 +182,13 @@ def test_without_a_cluster_nothing_of_ray_is_imported():
     assert done.stdout == "[]\n"
 
 
-def test_reward_workers_import_the_standard_library_alone():
-    source = """if True:
+@pytest.mark.parametrize("package", ["rewards", "rollout.tools"])
+def test_workers_import_the_standard_library_alone(package):
+    source = f"""if True:
         import sys
         before = set(sys.modules)
-        import jaxrl_llm.rewards.supervisor, jaxrl_llm.rewards.worker
-        tops = {name.partition(".")[0] for name in set(sys.modules) - before}
+        import jaxrl_llm.workers.supervisor, jaxrl_llm.{package}.worker
+        tops = {{name.partition(".")[0] for name in set(sys.modules) - before}}
         print(sorted(tops - sys.stdlib_module_names))
     """
     command = [sys.executable, "-c", source]

@@ -44,7 +44,7 @@ def by_native(policy: Policy, prompts: list[list[int]], new: int) -> Answers:
     """Return the native engine's answers."""
     engine = policy.open_engine(max_tokens=max(map(len, prompts)) + new)
     rollouts = policy.sample(engine, prompts, max_new_tokens=new, temperature=0.0)
-    return [completion.tokens.tolist() for completion in rollouts.completions]
+    return [episode.tokens.tolist() for episode in rollouts.episodes]
 
 
 def by_vllm(policy: Policy, directory: Path, prompts: list[list[int]], new: int) -> Answers:
@@ -58,7 +58,7 @@ def by_vllm(policy: Policy, directory: Path, prompts: list[list[int]], new: int)
         engine.load(load_params(directory, spec), version=0)
         rollouts = policy.sample(engine, prompts, max_new_tokens=new, temperature=0.0)
         engine.close()
-    return [completion.tokens.tolist() for completion in rollouts.completions]
+    return [episode.tokens.tolist() for episode in rollouts.episodes]
 
 
 def by_transformers(policy: Policy, directory: Path, prompts: list[list[int]], new: int) -> Answers:
