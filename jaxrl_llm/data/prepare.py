@@ -22,6 +22,7 @@ from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
+from jaxrl_llm.data.verifiers_rows import verifiers
 from jaxrl_llm.rewards.functions import last_boxed
 
 HUB_TIMEOUT_S = 10.0
@@ -345,7 +346,8 @@ def _offline_if_unreachable() -> Iterator[str | None]:
 # ------------------------------------------------------------------------------------ command line
 
 DATASETS: dict[str, Callable[..., Written]] = {
-    function.__name__: function for function in (arithmetic, gsm8k, math, reasoning_gym, agent_task)
+    function.__name__: function
+    for function in (arithmetic, gsm8k, math, reasoning_gym, agent_task, verifiers)
 }
 
 

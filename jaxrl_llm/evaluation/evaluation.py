@@ -28,6 +28,7 @@ from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_function_scoring
+from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.episode import Episode
@@ -135,6 +136,7 @@ def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
     """
     with config_errors_at("data"):
         rows = load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows]
+    check_agent_rows(config, rows, "data")
     check_sources(config.reward.function, {row["data_source"] for row in rows})
     return rows
 

@@ -274,6 +274,7 @@ SOURCES = {
     "calculator": last_answer,
     "guess_number": environment_score,
     "grid": environment_score,
+    "verifiers": environment_score,
     "openai/gsm8k": gsm8k,
     "MATH": math,
     "lighteval/MATH": math,

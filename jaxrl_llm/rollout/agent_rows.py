@@ -11,21 +11,22 @@ VERL_AGENTS = {"one_answer": "single_turn_agent", "with_tools": "tool_agent"}
 """Our agents by the names of verl's that do the same."""
 
 
-def check_agent_rows(config: AgentConfig, rows: Iterable[Mapping[str, Any]]) -> None:
+def check_agent_rows(config: AgentConfig, rows: Iterable[Mapping[str, Any]], key: str) -> None:
     """Refuse rows whose `agent_name` is not that of the agent that leads their episodes.
 
     Args:
         config: of episodes.
         rows: of the data.
+        key: of the config that names the files, for messages.
 
     Raises:
         ConfigError: a row asks for another agent.
 
-    >>> check_agent_rows(AgentConfig(), [{}, {"agent_name": "single_turn_agent"}])
-    >>> check_agent_rows(AgentConfig(), [{"agent_name": "tool_agent"}])
+    >>> check_agent_rows(AgentConfig(), [{}, {"agent_name": "single_turn_agent"}], "data")
+    >>> check_agent_rows(AgentConfig(), [{"agent_name": "tool_agent"}], "data")
     Traceback (most recent call last):
-    jaxrl_llm.config.errors.ConfigError: row 0: got agent_name 'tool_agent', which is verl's name \
-for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
+    jaxrl_llm.config.errors.ConfigError: data: row 0: got agent_name 'tool_agent', which is verl's \
+name for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
     """
     names = agent_names(config)
     for number, row in enumerate(rows):
@@ -34,8 +35,8 @@ for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
             ours = {theirs: ours for ours, theirs in VERL_AGENTS.items()}.get(name)
             hint = f", which is verl's name for {ours}" if ours else ""
             raise ConfigError(
-                f"row {number}: got agent_name {name!r}{hint}; expected {' or '.join(names)}, as "
-                "rollout.agent is"
+                f"{key}: row {number}: got agent_name {name!r}{hint}; expected "
+                f"{' or '.join(names)}, as rollout.agent is"
             )
 
 

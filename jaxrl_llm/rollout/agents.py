@@ -8,9 +8,16 @@ reached ends it by an exception that it lets pass.
 
 from jaxrl_llm.rollout.chat import Chat
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools
+from jaxrl_llm.rollout.verifiers_agent import verifiers_environment
 from jaxrl_llm.rollout.verl_agent import verl_agent_loop
 
-__all__ = ["one_answer", "verl_agent_loop", "with_environment", "with_tools"]
+__all__ = [
+    "one_answer",
+    "verifiers_environment",
+    "verl_agent_loop",
+    "with_environment",
+    "with_tools",
+]
 
 
 async def one_answer(chat: Chat) -> None:

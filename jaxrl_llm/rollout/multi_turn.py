@@ -201,7 +201,11 @@ class EpisodeSampler:
 
     def _drift(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return the share of streams that the template would have written otherwise."""
-        chosen = [e for e in episodes if e.usable and e.turns > 1][:DRIFT_SAMPLE]
+        chosen = [
+            e
+            for e in episodes
+            if e.usable and e.turns > 1 and not any("as_tokens" in m for m in e.messages)
+        ][:DRIFT_SAMPLE]
         if not chosen:
             return {}
         drifts = [

@@ -18,6 +18,7 @@ from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.rewards.scoring import check_sources
+from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler, as_episode_row
 from jaxrl_llm.runs.resume import resume_run
@@ -154,7 +155,9 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
 
     def read(paths: Sequence[str], key: str) -> Sequence[Row]:
         with config_errors_at(key):
-            return load_rows(data.dataset, paths, check=check_prompt_row)
+            rows = load_rows(data.dataset, paths, check=check_prompt_row)
+        check_agent_rows(config.rollout, rows, key)
+        return rows
 
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []

@@ -273,8 +273,8 @@ def test_a_chat_tells_no_messages_where_tokens_are_told():
 )
 def test_a_row_names_the_agent_of_the_config_or_none(agent, names):
     rows = [{"agent_name": name} for name in names]
-    check_agent_rows(AgentConfig(**agent), [*rows, {}])
+    check_agent_rows(AgentConfig(**agent), [*rows, {}], "data")
     every = {"one_answer", "single_turn_agent", "tool_agent", "with_tools", "other"}
     for name in every - set(names):
         with pytest.raises(ConfigError, match=f"row {len(rows)}: got agent_name '{name}'"):
-            check_agent_rows(AgentConfig(**agent), [*rows, {"agent_name": name}])
+            check_agent_rows(AgentConfig(**agent), [*rows, {"agent_name": name}], "data")

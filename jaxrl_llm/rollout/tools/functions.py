@@ -9,9 +9,10 @@ from fractions import Fraction
 from random import Random
 
 from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.tools.verifiers import verifiers_tools
 from jaxrl_llm.rollout.tools.verl import verl_tools
 
-__all__ = ["calculator", "look_up", "verl_tools"]
+__all__ = ["calculator", "look_up", "verifiers_tools", "verl_tools"]
 
 MAX_EXPRESSION_CHARS = 1000
 MAX_NUMBER_BITS = 4096
