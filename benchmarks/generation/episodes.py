@@ -9,9 +9,10 @@ configs/agents with random weights. Three ways take turns, in rounds:
 - ours: the next turn goes on where the last one ended, as the engine keeps keys and values.
 - small cache: the same, with room for the running sequences only.
 - no reuse: each turn is a request that is read from its beginning, as where a loop sends the whole
-  chat to a server without a prefix cache. The streams are the same.
+  chat to a server without a prefix cache. The streams are the same but for near ties, of which
+  keys and values that were computed in other company may take the other one.
 
-Exit status 1: an episode is lost or broken, or the streams differ.
+Exit status 1: an episode is broken, or more than one in a hundred streams differ.
 """
 
 import argparse
@@ -149,8 +150,13 @@ def main() -> int:
         engine.close()
     sampler.close()
     first = streams(best["ours"]["rollouts"])
-    whole = all(episode.usable for episode in best["ours"]["rollouts"].episodes)
-    return int(not whole or any(streams(m["rollouts"]) != first for m in best.values()))
+    differing = max(
+        sum(one != other for one, other in zip(streams(m["rollouts"]), first, strict=True))
+        for m in best.values()
+    )
+    print(f"{differing} of {len(first)} streams differ at most between two ways")
+    whole = all(e.usable for measured in best.values() for e in measured["rollouts"].episodes)
+    return int(not whole or differing > 0.01 * len(first))
 
 
 if __name__ == "__main__":
