@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import psutil
+
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait until a condition holds.
@@ -14,3 +16,11 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, f"it has not happened within {seconds:g} s"
         time.sleep(0.005)
+
+
+def ended(pid):
+    """Return whether a process has ended, waited for or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -340,10 +340,10 @@ def _played(play: Play, answer: Callable[[str], str]) -> Messages:
     """Return the turns of a teacher in an environment, and what it was told between them."""
     chat, told = [], next(play).text
     while True:
-        said = answer(told)
-        chat.append(_message("assistant", said))
+        reply = answer(told)
+        chat.append(_message("assistant", reply))
         try:
-            told = play.send(said).text
+            told = play.send(reply).text
         except StopIteration:
             return chat
         chat.append(_message("user", told))

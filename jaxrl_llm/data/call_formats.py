@@ -76,10 +76,10 @@ def read_qwen3_coder(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 def _qwen3_coder_call(block: str, tools: Tools) -> ToolCall:
     expected = "<function=...> with a <parameter=...>...</parameter> for each, then </function>"
     block = closed_block(block, HERMES[1]).strip()
-    found = re.fullmatch(r"<function=([^>\n]+)>(.*)</function>", block, re.DOTALL)
-    if not found:
+    match = re.fullmatch(r"<function=([^>\n]+)>(.*)</function>", block, re.DOTALL)
+    if not match:
         raise BadCall(f"got {quote(block)}, expected {expected}")
-    name, rest = found.groups()
+    name, rest = match.groups()
     arguments, position = dict[str, Any](), 0
     types = parameter_types(tools, name)
     while parameter := _PARAMETER.match(rest, position):
@@ -101,8 +101,8 @@ def parameter_types(tools: Tools, name: str) -> dict[str, tuple[str, ...]]:
     {'n': ('integer',)}
     """
     functions = [tool.get("function", tool) for tool in tools]
-    found = [f.get("parameters") or {} for f in functions if f.get("name") == name]
-    properties = found[0].get("properties", {}) if found else {}
+    schemas = [f.get("parameters") or {} for f in functions if f.get("name") == name]
+    properties = schemas[0].get("properties", {}) if schemas else {}
     types = {key: schema.get("type") for key, schema in properties.items()}
     return {k: (t,) if isinstance(t, str) else tuple(t) for k, t in types.items() if t}
 

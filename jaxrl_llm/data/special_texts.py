@@ -37,12 +37,12 @@ class SpecialTexts:
         Returns:
             The messages, and the text that each sign stands for.
         """
-        said = list(_texts([dict(message) for message in messages]))
-        found = sorted({text for content in said for text in self._pattern.findall(content)})
+        contents = list(_texts([dict(message) for message in messages]))
+        special = sorted({text for content in contents for text in self._pattern.findall(content)})
         number = 0
-        while any(f"zq{number}x" in content for content in said):
+        while any(f"zq{number}x" in content for content in contents):
             number += 1
-        signs = {text: f"zq{number}x{i}q" for i, text in enumerate(found)}
+        signs = {text: f"zq{number}x{i}q" for i, text in enumerate(special)}
 
         def replace(value: Any) -> Any:
             if isinstance(value, str):

@@ -239,14 +239,14 @@ def choose_format(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
     same = next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), None)
     written = tokens[min(len(before), len(tokens)) if same is None else same :]
-    found = [name for name, form in FORMATS.items() if _gives_back(form, written, tokenizer)]
-    if len(found) != 1:
+    readers = [name for name, form in FORMATS.items() if _gives_back(form, written, tokenizer)]
+    if len(readers) != 1:
         raise ValueError(
             f"call_format: the chat template writes a call as {tokenizer.decode(written)!r}; got "
-            f"{', '.join(found) or 'none'} of the known formats that read it, expected one: name "
+            f"{', '.join(readers) or 'none'} of the known formats that read it, expected one: name "
             f"it (known: {known})"
         )
-    return found[0]
+    return readers[0]
 
 
 def _gives_back(form: CallFormat, tokens: Sequence[int], tokenizer: Any) -> bool:

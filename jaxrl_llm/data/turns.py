@@ -379,8 +379,8 @@ class TurnTemplate:
             )
         start = count_common(self._asked, text)
         end = count_common(text, second)
-        found = [(text.rfind(stop, start, end), stop) for stop in self._stop_texts]
-        position, close = max(found, key=lambda pair: pair[0])
+        ends = [(text.rfind(stop, start, end), stop) for stop in self._stop_texts]
+        position, close = max(ends, key=lambda pair: pair[0])
         if position >= 0:
             return Cut(close, text[position + len(close) :], inside=True)
         before = self._render(neutral, generation=False)

@@ -81,12 +81,12 @@ def load_verifiers(id: str, args: str) -> Any:
         import verifiers as library  # pyright: ignore[reportMissingImports]
         from verifiers.clients import Client  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        found = ""
+        installed = ""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found = f", got {importlib.metadata.version('verifiers')}"
+            installed = f", got {importlib.metadata.version('verifiers')}"
         raise ConfigError(
             f"verifiers: expected the package verifiers 0.1 with verifiers.clients, as 0.1.14 has "
-            f"it{found}: {error}"
+            f"it{installed}: {error}"
         ) from error
     if not hasattr(Client, "get_response"):
         raise ConfigError("verifiers: expected version 0.1.14, whose clients have get_response")

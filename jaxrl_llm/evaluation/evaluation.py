@@ -32,7 +32,7 @@ from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler, as_episode_row
+from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
@@ -70,9 +70,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
             on_host=True,
             function_from=config.function_from,
         )
-        data = read_evaluation_rows(config)
-        episodes = open_evaluation_episodes(config, policy, data, stack)
-        prompts = tokenize_evaluation_rows(config, policy, data, episodes)
+        prompts, episodes = read_evaluation_prompts(config, policy, stack)
         settings = EngineSettings(
             max_running_sequences=config.max_running_sequences,
             max_tokens=longest_prompt(config, policy, prompts) + config.max_new_tokens,
@@ -141,36 +139,42 @@ def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
     return rows
 
 
-def open_evaluation_episodes(
-    config: EvaluateConfig, policy: Policy, rows: Sequence[Row], stack: contextlib.ExitStack
-) -> EpisodeSampler | None:
-    """Build what samples episodes of many turns, if the config has an agent, tools or environment.
+def read_evaluation_prompts(
+    config: EvaluateConfig, policy: Policy, stack: contextlib.ExitStack
+) -> tuple[list[Prompt], EpisodeSampler | None]:
+    """Read and tokenise the prompts; return them with what samples their episodes, if anything.
 
     Args:
         config: of the evaluation.
-        policy: whose tokenizer writes them.
-        rows: of the data; tools are tried with the first.
+        policy: whose tokenizer it is.
         stack: ends the tools' processes.
+
+    Raises:
+        ConfigError: as `read_evaluation_rows`; a prompt is too long; an agent, a tool or an
+            environment does not fit.
     """
-    if not config.has_episodes:
-        return None
-    episodes = EpisodeSampler(
-        config,
-        policy.tokenizer,
-        policy.stops,
-        template_kwargs=config.chat_template_kwargs,
-        prompt_tokens=prompt_room(config, policy),
-        example=as_episode_row(rows[0]),
+    rows, room = read_evaluation_rows(config), prompt_room(config, policy)
+    kwargs = config.chat_template_kwargs
+    episodes = open_episode_sampler(
+        config, policy.tokenizer, policy.stops, rows, kwargs, room, stack
     )
-    stack.callback(episodes.close)
-    return episodes
+    with config_errors_at("data"):
+        prompts, _ = tokenize_prompts(
+            rows,
+            policy.tokenizer,
+            max_prompt_tokens=room,
+            filter_overlong=config.max_prompt_tokens is not None,
+            template_kwargs=kwargs,
+            encode=episodes and episodes.opening,
+        )
+    return prompts, episodes
 
 
 def prompt_room(config: EvaluateConfig, policy: Policy) -> int:
     """Return how many tokens a prompt may have.
 
     Raises:
-        ConfigError: none.
+        ConfigError: there is no room for any.
     """
     positions = policy.model.max_positions
     room = sys.maxsize if positions is None else positions - config.max_new_tokens
@@ -182,27 +186,6 @@ def prompt_room(config: EvaluateConfig, policy: Policy) -> int:
             f"{positions} positions (max_position_embeddings)"
         )
     return room
-
-
-def tokenize_evaluation_rows(
-    config: EvaluateConfig, policy: Policy, rows: Sequence[Row], episodes: EpisodeSampler | None
-) -> list[Prompt]:
-    """Tokenise the prompts.
-
-    Raises:
-        ConfigError: a prompt is too long.
-    """
-    room = prompt_room(config, policy)
-    with config_errors_at("data"):
-        prompts, _ = tokenize_prompts(
-            rows,
-            policy.tokenizer,
-            max_prompt_tokens=room,
-            filter_overlong=config.max_prompt_tokens is not None,
-            template_kwargs=config.chat_template_kwargs,
-            encode=episodes.opening if episodes else None,
-        )
-    return prompts
 
 
 def longest_prompt(config: EvaluateConfig, policy: Policy, prompts: Sequence[Prompt]) -> int:

@@ -8,16 +8,14 @@ accelerator.
 import json
 import math
 import numbers
-import pickle
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.workers.answers import encode_load_error, memory_limit, shorten, to_plain
+from jaxrl_llm.workers.answers import memory_limit, serve_requests, shorten, to_plain
 from jaxrl_llm.workers.limits import MAX_LINE_BYTES
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
@@ -147,47 +145,26 @@ def decode_answer(line: bytes, number: int) -> Outcome | None:
 def run_worker(fd: int, *, memory_gb: float | None) -> None:
     """Answer chunks of `(number, RewardItem)` until the pool closes the connection.
 
-    The pool sends pickles: first the reward function's spec, then the chunks. It gets lines of
-    JSON, since the reward function, which is not trusted, could write on the connection, too: first
-    what is wrong with the reward function or null, then an answer for each item.
+    The pool sends the reward function's spec first.
 
     Args:
         fd: the file descriptor of our end of the connection.
         memory_gb: what this process may take, for messages.
     """
-    with (
-        suppress(EOFError, OSError),
-        open(fd, "rb") as requests,
-        open(fd, "wb", closefd=False) as out,
-    ):
-        function, load_error = _load(requests, memory_gb)
-        out.write(encode_load_error(load_error))
-        out.flush()
-        while function is not None:
-            for number, item in pickle.load(requests):
-                out.write(encode_answer(number, call_function(function, item, memory_gb=memory_gb)))
-                out.flush()
 
-
-def _load(
-    requests: BinaryIO, memory_gb: float | None
-) -> tuple[Callable[..., Any] | None, str | None]:
-    """Return the reward function, or what is wrong with it.
-
-    Raises:
-        EOFError: the pool has closed the connection.
-    """
-    try:
-        return load_reward_function(pickle.load(requests)), None
-    except EOFError:
-        raise
-    except ConfigError as error:
-        text = str(error).removeprefix("reward.function: ") + memory_limit(
-            error.__cause__, memory_gb, KEYS
+    def load(spec: FunctionSpec) -> Callable[[int, RewardItem], bytes]:
+        function = load_reward_function(spec)
+        return lambda number, item: encode_answer(
+            number, call_function(function, item, memory_gb=memory_gb)
         )
-        return None, text
-    except Exception as error:  # also of a function given from Python, which is unpickled
-        return None, _describe(error, memory_gb)
+
+    def describe(error: Exception) -> str:
+        if isinstance(error, ConfigError):
+            text = str(error).removeprefix("reward.function: ")
+            return text + memory_limit(error.__cause__, memory_gb, KEYS)
+        return _describe(error, memory_gb)
+
+    serve_requests(fd, load, describe)
 
 
 def _describe(error: BaseException, memory_gb: float | None) -> str:

@@ -336,10 +336,10 @@ class Chat:
         self._check_prompt_length(len(tokens), "with what the environment says first")
         return tokens
 
-    def _check_prompt_length(self, length: int, how: str) -> None:
+    def _check_prompt_length(self, length: int, part: str) -> None:
         if length > self.limits.prompt_tokens:
             raise BrokenEpisode(
-                f"the prompt has {length} tokens {how}, expected at most "
+                f"the prompt has {length} tokens {part}, expected at most "
                 f"{self.limits.prompt_tokens} (data.max_prompt_tokens)"
             )
 

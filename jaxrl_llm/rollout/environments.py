@@ -49,15 +49,15 @@ def guess_number(ground_truth: Any, *, high: int = 31, guesses: int = 5, cost: f
     StopIteration: 1.0
     """
     secret = int(ground_truth)
-    said = yield Observation()
+    answer = yield Observation()
     for left in reversed(range(guesses)):
-        text = said.strip()
+        text = answer.strip()
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
         if guess == secret:
             return 1.0
         if left:
             told = "?" if not 1 <= guess <= high else "<" if secret < guess else ">"
-            said = yield Observation(told, -cost)
+            answer = yield Observation(told, -cost)
     return 0.0
 
 
@@ -94,16 +94,16 @@ def grid(
     StopIteration: 1.0
     """
     cells, cell = extra_info["map"], extra_info["start"]
-    said = yield Observation()
+    answer = yield Observation()
     for left in reversed(range(steps)):
-        move, chance = said.strip(), rng.random()
+        move, chance = answer.strip(), rng.random()
         if chance < slip and move in MOVES:
             move = _SIDEWAYS[move][chance < slip / 2]
         cell = moved(cells, cell, move)
         if cell.upper() in cells:
             return 1.0
         if left:
-            said = yield Observation(cell, -cost)
+            answer = yield Observation(cell, -cost)
     return 0.0
 
 
@@ -166,9 +166,9 @@ def gymnasium(
         observation, _ = env.reset(seed=rng.getrandbits(31))
         text, reward, ended = shown(observation), 0.0, False
         while not ended:
-            said = yield Observation(text, reward)
+            answer = yield Observation(text, reward)
             try:
-                action = chosen(said)
+                action = chosen(answer)
                 if not env.action_space.contains(action):
                     raise ValueError(f"{action!r} is not in {env.action_space}")
             except ValueError as error:
@@ -183,13 +183,13 @@ def gymnasium(
 
 def _action_of(names: Sequence[str]) -> Callable[[str], int]:
     def action(text: str) -> int:
-        said = text.strip()
+        word = text.strip()
         if not names:
-            if not said.lstrip("-").isdecimal() or not said.isascii() or len(said) > 9:
-                raise ValueError(f"expected a whole number, got {said[:40]!r}")
-            return int(said)
-        if said not in names:
-            raise ValueError(f"expected one of {', '.join(names)}, got {said[:40]!r}")
-        return names.index(said)
+            if not word.lstrip("-").isdecimal() or not word.isascii() or len(word) > 9:
+                raise ValueError(f"expected a whole number, got {word[:40]!r}")
+            return int(word)
+        if word not in names:
+            raise ValueError(f"expected one of {', '.join(names)}, got {word[:40]!r}")
+        return names.index(word)
 
     return action

@@ -214,6 +214,43 @@ class EpisodeSampler:
         return {"rollout/template_drift": sum(drifts) / len(drifts)}
 
 
+def open_episode_sampler(
+    config: AgentConfig,
+    tokenizer: Any,
+    stops: tuple[int, ...],
+    rows: Sequence[Mapping[str, Any]],
+    template_kwargs: dict[str, Any],
+    prompt_tokens: int,
+    stack: contextlib.ExitStack,
+) -> EpisodeSampler | None:
+    """Build what samples episodes of many turns, if the config has an agent, tools or environment.
+
+    Args:
+        config: of episodes.
+        tokenizer: the policy's.
+        stops: tokens that end a turn.
+        rows: of the data; tools are tried with the first.
+        template_kwargs: variables of the chat template.
+        prompt_tokens: the longest prompt.
+        stack: ends the tools' processes.
+
+    Raises:
+        ConfigError: as for `EpisodeSampler`.
+    """
+    if not config.has_episodes:
+        return None
+    episodes = EpisodeSampler(
+        config,
+        tokenizer,
+        stops,
+        template_kwargs=template_kwargs,
+        prompt_tokens=prompt_tokens,
+        example=as_episode_row(rows[0]),
+    )
+    stack.callback(episodes.close)
+    return episodes
+
+
 def session_settings(config: AgentConfig) -> SessionSettings:
     """Return how tools and environments run."""
     process = config.tool_process
@@ -274,10 +311,10 @@ def check_asked(spec: FunctionSpec, asked: Sequence[str], config: AgentConfig) -
             "would ever be called"
         )
     if (config.environment is not None) != ("environment" in asked):
-        what = "is set" if config.environment is not None else "is null"
+        state = "is set" if config.environment is not None else "is null"
         does = "asks" if "environment" in asked else "does not ask"
         raise ConfigError(
-            f"rollout.environment {what}, but the agent {spec.fn!r} {does} for `environment`"
+            f"rollout.environment {state}, but the agent {spec.fn!r} {does} for `environment`"
         )
 
 

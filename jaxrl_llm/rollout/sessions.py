@@ -9,8 +9,6 @@ from jaxrl_llm.rollout.chat import BrokenEpisode, Chat
 from jaxrl_llm.rollout.episode import ToolRecord
 from jaxrl_llm.rollout.tools.pool import Session, ToolResult
 
-ENVIRONMENT = "environment"
-
 
 class Tools:
     """The tools of an episode.

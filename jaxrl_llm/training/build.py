@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jaxrl_llm.compilation import compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
+from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.model import Model
@@ -20,7 +20,7 @@ from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler, as_episode_row
+from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.runs.resume import resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
@@ -69,9 +69,9 @@ def build_stages(
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
         tokens = PolicyTokens(tokenizer, stop_ids(tokenizer, config.model.path))
-    episodes = open_episodes(config, *tokens, rows[0], stack)
-    encode = episodes.opening if episodes else None
-    prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, encode)
+    room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
+    episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
+    prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
     if config.steps is None:
         steps = len(prompts) * config.epochs // config.batch.prompts_per_step
         check_schedules(config, functions, steps)
@@ -99,36 +99,6 @@ def build_stages(
     coefs = coefs._replace(**{n: opened.extra[n] for n in Coefs._fields if n in opened.extra})
     stages = Stages(rollout, scoring, models, algorithm, run)
     return stages, Progress(opened.step, opened.states, coefs), opened.stream
-
-
-def open_episodes(
-    config: TrainConfig,
-    tokenizer: Any,
-    stops: tuple[int, ...],
-    rows: Sequence[Row],
-    stack: contextlib.ExitStack,
-) -> EpisodeSampler | None:
-    """Build what samples episodes of many turns, if the config has an agent, tools or environment.
-
-    Args:
-        config: of the run.
-        tokenizer: the policy's.
-        stops: tokens that end a turn.
-        rows: of the data; tools are tried with the first.
-        stack: ends the tools' processes at the run's end.
-    """
-    if not config.rollout.has_episodes:
-        return None
-    episodes = EpisodeSampler(
-        config.rollout,
-        tokenizer,
-        stops,
-        template_kwargs=config.data.chat_template_kwargs,
-        prompt_tokens=config.data.max_prompt_tokens,
-        example=as_episode_row(rows[0]),
-    )
-    stack.callback(episodes.close)
-    return episodes
 
 
 def open_training_layouts(config: TrainConfig) -> Layouts:
@@ -170,7 +140,7 @@ def tokenize_rows(
     train_rows: Sequence[Row],
     validation_rows: Sequence[Row],
     tokenizer: Any,
-    encode: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+    episodes: EpisodeSampler | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Tokenise the prompts to train and to validate on.
 
@@ -179,7 +149,7 @@ def tokenize_rows(
         train_rows: to train on.
         validation_rows: to validate on.
         tokenizer: the policy's.
-        encode: messages -> token ids; None: the chat template without tools.
+        episodes: whose prompts tell of tools; None: the chat template alone is applied.
     """
     data = config.data
 
@@ -191,7 +161,7 @@ def tokenize_rows(
                 max_prompt_tokens=data.max_prompt_tokens,
                 filter_overlong=data.filter_overlong,
                 template_kwargs=data.chat_template_kwargs,
-                encode=encode,
+                encode=episodes and episodes.opening,
             )[0]
 
     train = tokenized(train_rows, "data.train")

@@ -2,6 +2,9 @@
 
 import json
 import numbers
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_LOAD_ERROR_CHARS = 2000
@@ -70,3 +73,39 @@ def decode_load_error(line: bytes) -> str | None:
         raise ValueError(f"expected an object with load_error, got {shorten(repr(first))}")
     message = first["load_error"]
     return None if message is None else shorten(str(message), MAX_LOAD_ERROR_CHARS)
+
+
+def serve_requests(
+    fd: int,
+    load: Callable[[Any], Callable[[int, Any], bytes]],
+    describe_load_error: Callable[[Exception], str],
+) -> None:
+    """Answer lists of `(number, request)` until the pool closes the connection.
+
+    The pool sends pickles: first a spec, then the lists. It gets lines, as what runs here is not
+    trusted and could write on the connection, too: first what is wrong with the spec or null, then
+    an answer for each request.
+
+    Args:
+        fd: the file descriptor of our end of the connection.
+        load: from the spec to the function that answers: (number, request) -> a line.
+        describe_load_error: returns what is told of an error of `load`.
+    """
+    with (
+        suppress(EOFError, OSError),
+        open(fd, "rb") as requests,
+        open(fd, "wb", closefd=False) as out,
+    ):
+        answer, load_error = None, None
+        try:
+            answer = load(pickle.load(requests))
+        except EOFError:
+            raise
+        except Exception as error:  # also of a function given from Python, which is unpickled
+            load_error = describe_load_error(error)
+        out.write(encode_load_error(load_error))
+        out.flush()
+        while answer is not None:
+            for number, request in pickle.load(requests):
+                out.write(answer(number, request))
+                out.flush()

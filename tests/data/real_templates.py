@@ -82,10 +82,10 @@ def find_template(name):
     """Return the source of a template; the test is skipped where trl is not installed."""
     if name in WRITTEN:
         return WRITTEN[name]
-    found = importlib.util.find_spec("trl")
-    if found is None:
+    package = importlib.util.find_spec("trl")
+    if package is None:
         pytest.skip("trl, whose wheel has the templates, is not installed")
-    path = Path(found.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
+    path = Path(package.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
     if not path.is_file():
         pytest.skip(f"this trl has no template {name}")
     return path.read_text(encoding="utf-8")

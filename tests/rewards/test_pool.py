@@ -23,7 +23,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.workers import process
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 
 FUNCTIONS = """
 import ctypes, os, re, subprocess, sys, time
@@ -78,10 +78,6 @@ def make(functions_file):
 
 def items(*replies, **extra_info):
     return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
-
-
-def ended(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 # ----------------------------------------------------------------------------------- what it gives

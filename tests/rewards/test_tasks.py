@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
@@ -17,7 +16,7 @@ from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.workers.limits import Limits
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 
 ray = pytest.importorskip("ray")
 
@@ -110,10 +109,6 @@ def values(scores):
 
 def lines(file):
     return file.read_text().splitlines() if file.exists() else []
-
-
-def ended(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def none_failed(**others):

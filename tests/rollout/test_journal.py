@@ -197,8 +197,8 @@ def test_another_draw_drops_what_follows_and_that_holds(tmp_path, caplog):
         assert journal.find(0, 2, "2") is None
     assert "call 1 of episode 0 is another one than before" in caplog.text
     with Journal(path, config="a") as journal:
-        found = [journal.find(0, n, d) for n, d in enumerate(["0", "other", "2", "3"])]
-        assert found == [RESULTS[0], RESULTS[1], None, None]
+        recorded = [journal.find(0, n, d) for n, d in enumerate(["0", "other", "2", "3"])]
+        assert recorded == [RESULTS[0], RESULTS[1], None, None]
         assert [journal.find(1, n, f"{n}") for n in range(4)] == [RESULTS[0]] * 4
 
 
@@ -298,5 +298,5 @@ def test_a_killed_process_loses_nothing_that_was_used(tmp_path):
         assert told[: len(used)] == used
         used = told
     with Journal(path, config="a") as journal:
-        found = [journal.find(0, n, call_digest("add", {"x": n})) for n in range(len(used))]
-    assert [f"{n} {result and result.text}\n" for n, result in enumerate(found)] == used
+        recorded = [journal.find(0, n, call_digest("add", {"x": n})) for n in range(len(used))]
+    assert [f"{n} {result and result.text}\n" for n, result in enumerate(recorded)] == used

@@ -126,8 +126,8 @@ class Journal:
         if not lines:
             self._append(header)
             return
-        if (found := self._parse(lines[0], 1)) != header:
-            if set(found) != set(header):
+        if (recorded := self._parse(lines[0], 1)) != header:
+            if set(recorded) != set(header):
                 raise ToolError(f"{self._path}: expected a journal of tools, got another file")
             raise ToolError(
                 f"{self._path}: got a journal of another config, or of another version of the"

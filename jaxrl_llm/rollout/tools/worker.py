@@ -6,14 +6,19 @@ neither jax nor the program that started it.
 
 import json
 import math
-import pickle
-from contextlib import suppress
-from typing import BinaryIO
+from collections.abc import Callable
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.rollout.tools.answers import KEYS, MAX_RESULT_CHARS, MAX_TRACE_CHARS, ToolAnswer
+from jaxrl_llm.rollout.tools.answers import (
+    KEYS,
+    MAX_RESULT_CHARS,
+    MAX_TRACE_CHARS,
+    ToolAnswer,
+    ToolboxSpec,
+    ToolRequest,
+)
 from jaxrl_llm.rollout.tools.toolbox import Toolbox
-from jaxrl_llm.workers.answers import encode_load_error, memory_limit
+from jaxrl_llm.workers.answers import memory_limit, serve_requests
 
 FAILURES = (None, "failed", "broken", "retry")
 
@@ -64,39 +69,20 @@ def decode_tool_answer(line: bytes, number: int) -> ToolAnswer | None:
 def run_tools(fd: int, *, memory_gb: float | None) -> None:
     """Answer lists of `(number, ToolRequest)` until the pool closes the connection.
 
-    The pool sends pickles: first a `ToolboxSpec`, then the requests. It gets lines of JSON: first
-    what is wrong with the tools or null, then an answer for each request.
+    The pool sends a `ToolboxSpec` first.
 
     Args:
         fd: the file descriptor of our end of the connection.
         memory_gb: what this process may take, for messages.
     """
-    with (
-        suppress(EOFError, OSError),
-        open(fd, "rb") as requests,
-        open(fd, "wb", closefd=False) as out,
-    ):
-        toolbox, load_error = _load(requests, memory_gb)
-        out.write(encode_load_error(load_error))
-        out.flush()
-        while toolbox is not None:
-            for number, request in pickle.load(requests):
-                out.write(encode_tool_answer(number, toolbox.answer(request)))
-                out.flush()
 
+    def load(spec: ToolboxSpec) -> Callable[[int, ToolRequest], bytes]:
+        toolbox = Toolbox(spec, memory_gb=memory_gb)
+        return lambda number, request: encode_tool_answer(number, toolbox.answer(request))
 
-def _load(requests: BinaryIO, memory_gb: float | None) -> tuple[Toolbox | None, str | None]:
-    """Return the tools, or what is wrong with them.
+    def describe(error: Exception) -> str:
+        if isinstance(error, ConfigError):
+            return str(error) + memory_limit(error.__cause__, memory_gb, KEYS)
+        return f"{type(error).__name__}: {error}{memory_limit(error, memory_gb, KEYS)}"
 
-    Raises:
-        EOFError: the pool has closed the connection.
-    """
-    try:
-        return Toolbox(pickle.load(requests), memory_gb=memory_gb), None
-    except EOFError:
-        raise
-    except ConfigError as error:
-        return None, str(error) + memory_limit(error.__cause__, memory_gb, KEYS)
-    except Exception as error:  # also of a function given from Python, which is unpickled
-        limit = memory_limit(error, memory_gb, KEYS)
-        return None, f"{type(error).__name__}: {error}{limit}"
+    serve_requests(fd, load, describe)
