@@ -26,7 +26,9 @@ from jaxrl_llm.rollout.runner import log_broken, run_all, run_episode, run_in_lo
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, episode_text
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools, record_end
 from jaxrl_llm.rollout.tools.journal import Journal
+from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, load_environment, load_tools
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.signature import tool_schema
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.workers.limits import Limits
 
@@ -297,6 +299,21 @@ def load_agent(config: AgentConfig) -> Callable[..., Any]:
             )
     check_asked(spec, asked_by(agent), config)
     return agent
+
+
+def check_episode_functions(config: AgentConfig) -> None:
+    """Import the agent, the tools and the environment of a config, before anything else is loaded.
+
+    Raises:
+        ConfigError: one of them is not there, or does not fit.
+    """
+    load_agent(config)
+    for spec in config.tools:
+        for tool in load_tools(spec):
+            if tool.schema is None and not tool.is_fixture:
+                tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
+    if config.environment is not None:
+        load_environment(config.environment)
 
 
 def check_asked(spec: FunctionSpec, asked: Sequence[str], config: AgentConfig) -> None:

@@ -7,6 +7,7 @@ from jaxrl_llm.config.fields import asks_for, name_of
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rewards.runner import check_reward_function
+from jaxrl_llm.rollout.multi_turn import check_episode_functions
 from jaxrl_llm.rollout.vllm.environment import find_python
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 
@@ -25,6 +26,8 @@ def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     load_function(data.dataset, kinds.DATASETS, passed=("paths",), key="data.dataset")
     if data.prepare:
         load_function(data.prepare, kinds.PREPARATIONS, key="data.prepare")
+    if rollout.has_episodes:
+        check_episode_functions(rollout)
     if rollout.engine == "vllm" and not (rollout.nodes or rollout.vllm.launch):
         find_python(rollout.vllm.python)  # elsewhere this machine need not have it
     if rollout.samples_per_prompt == 1 and "group_ids" in asks_for(functions.advantage):

@@ -163,6 +163,20 @@ def test_an_evaluation_plays_the_same_episodes(agents, plain, tmp_path):
     assert all(max(row["turn_ids"]) == 2 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("rollout.tools=look_upp",), "did you mean 'look_up'"),
+        (("rollout.environment=guess_numbr",), "did you mean 'guess_number'"),
+        (("rollout.agent=one_answer",), "does not ask for `environment`"),
+    ],
+)
+def test_a_wrong_function_is_refused_before_the_base_model_is_made(agents, words, message):
+    warm = f"model.warm_start={agents.workshop.root}/no_such_file.yaml"
+    result = agents("model.random_init=false", warm, *words)
+    assert result.status == 2 and message in result.err
+
+
 @pytest.mark.slow
 @pytest.mark.guards(*RUN, "jaxrl_llm/rollout/")
 def test_killed_with_a_tool_that_answers_at_random_it_draws_the_same_again(agents, same, until):
