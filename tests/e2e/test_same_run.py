@@ -76,7 +76,7 @@ def kill_and_continue(workshop, expected, moments, dice, same, until, end=subpro
     Returns the status with which it ended at each moment.
     """
     run_dir = workshop.folder()
-    words = warm(workshop, run_dir)
+    words = [*warm(workshop, run_dir), f"reward.function={workshop.mine('unhurried_digit_sum')}"]
     base_run = f"{run_dir.name}.base.sft*"
     ended, statuses = [], []
     for kind, number in moments:

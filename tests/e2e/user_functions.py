@@ -17,6 +17,12 @@ def digit_sum(data_source, solution_str, ground_truth, extra_info=None):
     return sum(int(c) for c in solution_str if c in "0123456789") / 10
 
 
+def unhurried_digit_sum(data_source, solution_str, ground_truth, extra_info=None):
+    """Takes so long that no run is over before the test has looked at it."""
+    time.sleep(0.005)
+    return digit_sum(data_source, solution_str, ground_truth, extra_info)
+
+
 def reward_with_more(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
     return {
         "score": digit_sum(data_source, solution_str, ground_truth) + bonus,
