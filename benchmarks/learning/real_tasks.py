@@ -12,15 +12,20 @@ which the others share. `--out` gets the curves (real_tasks.png) and the numbers
 Exit status 1: a run gained less than 0.2 in held-out accuracy.
 """
 
-import datetime
-import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.recipes import LEAST_GAIN, ROOT, arguments, base_and_final, finished, run
+from benchmarks.learning.recipes import (
+    LEAST_GAIN,
+    ROOT,
+    arguments,
+    base_and_final,
+    finished,
+    link,
+    run,
+    write_numbers,
+)
 from benchmarks.tables import markdown_table
 
 RECIPES = ROOT / "configs/real"
@@ -29,12 +34,10 @@ HEADS = ["recipe", "seed", "before", "after", "gain", "minutes", "peak GiB"]
 
 def prepare(work: Path) -> None:
     """Let the work folder have the configs and the models that recipes name."""
-    (work / "runs").mkdir(parents=True, exist_ok=True)
     for folder in ("configs", "runs/models"):
         if not (ROOT / folder).exists():
             raise SystemExit(f"expected {folder}: python -m benchmarks.real_model makes the model")
-        if not (work / folder).exists():
-            (work / folder).symlink_to(ROOT / folder)
+        link(folder, work)
 
 
 def row(result: dict[str, Any]) -> list[str]:
@@ -101,14 +104,8 @@ def main() -> int:
                 run(configs[name], seed, work)
     pairs = [(config, seed) for config in configs.values() for seed in args.seeds]
     results = [result for pair in pairs if (result := finished(*pair, work))]
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = {
-        "command": " ".join(["python -m benchmarks.learning.real_tasks", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
-        "runs": [{k: v for k, v in r.items() if k != "config"} for r in results],
-    }
-    (args.out / "real_tasks.json").write_text(json.dumps(about, indent=1) + "\n")
+    runs = [{k: v for k, v in r.items() if k != "config"} for r in results]
+    write_numbers(args.out / "real_tasks.json", "real_tasks", runs)
     draw(results, args.out / "real_tasks.png")
     print("\n" + markdown_table(HEADS, [row(result) for result in results]))
     gains = [final - base for base, final in map(base_and_final, results)]

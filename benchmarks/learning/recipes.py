@@ -34,18 +34,36 @@ LEAST_GAIN = 0.2
 REFERENCE = "grpo"
 
 
-def arguments(everything: list[str], about: str | None, out: str, work: str) -> argparse.Namespace:
+def arguments(
+    everything: list[str],
+    about: str | None,
+    out: str,
+    work: str,
+    flags: tuple[str, str] = ("--recipes", "--work"),
+) -> argparse.Namespace:
     """Read the command line of a benchmark that trains some of these recipes."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--recipes", nargs="+", choices=everything, default=everything, metavar="NAME"
+        flags[0],
+        dest="recipes",
+        nargs="+",
+        choices=everything,
+        default=everything,
+        metavar="NAME",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
     parser.add_argument("--out", type=Path, default=ROOT / out)
-    parser.add_argument("--work", type=Path, default=ROOT / work)
+    parser.add_argument(flags[1], dest="work", type=Path, default=ROOT / work)
     return parser.parse_args()
+
+
+def link(folder: str, work: Path) -> None:
+    """Let the work folder have one of the repository's."""
+    (work / folder).parent.mkdir(parents=True, exist_ok=True)
+    if not (work / folder).exists():
+        (work / folder).symlink_to(ROOT / folder)
 
 
 def train(config: Path, *overrides: str, work: Path, log: Path) -> float:
@@ -64,9 +82,16 @@ def train(config: Path, *overrides: str, work: Path, log: Path) -> float:
     return time.perf_counter() - start
 
 
-def finished(config: Path, seed: int, work: Path) -> dict[str, Any] | None:
+def make_base(config: Path, base: str, work: Path) -> None:
+    """Have a recipe's base model made, so that no run's seconds hold it."""
+    if not (work / base).exists():
+        log = work / f"{config.stem}_base.log"
+        train(config, "steps=1", f"run_dir=runs/{config.stem}_base", work=work, log=log)
+
+
+def finished(config: Path, seed: int, work: Path, name: str = "") -> dict[str, Any] | None:
     """Return the result of a run, or None where it is still to be done."""
-    file = work / f"runs/{config.stem}/{seed}.json"
+    file = work / f"runs/{name or config.stem}/{seed}.json"
     if not file.exists():
         return None
     result = json.loads(file.read_text())
@@ -94,16 +119,22 @@ def curve_of(lines: list[dict[str, Any]]) -> dict[int, float]:
     }
 
 
-def run(config: Path, seed: int, work: Path, *overrides: str) -> None:
-    """Train a recipe from the start with one seed, and keep its result."""
-    folder = f"runs/{config.stem}/{seed}"
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return what a run has logged, a line for each step."""
+    return [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+
+
+def run(config: Path, seed: int, work: Path, *overrides: str, name: str = "") -> None:
+    """Train a recipe from the start with one seed, and keep its result, under a name if given."""
+    name = name or config.stem
+    folder = f"runs/{name}/{seed}"
     shutil.rmtree(work / folder, ignore_errors=True)  # what an interruption left
     (work / folder).parent.mkdir(parents=True, exist_ok=True)
     keys, log = (f"seed={seed}", f"run_dir={folder}", *overrides), work / f"{folder}.log"
     seconds = train(config, *keys, work=work, log=log)
-    lines = [*map(json.loads, (work / folder / "metrics.jsonl").read_text().splitlines())]
+    lines = metrics_of(work / folder)
     result = {
-        "recipe": config.stem,
+        "recipe": name,
         "seed": seed,
         "curve": curve_of(lines),
         "peak_gb": max(line.get("perf/cpu_memory_used_gb", 0.0) for line in lines),
@@ -177,19 +208,22 @@ def draw(name: str, results: list[dict[str, Any]], picture: Path) -> None:
         image.convert("RGB").quantize(64).save(picture, optimize=True)
 
 
-def write(results: list[dict[str, Any]], out: Path, words: list[str]) -> None:
-    """Write results.json, with the words of the command line, and the pictures."""
-    out.mkdir(parents=True, exist_ok=True)
+def write_numbers(file: Path, module: str, runs: list[dict[str, Any]], **more: Any) -> None:
+    """Write what the curves are drawn from, with the command line and the machine."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     about = {
-        "metric": "val-core/arithmetic/acc/mean@1",
-        "command": " ".join(["python -m benchmarks.learning.recipes", *words]),
+        "command": " ".join([f"python -m benchmarks.learning.{module}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
-        "runs": [
-            {k: r[k] for k in ("recipe", "seed", "seconds", "curve", "date", "versions")}
-            for r in results
-        ],
     }
-    (out / "results.json").write_text(json.dumps(about, indent=1) + "\n")
+    file.write_text(json.dumps({**more, **about, "runs": runs}, indent=1) + "\n")
+
+
+def write(results: list[dict[str, Any]], out: Path) -> None:
+    """Write results.json and the pictures."""
+    keys = ("recipe", "seed", "seconds", "curve", "date", "versions")
+    runs = [{k: r[k] for k in keys} for r in results]
+    write_numbers(out / "results.json", "recipes", runs, metric="val-core/arithmetic/acc/mean@1")
     for name in dict.fromkeys(r["recipe"] for r in results):
         draw(name, results, out / f"{name}.png")
 
@@ -221,18 +255,14 @@ def main() -> int:
     everything = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     args = arguments(everything, __doc__, "docs/learning", "runs/learning")
     work = args.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / "configs").exists():
-        (work / "configs").symlink_to(ROOT / "configs")
-    if not (work / "runs/quickstart/base").exists():  # so that no run's seconds hold it
-        reference = RECIPES / f"{REFERENCE}.yaml"
-        train(reference, "steps=1", "run_dir=runs/base", work=work, log=work / "base.log")
+    link("configs", work)
+    make_base(RECIPES / f"{REFERENCE}.yaml", "runs/quickstart/base", work)
     failed = train_missing(args.recipes, args.seeds, work)
     pairs = [(RECIPES / f"{name}.yaml", seed) for name in everything for seed in args.seeds]
     results = [result for pair in pairs if (result := finished(*pair, work))]
     if results:
         print("\n" + table(results))
-        write(results, args.out, sys.argv[1:])
+        write(results, args.out)
     if len(results) == len(pairs):
         write_page(table(results))
     for result in results:
