@@ -92,6 +92,32 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class PartialEngine(Engine, Protocol):
+    """An engine that can leave answers before their end, and go on with them later."""
+
+    def sample_until(self, requests: Sequence[Request], needed: int) -> list[Completion]:
+        """Sample until the first `needed` requests have their answers; return all as they stand.
+
+        One that is not whole has no `finish`; as `Request.drawn` it is gone on with. Requests run
+        in their order as far as there is room.
+
+        Raises:
+            EngineError: as `generate`; or `needed` is none of 1 to the number of requests.
+        """
+        ...
+
+
+def check_needed(needed: int, requests: int) -> None:
+    """Refuse a number of requests that can't be waited for.
+
+    Raises:
+        EngineError: it is none of 1 to their number.
+    """
+    if not 1 <= needed <= requests:
+        raise EngineError(f"sample_until: got needed={needed}, expected 1 to {requests}")
+
+
 def check_request(
     request: Request, *, max_tokens: int, vocab_size: int, limits: Mapping[str, int]
 ) -> None:
@@ -112,6 +138,14 @@ def check_request(
         raise EngineError(
             f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} does "
             f"not fit: the engine holds sequences of 2 to {max_tokens} tokens"
+        )
+    if (drawn := request.drawn) is not None and (
+        drawn.finish or len(drawn.tokens) >= sampling.max_new_tokens or sampling.top_logprobs
+    ):
+        raise EngineError(
+            f"got an answer of {len(drawn.tokens)} tokens to go on with, finish={drawn.finish!r}; "
+            f"expected one that is not whole, of less than {sampling.max_new_tokens} tokens, and "
+            "no top_logprobs"
         )
     vocabulary = range(vocab_size)
     for field, ids in (("prompt", prompt), ("logit_bias", [i for i, _ in sampling.logit_bias])):

@@ -1,6 +1,6 @@
 """Requests to an engine and its answers: the records that every engine takes and returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -57,15 +57,6 @@ class SamplingParams:
         return bool(self.repetition_penalty != 1 or self.logit_bias or self.top_logprobs)
 
 
-@dataclass(frozen=True)
-class Request:
-    """One answer to sample. The answer depends on the seed, not on what else is in flight."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int
-
-
 class Completion(NamedTuple):
     """One sampled answer, or a piece of one.
 
@@ -74,7 +65,8 @@ class Completion(NamedTuple):
         logprobs: log-probs of these tokens under softmax(logits / temperature), before top-k, top-p
             and min-p cut it (at temperature 0: under softmax(logits)).
         versions: of the weights that sampled each token.
-        finish: "stop", "length", or "" for a piece that others follow.
+        finish: "stop", "length", or "" for a piece that others follow and an answer that is not
+            whole.
         stopped_by: the token or the text that ended it, if one did.
         top: the likeliest tokens of each step and their log-probs, likeliest first, where the
             request asks for them.
@@ -86,3 +78,21 @@ class Completion(NamedTuple):
     finish: str
     stopped_by: int | str | None = None
     top: tuple[Int[np.ndarray, "T top"], Float32[np.ndarray, "T top"]] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to sample. The answer depends on the seed, not on what else is in flight.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how to sample.
+        seed: of the answer.
+        drawn: what has been drawn of the answer, if it was begun before: its tokens are read, and
+            it goes on after them. The answer holds them, too.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    drawn: Completion | None = field(default=None, compare=False)

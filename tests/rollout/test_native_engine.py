@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -350,3 +351,66 @@ def test_a_caller_may_give_up_before_the_engine_closes(hollow, params):
 
 def test_no_requests_no_answers(engine):
     assert engine.sample([]) == []
+
+
+# --------------------------------------------------------------------- answers that are not whole
+
+
+def drawn_so_far(requests, answers):
+    """Return requests that go on with answers."""
+    return [
+        replace(request, drawn=answer if len(answer.tokens) else None)
+        for request, answer in zip(requests, answers, strict=True)
+        if not answer.finish
+    ]
+
+
+def test_answers_that_were_left_go_on_as_if_nothing_had_happened(engine):
+    """More than fit at once: some are whole, some begun, some not."""
+    requests = [request(3 + i % 2, new=5 + 9 * (i % 4), seed=i, stop_ids=(7,)) for i in range(12)]
+    whole = engine.sample(requests)
+    for needed in (1, 4, 11):
+        parts = engine.sample_until(requests, needed)
+        assert all(part.finish for part in parts[:needed])
+        left = [i for i, part in enumerate(parts) if not part.finish]
+        rest = engine.sample(drawn_so_far(requests, parts)) if left else []
+        for i, answer in zip(left, rest, strict=True):
+            assert len(parts[i].tokens) < len(answer.tokens)
+            parts[i] = answer
+        for part, answer in zip(parts, whole, strict=True):
+            np.testing.assert_array_equal(part.tokens, answer.tokens)
+            np.testing.assert_allclose(part.logprobs, answer.logprobs, atol=1e-5)
+            assert (part.finish, part.stopped_by) == (answer.finish, answer.stopped_by)
+    again = [engine.sample_until(requests, 4) for _ in range(2)]
+    for one, other in zip(*again, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_an_answer_knows_which_weights_drew_each_token(engine, params, other_params):
+    requests = [request(new=4), *(request(new=37, seed=seed) for seed in range(1, 6))]
+    parts = engine.sample_until(requests, 1)
+    engine.load(other_params, version=8)
+    first = parts[1].versions[0]
+    for part, answer in zip(parts[1:], engine.sample(drawn_so_far(requests, parts)), strict=True):
+        count = len(part.tokens)
+        np.testing.assert_array_equal(answer.logprobs[:count], part.logprobs)
+        assert answer.versions.tolist() == [first] * count + [8] * (len(answer.tokens) - count)
+    engine.load(params, version=9)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "needed", "text"),
+    [
+        ("whole", 1, "expected one that is not whole"),
+        ("too long", 1, "of less than 2 tokens"),
+        ("none", 0, "needed=0, expected 1 to 2"),
+        ("none", 3, "needed=3, expected 1 to 2"),
+    ],
+)
+def test_what_can_not_be_gone_on_with_is_refused(engine, drawn, needed, text):
+    answer = engine.sample([request(new=2)])[0]
+    begun = {"whole": answer, "too long": answer._replace(finish=""), "none": None}[drawn]
+    with pytest.raises(EngineError, match=text):
+        engine.sample_until([replace(request(), drawn=begun), request(seed=1)], needed)

@@ -23,6 +23,7 @@ from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import (
     EngineError,
     EngineSettings,
+    check_needed,
     check_request,
     results_of,
     streamed,
@@ -32,10 +33,9 @@ from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.scheduler import SequenceState
-from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes, count_parts
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import batch_shards
 
 STEPS = 16
 """Tokens decoded between two looks at what has ended and what has come."""
@@ -118,6 +118,7 @@ class NativeEngine:
         self._version = -1
         self._runner = ModelRunner(self.programs, settings.max_running_sequences, detokenize)
         self._incoming: list[SequenceState] = []
+        self._partial: list[tuple[list[SequenceState], list[SequenceState]]] = []  # needed, others
         self._state = threading.Condition()
         self._device = threading.Lock()  # held while weights, pages and sequences are in use
         self._claims = 0  # who wants the device, the worker aside
@@ -140,6 +141,14 @@ class NativeEngine:
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one answer for each request, in order; equal prompts are read once."""
         return results_of(self._submit(requests))
+
+    def sample_until(self, requests: Sequence[Request], needed: int) -> list[Completion]:
+        """Sample until the first requests have their answers; the others come as they stand.
+
+        They stand where the chunk ended that completed the last of the first ones, so that the
+        same requests under the same weights give the same tokens.
+        """
+        return results_of(self._submit(requests, needed=needed))
 
     def load(
         self, params: Any, version: int, *, recompute: bool = False, donate: bool = False
@@ -247,17 +256,27 @@ class NativeEngine:
         return self.programs.trace("prefill", *prompts, shapes.widths[-1] // PAGE)
 
     def _submit(
-        self, requests: Sequence[Request], listener: Callable[[Completion], None] | None = None
+        self,
+        requests: Sequence[Request],
+        listener: Callable[[Completion], None] | None = None,
+        *,
+        needed: int | None = None,
     ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
         sequences = [SequenceState(request, listener=listener) for request in requests]
+        if needed is not None:
+            check_needed(needed, len(requests))
+            partial = [(sequences[:needed], sequences[needed:])]
+        else:
+            partial = []
         with self._state:
             if self._closed:
                 raise EngineError("the engine is closed")
             if self._params is None and self._version < 0:
                 raise EngineError("the engine has no weights: call load first")
             self._incoming += sequences
+            self._partial += partial
             self._state.notify_all()
         return [sequence.future for sequence in sequences]
 
@@ -298,11 +317,11 @@ class NativeEngine:
                 else:
                     failure = None
             for sequence in changed:
-                _deliver(sequence, failure)
+                sequence.deliver(failure)
         with self._device:
             left = self._abort_all()
         for sequence in left:
-            _deliver(sequence, EngineError("the engine was closed"))
+            sequence.deliver(EngineError("the engine was closed"))
 
     def _wait(self) -> bool:
         """Block until there is something to do; False when the engine was closed."""
@@ -322,12 +341,23 @@ class NativeEngine:
                 return []
             self._runner.scheduler.add(self._incoming)
             self._incoming = []
-        return self._runner.step(self._params, self._version)
+        changed = self._runner.step(self._params, self._version)
+        return list(dict.fromkeys([*changed, *self._withdraw()]))
+
+    def _withdraw(self) -> list[SequenceState]:
+        """Take out and return those that are not waited for any more."""
+        others = []
+        for needed, rest in list(self._partial):
+            if all(s.finish or s.future.cancelled() for s in needed):
+                others += [s for s in rest if not s.finish]
+                self._partial.remove((needed, rest))
+        self._runner.scheduler.withdraw(others)
+        return others
 
     def _abort_all(self) -> list[SequenceState]:
         """Return all sequences and forget them, and the cache."""
         with self._state:
-            incoming, self._incoming = self._incoming, []
+            incoming, self._incoming, self._partial = self._incoming, [], []
         return self._runner.abort_all() + incoming
 
 
@@ -339,7 +369,7 @@ def _choose_sizes(
     There are two copies of what is cached where pages are gathered into rows, else one.
     """
     sizes = choose_sizes(
-        parts=_count_parts(layout, settings.max_running_sequences),
+        parts=count_parts(layout, settings.max_running_sequences),
         max_running_sequences=settings.max_running_sequences,
         max_tokens=settings.max_tokens,
         steps=steps,
@@ -360,31 +390,3 @@ def _choose_sizes(
             f"{settings.max_tokens} tokens"
         )
     return sizes
-
-
-def _count_parts(layout: Layout, max_running_sequences: int) -> int:
-    """Return into how many parts a batch is split."""
-    idle = [axis for axis in ("stage", "context") if layout.mesh.shape[axis] > 1]
-    if idle:
-        raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; expected a size of 1")
-    parts = batch_shards(layout.mesh)
-    if max_running_sequences % parts:
-        raise ValueError(
-            f"rollout.max_running_sequences={max_running_sequences} can't be shared evenly by the "
-            f"{parts} parts of a batch; expected a multiple of {parts}"
-        )
-    return parts
-
-
-def _deliver(sequence: SequenceState, failure: Exception | None) -> None:
-    """Give a sequence's caller what is new."""
-    if failure is None and sequence.listener is not None:
-        sequence.listener(sequence.completion(sequence.streamed))
-        sequence.streamed = sequence.generated
-    if failure is None and not sequence.finish:
-        return
-    if sequence.future.set_running_or_notify_cancel():  # else its caller gave up
-        if failure is None:
-            sequence.future.set_result(sequence.completion())
-        else:
-            sequence.future.set_exception(failure)

@@ -33,6 +33,7 @@ class SequenceState:
         cached: how many tokens have their keys and values in these.
         finish: why it ended, or "".
         stopped_by: what ended it.
+        withdrawn: whether it was taken out before its end.
     """
 
     request: Request
@@ -48,10 +49,15 @@ class SequenceState:
     cached: int = 0
     finish: str = ""
     stopped_by: int | str | None = None
+    withdrawn: bool = False
 
     def __post_init__(self) -> None:
-        """Begin with the prompt."""
+        """Begin with the prompt, and with what was drawn before."""
         self.tokens = list(self.request.prompt)
+        if (drawn := self.request.drawn) is not None:
+            self.tokens += drawn.tokens.tolist()
+            self.logprobs, self.versions = drawn.logprobs.tolist(), drawn.versions.tolist()
+            self.streamed = self.generated
 
     @property
     def generated(self) -> int:
@@ -103,6 +109,23 @@ class SequenceState:
             (likeliest[0], likeliest[1]) if top else None,
         )
 
+    def deliver(self, failure: Exception | None) -> None:
+        """Give the caller what is new: pieces to the listener, the end to the future.
+
+        Args:
+            failure: what the engine raised, if it did.
+        """
+        if failure is None and self.listener is not None:
+            self.listener(self.completion(self.streamed))
+            self.streamed = self.generated
+        if failure is None and not self.finish and not self.withdrawn:
+            return
+        if self.future.set_running_or_notify_cancel():  # else its caller gave up
+            if failure is None:
+                self.future.set_result(self.completion())
+            else:
+                self.future.set_exception(failure)
+
 
 class Counts(NamedTuple):
     """Tokens and preemptions since the start."""
@@ -147,6 +170,14 @@ class Scheduler:
             self.waiting = deque(s for s in self.waiting if not s.future.cancelled())
         for sequence in [s for s in self.running if s.future.cancelled()]:
             self.remove(sequence)
+
+    def withdraw(self, sequences: Iterable[SequenceState]) -> None:
+        """Forget sequences before their end; what is cached of them stays while there is room."""
+        for sequence in sequences:
+            sequence.withdrawn = True
+            if sequence in self.running:
+                self.remove(sequence)
+        self.waiting = deque(s for s in self.waiting if not s.withdrawn)
 
     def admit(self) -> None:
         """Let those run that fit, in their order.

@@ -4,6 +4,9 @@ import itertools
 import math
 from typing import NamedTuple
 
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import batch_shards
+
 PAGE = 16
 """Tokens that a page holds."""
 
@@ -105,3 +108,21 @@ def touched(tokens: int) -> int:
     (2, 1)
     """
     return (tokens + PAGE - 2) // PAGE + 1
+
+
+def count_parts(layout: Layout, max_running_sequences: int) -> int:
+    """Return into how many parts a batch is split.
+
+    Raises:
+        ValueError: the sequences can't be shared evenly, or the mesh has stages or contexts.
+    """
+    idle = [axis for axis in ("stage", "context") if layout.mesh.shape[axis] > 1]
+    if idle:
+        raise ValueError(f"nothing is decoded over the axis {idle[0]!r}; expected a size of 1")
+    parts = batch_shards(layout.mesh)
+    if max_running_sequences % parts:
+        raise ValueError(
+            f"rollout.max_running_sequences={max_running_sequences} can't be shared evenly by the "
+            f"{parts} parts of a batch; expected a multiple of {parts}"
+        )
+    return parts
