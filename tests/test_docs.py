@@ -89,13 +89,13 @@ def test_the_readme_is_short_and_opens_with_the_two_commands():
 
 
 def test_the_loop_of_the_architecture_is_the_loop():
-    (listing,) = (b for b in blocks("docs/architecture.md", "python") if "collect_rollouts" in b)
+    (listing,) = (b for b in blocks("docs/architecture.md", "python") if "make_experience(" in b)
     real = [line.strip() for line in inspect.getsource(loop.TrainingLoop.step).splitlines()]
     at = 0
     for line in listing.splitlines():
         at = real.index(line.strip(), at) + 1  # in this order
     stages = {
-        "collect_rollouts",
+        "take",
         "make_experience",
         "add_advantages",
         "update_models",
@@ -451,8 +451,7 @@ def documented():
     for row in rows("docs/metrics.md"):
         name = row[0].strip("`")
         pattern = re.sub(r"\{([^}]*)\}", lambda m: f"({m[1].replace(',', '|')})", name)
-        pattern = pattern.replace("<source>", ".+").replace("<k>", "[0-9]+").replace("<key>", ".+")
-        patterns[name] = re.compile(pattern)
+        patterns[name] = re.compile(re.sub("<[a-z]+>", ".+", pattern.replace("<k>", "[0-9]+")))
     return patterns
 
 
@@ -468,13 +467,51 @@ def everything(rewards, values, reward_logprobs, ref_logprobs, greedy_scores, ma
 def all_groups(scores):
     return scores == scores
 """
+PLAYING = '''\
+import os
+import time
+
+from jaxrl_llm.data.call_text import ToolCall
+from jaxrl_llm.rollout import BrokenTool
+
+HOW = iter(["failed", "timeout", "died", "broken"])
+
+
+async def play(chat, tools, environment):
+    await environment.begin()
+    await chat.generate(max_tokens=2)
+    chat.append(await tools.run([ToolCall("go_wrong", {"how": next(HOW, "not")})]))
+    answer = await chat.generate(max_tokens=2)
+    await environment.step(answer.text)
+
+
+def go_wrong(how: str):
+    """Go wrong.
+
+    Args:
+        how: in which way.
+    """
+    if how == "failed":
+        raise ValueError
+    if how == "timeout":
+        time.sleep(60)
+    if how == "died":
+        os._exit(1)
+    if how == "broken":
+        raise BrokenTool
+    return how
+
+
+def listen():
+    yield ""
+'''
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The metrics of one step with experts, a critic, a reward model and all else that writes."""
+    """The metrics of one step with experts, a critic, an agent and all else that writes."""
     folder = tmp_path_factory.mktemp("run")
-    shutil.copytree(ROOT / "configs/quickstart", folder / "tokenizer")
+    shutil.copytree(ROOT / "configs/agents/model", folder / "tokenizer")
     path = folder / "tokenizer/config.json"
     small = {
         "num_hidden_layers": 1,
@@ -494,6 +531,7 @@ def written(tmp_path_factory):
     )
     save_params(folder / "model", weights, spec, source=folder / "tokenizer", dtype=jnp.float32)
     (folder / "asking.py").write_text(ASKING)
+    (folder / "playing.py").write_text(PLAYING)
     overrides = f"""
         run_dir={folder}/run steps=1 model.path={folder}/model
         model.warm_start=null data.train={folder}/train.parquet log.tensorboard=false
@@ -501,11 +539,14 @@ def written(tmp_path_factory):
         data.prepare.train_rows=8 data.prepare.validation_rows=2 data.prepare.sft_rows=0
         batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.max_tokens_per_device=128
         rollout.samples_per_prompt=4 rollout.max_running_sequences=8 rollout.dump_every=0
+        rollout.agent={folder}/playing.py:play rollout.tools=[{folder}/playing.py:go_wrong]
+        rollout.environment={folder}/playing.py:listen rollout.max_new_tokens=64
+        rollout.tool_process.timeout_s=1 rollout.tool_process.retries=0
         reward.workers=0
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
-        algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=0
-        validation.temperature=1 checkpoint.every=0
+        algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1
+        validation.before=false validation.temperature=1 checkpoint.every=0
     """
     with pytest.MonkeyPatch.context() as patch:  # one device compiles sooner than eight
         one = jax.devices()[:1]
@@ -515,13 +556,15 @@ def written(tmp_path_factory):
     return {name for line in lines for name in line} - {"step"}
 
 
-def test_the_run_has_every_model(written):
+def test_the_run_has_every_model_and_an_agent(written):
     """Else the tests below would pass with half of the page unread."""
     expected = """critic/vf_loss critic/values/mean critic/vf_explained_var
         implicit_reward_model/accuracy
         rollout_corr/rejected batch/generation_batches timing_s/gen_max timing_s/ref timing_s/values
         timing_s/implicit_reward_model timing_s/update_critic timing_s/update_implicit_reward_model
-        actor/kl_loss actor/router_loss critic/router_idle implicit_reward_model/router_entropy"""
+        actor/kl_loss actor/router_loss critic/router_idle implicit_reward_model/router_entropy
+        rollout/template_drift episode/finish/broken tools/environment/calls
+        tools/go_wrong/failed tools/go_wrong/timeout tools/go_wrong/died tools/go_wrong/broken"""
     assert [name for name in expected.split() if name not in written] == []
 
 

@@ -115,6 +115,13 @@ FIELDS: Mapping[str, BatchField] = {
             "of the weights that drew the token; -1 on all others",
         ),
         BatchField(
+            "ages",
+            "B T",
+            "int32",
+            Stage.INFERRED,
+            "updates since the weights that drew the token; 0 with rollout.staleness: 0",
+        ),
+        BatchField(
             "logprobs",
             "B T",
             "float32",

@@ -99,6 +99,8 @@ class TrainConfig(Section):
             reward_tasks_divide,
             vllm_has_one_trainer_or_nodes,
             agents_have_one_trainer,
+            stale_answers_are_corrected,
+            stale_answers_have_their_engine,
         )
 
 
@@ -305,6 +307,27 @@ def agents_have_one_trainer(config: TrainConfig) -> Iterator[str]:
         yield (
             f"rollout.agent, rollout.tools and rollout.environment need one training process, got "
             f"{processes} (cluster.nodes · cluster.processes_per_node)"
+        )
+
+
+def stale_answers_are_corrected(config: TrainConfig) -> Iterator[str]:
+    """Require that ratios know the policy that drew a token, where that is not the newest."""
+    algorithm, staleness = config.algorithm, config.rollout.staleness
+    if staleness and algorithm.correction == () and not algorithm.use_rollout_logprobs:
+        yield (
+            f"rollout.staleness={staleness} with algorithm.correction: [] takes tokens of older "
+            "policies for the newest's: leave algorithm.correction out (truncated_token), or name "
+            "one"
+        )
+
+
+def stale_answers_have_their_engine(config: TrainConfig) -> Iterator[str]:
+    """Require the engine that can leave answers before their end."""
+    rollout = config.rollout
+    if rollout.staleness and (rollout.engine != "native" or rollout.nodes):
+        yield (
+            f"rollout.staleness={rollout.staleness} needs rollout.engine: native and "
+            f"rollout.nodes: 0, got {rollout.engine} and {rollout.nodes}"
         )
 
 

@@ -4,16 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import kinds
-from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
-from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
+from jaxrl_llm.config.errors import RunError, config_errors_at
 from jaxrl_llm.config.sections.agent import AgentConfig
 from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
@@ -21,21 +18,24 @@ from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, EpisodeLimits, Generate, tool_seed
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.load_agent import asked_by, load_agent
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.runner import log_broken, run_all, run_episode, run_in_loop
-from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, episode_text
+from jaxrl_llm.rollout.runner import (
+    after_turns,
+    log_broken,
+    run_all,
+    run_episode,
+    run_in_loop,
+)
+from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, as_rollouts, begin_episodes
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools, record_end
 from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, load_environment, load_tools
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
-from jaxrl_llm.rollout.tools.signature import tool_schema
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.workers.limits import Limits
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("chat", "tools", "environment", "row", "rng")
-"""What an agent may ask for by parameter name."""
 DRIFT_SAMPLE = 8
 """Episodes of a step whose streams are compared with the template's rendering."""
 CUT = " ... "
@@ -124,37 +124,88 @@ class EpisodeSampler:
         Raises:
             RunError: too many episodes are broken; the engine failed.
         """
-        repeated = [prompt for prompt in prompts for _ in range(samples)]
-        seeds = answer_seeds(seed, len(repeated))
+        states = begin_episodes(prompts, samples, seed)
+        self.sample_states(engine, states, sampling, journal=lambda _: journal)
+        return self.examine(self.as_rollouts(states))
+
+    def sample_states(
+        self,
+        engine: Engine,
+        states: Sequence[EpisodeState],
+        sampling: SamplingParams,
+        *,
+        needed: int | None = None,
+        journal: Callable[[tuple[int, ...]], Path | None],
+    ) -> None:
+        """Draw episodes, or go on with them.
+
+        What was begun before is led again from its start: the turns that it has are not drawn
+        again, and the journal has what its tools answered.
+
+        Args:
+            engine: holds the policy.
+            states: episodes; those that have ended stay as they are.
+            sampling: how to sample; `max_new_tokens` are those of an episode, drawn and told.
+            needed: return once the first so many have ended, with the others as they stand;
+                None: all.
+            journal: from the entropy of a draw to the file of what its tools answer.
+
+        Raises:
+            RunError: the engine failed, or tools can't be run at all.
+        """
+        needed = len(states) if needed is None else needed
+        first = [state for state in states[:needed] if state.episode is None]
+        begun = first + [state for state in states[needed:] if state.episode is None]
+        if not first:
+            return
         limits = episode_limits(self._agent_config, sampling.max_new_tokens, self._prompt_tokens)
-        with opened_journal(journal, self._agent_config, seed) as opened:
+        lockstep = self._agent_config.order == "lockstep"
+        with contextlib.ExitStack() as stack:
+            journals = {
+                draw: stack.enter_context(opened_journal(journal(draw), self._agent_config, draw))
+                for draw in dict.fromkeys(state.draw for state in begun)
+            }
             runs = [
-                functools.partial(self._run, number, prompt, own, sampling, limits, opened)
-                for number, (prompt, own) in enumerate(zip(repeated, seeds, strict=True))
+                functools.partial(self._run, state, sampling, limits, journals[state.draw])
+                for state in begun
             ]
-            lockstep = self._agent_config.order == "lockstep"
-            episodes = run_in_loop(lambda: run_all(runs, engine, lockstep=lockstep))
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=True)
-        texts = [episode_text(episode, decode) for episode in episodes]
-        rollouts = Rollouts(repeated, episodes, texts, self._drift(episodes))
-        self._check_broken(episodes)
-        return rollouts
+            ran = run_in_loop(lambda: run_all(runs, engine, lockstep=lockstep, needed=len(first)))
+        for number, (state, episode) in enumerate(zip(begun, ran.episodes, strict=True)):
+            state.episode = episode
+            if number in ran.unfinished:
+                whole = [turn for turn in state.turns if turn.finish]
+                state.turns = [*whole, ran.unfinished[number]]
+
+    def as_rollouts(self, states: Sequence[EpisodeState]) -> Rollouts:
+        """Return episodes that have ended, with their texts."""
+        return as_rollouts(
+            states, functools.partial(self._tokenizer.decode, skip_special_tokens=True)
+        )
+
+    def examine(self, rollouts: Rollouts) -> Rollouts:
+        """Return rollouts with metrics of how well the template fits.
+
+        Raises:
+            RunError: too many episodes are broken.
+        """
+        self._check_broken(rollouts.episodes)
+        return rollouts._replace(metrics=self._drift(rollouts.episodes))
 
     async def _run(
         self,
-        number: int,
-        prompt: Prompt,
-        seed: int,
+        state: EpisodeState,
         sampling: SamplingParams,
         limits: EpisodeLimits,
         journal: Journal | None,
         generate: Generate,
     ) -> Episode:
+        generate = after_turns(state, generate)
+        prompt, seed = state.prompt, state.seed
         chat = Chat(
             prompt, self._template, generate, sampling, limits, seed=seed, cut_text=self._cut
         )
         row = row_of(prompt)
-        session = self._pool.open(number, row, tool_seed(seed), journal)
+        session = self._pool.open(state.number, row, tool_seed(seed), journal)
         given = {
             "chat": chat,
             "tools": Tools(chat, session, self._pool.schemas),
@@ -276,71 +327,6 @@ def episode_limits(config: AgentConfig, new_tokens: int, prompt_tokens: int) -> 
         turn_tokens=limits.turn_tokens,
         observation_tokens=limits.observation_tokens,
         parallel_calls=limits.parallel_calls,
-    )
-
-
-def load_agent(config: AgentConfig) -> Callable[..., Any]:
-    """Return the agent of a config.
-
-    Raises:
-        ConfigError: there is no such coroutine function, or it asks for what there is not.
-    """
-    default = "with_environment" if config.environment else "with_tools"
-    spec = config.agent or FunctionSpec(default)
-    agent = load_function(spec, kinds.AGENTS, passed=None, key="rollout.agent")
-    function = agent.func if isinstance(agent, functools.partial) else agent
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"rollout.agent: {spec.fn!r} is no coroutine, expected `async def`")
-    for name in asked_by(agent):
-        if name not in GIVEN:
-            raise ConfigError(
-                f"rollout.agent: {spec.fn!r} asks for {name!r}, which no episode has; "
-                + closest(name, GIVEN)
-            )
-    check_asked(spec, asked_by(agent), config)
-    return agent
-
-
-def check_episode_functions(config: AgentConfig) -> None:
-    """Import the agent, the tools and the environment of a config, before anything else is loaded.
-
-    Raises:
-        ConfigError: one of them is not there, or does not fit.
-    """
-    load_agent(config)
-    for spec in config.tools:
-        for tool in load_tools(spec):
-            if tool.schema is None and not tool.is_fixture:
-                tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
-    if config.environment is not None:
-        load_environment(config.environment)
-
-
-def check_asked(spec: FunctionSpec, asked: Sequence[str], config: AgentConfig) -> None:
-    """Refuse tools or an environment that the agent does not ask for, and one without it.
-
-    Raises:
-        ConfigError: one of these.
-    """
-    if config.tools and "tools" not in asked:
-        raise ConfigError(
-            f"rollout.tools is set, but the agent {spec.fn!r} does not ask for `tools`: no tool "
-            "would ever be called"
-        )
-    if (config.environment is not None) != ("environment" in asked):
-        state = "is set" if config.environment is not None else "is null"
-        does = "asks" if "environment" in asked else "does not ask"
-        raise ConfigError(
-            f"rollout.environment {state}, but the agent {spec.fn!r} {does} for `environment`"
-        )
-
-
-def asked_by(agent: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names that an agent asks for."""
-    return tuple(
-        name
-        for name, p in inspect.signature(agent).parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     )
 
 

@@ -1,17 +1,20 @@
 """Many episodes at once: who waits for whom, and what becomes of those that fail."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from jaxrl_llm.config.errors import RunError, described_error
 from jaxrl_llm.rollout.chat import BrokenEpisode, Chat, EpisodeEnd, Generate
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.sampling import EpisodeState, sample_first
 from jaxrl_llm.rollout.types import Completion, Request
 
 T = TypeVar("T")
@@ -28,13 +31,16 @@ class Rounds:
     Args:
         engine: samples.
         episodes: how many there are.
+        needed: once the first so many have left, no further round begins. Until then a round ends
+            when their turns are whole; the others' turns go on in the next one.
     """
 
-    def __init__(self, engine: Engine, episodes: int) -> None:
+    def __init__(self, engine: Engine, episodes: int, needed: int) -> None:
         """Wait for all episodes."""
-        self._engine, self._live = engine, episodes
+        self._engine, self._live, self._needed = engine, set(range(episodes)), needed
         self._waiting: dict[int, tuple[Request, asyncio.Future[Completion]]] = {}
         self._round: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
 
     def generate(self, number: int) -> Generate:
         """Return what samples the turns of an episode."""
@@ -50,29 +56,50 @@ class Rounds:
 
         return wait_for_turn
 
-    def leave(self) -> None:
+    def leave(self, number: int) -> None:
         """Wait for one episode less."""
-        self._live -= 1
+        self._live.discard(number)
         self._begin_if_complete()
 
+    async def settle(self) -> None:
+        """Wait until each episode that is left waits for a turn, whatever time its tools take."""
+        while self._waiting.keys() != self._live:
+            self._settled.clear()
+            await self._settled.wait()
+
+    def unfinished(self) -> dict[int, Completion]:
+        """Return what is drawn of the turns that wait, by episode."""
+        waiting = {number: request.drawn for number, (request, _) in self._waiting.items()}
+        return {number: drawn for number, drawn in waiting.items() if drawn is not None}
+
     def _begin_if_complete(self) -> None:
-        if self._waiting and len(self._waiting) == self._live and self._round is None:
+        self._settled.set()  # or not: `settle` looks
+        is_needed = any(number < self._needed for number in self._live)
+        if is_needed and self._waiting.keys() == self._live and self._round is None:
             self._round = asyncio.create_task(self._sample())
 
     async def _sample(self) -> None:
-        asked = [self._waiting[number] for number in sorted(self._waiting)]
+        asked = {number: self._waiting[number] for number in sorted(self._waiting)}
         self._waiting = {}
+        needed = sum(number < self._needed for number in asked)
         try:
-            requests = [request for request, _ in asked]
-            completions = await asyncio.to_thread(self._engine.sample, requests)
+            requests = [request for request, _ in asked.values()]
+            completions = await asyncio.to_thread(sample_first, self._engine, requests, needed)
         except BaseException as error:
-            for _, future in asked:
+            for _, future in asked.values():
                 if not future.done():
                     future.set_exception(EngineFailure(error))
         else:
-            for (_, future), completion in zip(asked, completions, strict=True):
-                if not future.done():  # else its episode ran out of time
+            for (number, (request, future)), completion in zip(
+                asked.items(), completions, strict=True
+            ):
+                if future.done():
+                    continue  # its episode ran out of time
+                if completion.finish:
                     future.set_result(completion)
+                else:
+                    drawn = completion if len(completion.tokens) else None
+                    self._waiting[number] = replace(request, drawn=drawn), future
         self._round = None
         self._begin_if_complete()
 
@@ -95,6 +122,25 @@ def sampled_freely(engine: Engine) -> Generate:
             raise EngineFailure(error) from error
 
     return generate
+
+
+def after_turns(state: EpisodeState, generate: Generate) -> Generate:
+    """Return what samples the turns of an episode: those that it has first, then new ones.
+
+    New turns are added to it.
+    """
+    numbers = itertools.count()
+
+    async def turn(request: Request) -> Completion:
+        number = next(numbers)
+        begun = state.turns[number] if number < len(state.turns) else None
+        if begun is not None and begun.finish:
+            return begun
+        completion = await generate(replace(request, drawn=begun))
+        state.turns[number:] = [completion]
+        return completion
+
+    return turn
 
 
 async def run_episode(
@@ -137,23 +183,37 @@ async def run_episode(
     return chat.episode(time.monotonic() - begun, error)
 
 
+class RanEpisodes(NamedTuple):
+    """What came of episodes that were run.
+
+    Attributes:
+        episodes: in order; None where one has not ended.
+        unfinished: what is drawn of the turns of these, by number.
+    """
+
+    episodes: list[Episode | None]
+    unfinished: dict[int, Completion]
+
+
 async def run_all(
     episodes: Sequence[Callable[[Generate], Awaitable[Episode]]],
     engine: Engine,
     *,
     lockstep: bool,
-) -> list[Episode]:
-    """Run episodes at once; return them in their order.
+    needed: int,
+) -> RanEpisodes:
+    """Run episodes at once, until the first of them have ended; the others are left then.
 
     Args:
         episodes: each takes what samples its turns.
         engine: samples.
         lockstep: sample in rounds.
+        needed: how many have to end.
 
     Raises:
         Exception: what the engine raised; all episodes are given up.
     """
-    rounds = Rounds(engine, len(episodes)) if lockstep else None
+    rounds = Rounds(engine, len(episodes), needed) if lockstep else None
 
     async def run(number: int) -> Episode:
         generate = sampled_freely(engine) if rounds is None else rounds.generate(number)
@@ -161,17 +221,26 @@ async def run_all(
             return await episodes[number](generate)
         finally:
             if rounds is not None:
-                rounds.leave()
+                rounds.leave(number)
 
     tasks = [asyncio.create_task(run(number)) for number in range(len(episodes))]
+    unfinished = {}
     try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*tasks[:needed])
+        if rounds is not None:
+            await rounds.settle()
+            unfinished = rounds.unfinished()
     except EngineFailure as failure:
         raise failure.error from None
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in ended:
+        if isinstance(result, Exception):
+            raise result.error if isinstance(result, EngineFailure) else result
+    whole = [result if isinstance(result, Episode) else None for result in ended]
+    return RanEpisodes(whole, unfinished)
 
 
 def run_in_loop(make: Callable[[], Awaitable[T]]) -> T:

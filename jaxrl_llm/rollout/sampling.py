@@ -1,15 +1,16 @@
 """Sampled episodes, as the training loop, evaluation and reward functions get them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, EngineError, PartialEngine
 from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
 
 
@@ -47,6 +48,47 @@ class Rollouts(NamedTuple):
         )
 
 
+@dataclass(eq=False)
+class EpisodeState:
+    """An episode to sample, and how far it has come.
+
+    Attributes:
+        prompt: that it begins with.
+        seed: of the episode.
+        draw: entropy of the seeds of all episodes that were begun with it.
+        number: of the episode among these.
+        turns: what was drawn, turn by turn; the last one may not be whole.
+        episode: the whole episode, once it has ended.
+        text: of all that follows its prompt, once it was asked for.
+    """
+
+    prompt: Prompt
+    seed: int
+    draw: tuple[int, ...] = ()
+    number: int = 0
+    turns: list[Completion] = field(default_factory=list)
+    episode: Episode | None = None
+    text: str | None = None
+
+
+def begin_episodes(
+    prompts: Sequence[Prompt], samples: int, seed: tuple[int, ...]
+) -> list[EpisodeState]:
+    """Return G episodes for each prompt, of which nothing is drawn yet.
+
+    Args:
+        prompts: P prompts.
+        samples: G.
+        seed: entropy of this call; each episode gets a seed of its own from it.
+    """
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    seeds = answer_seeds(seed, len(repeated))
+    return [
+        EpisodeState(prompt, own, seed, number)
+        for number, (prompt, own) in enumerate(zip(repeated, seeds, strict=True))
+    ]
+
+
 def sample(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -66,13 +108,67 @@ def sample(
         seed: entropy of this call; each answer gets a seed of its own from it.
         decode: answer's token ids, without the stop token, to text.
     """
-    repeated = [prompt for prompt in prompts for _ in range(samples)]
-    seeds = answer_seeds(seed, len(repeated))
-    completions = engine.sample(
-        [Request(p.tokens, sampling, s) for p, s in zip(repeated, seeds, strict=True)]
-    )
-    episodes = [Episode.of(p.tokens, c) for p, c in zip(repeated, completions, strict=True)]
-    return Rollouts(repeated, episodes, [episode_text(e, decode) for e in episodes])
+    states = begin_episodes(prompts, samples, seed)
+    sample_states(engine, states, sampling)
+    return as_rollouts(states, decode)
+
+
+def sample_states(
+    engine: Engine,
+    states: Sequence[EpisodeState],
+    sampling: SamplingParams,
+    *,
+    needed: int | None = None,
+) -> None:
+    """Draw plain answers, or go on with them.
+
+    Args:
+        engine: holds the policy.
+        states: answers; those that are whole stay as they are.
+        sampling: how to sample.
+        needed: return once the first so many are whole, with the others as they stand; None: all.
+
+    Raises:
+        EngineError: the engine can't leave answers before their end.
+    """
+    for state in states:
+        if state.episode is None and state.turns and state.turns[-1].finish:
+            state.episode = Episode.of(state.prompt.tokens, state.turns[-1])
+    needed = len(states) if needed is None else needed
+    first = [state for state in states[:needed] if state.episode is None]
+    begun = first + [state for state in states[needed:] if state.episode is None]
+    if not first:
+        return
+    requests = [
+        Request(s.prompt.tokens, sampling, s.seed, s.turns[-1] if s.turns else None) for s in begun
+    ]
+    completions = sample_first(engine, requests, len(first))
+    for state, completion in zip(begun, completions, strict=True):
+        state.turns = [completion] if len(completion.tokens) else []
+        if completion.finish:
+            state.episode = Episode.of(state.prompt.tokens, completion)
+
+
+def sample_first(engine: Engine, requests: Sequence[Request], needed: int) -> list[Completion]:
+    """Sample until the first so many requests have their answers; return all as they stand.
+
+    Raises:
+        EngineError: not all are needed, and the engine can't leave answers before their end.
+    """
+    if needed == len(requests):
+        return engine.sample(requests)
+    if not isinstance(engine, PartialEngine):
+        raise EngineError(f"{type(engine).__name__} can't leave answers before their end")
+    return engine.sample_until(requests, needed)
+
+
+def as_rollouts(states: Sequence[EpisodeState], decode: Callable[[Any], str]) -> Rollouts:
+    """Return episodes that are whole, with their texts."""
+    episodes = [state.episode for state in states if state.episode is not None]
+    for state, episode in zip(states, episodes, strict=True):
+        state.text = episode_text(episode, decode) if state.text is None else state.text
+    texts = [state.text for state in states if state.text is not None]
+    return Rollouts([state.prompt for state in states], episodes, texts)
 
 
 def episode_text(episode: Episode, decode: Callable[[Any], str]) -> str:

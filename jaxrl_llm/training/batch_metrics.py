@@ -13,6 +13,7 @@ from jaxrl_llm.data.bin_packing import padding, plan_microbatches
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, memory_metrics, summary
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
@@ -49,6 +50,7 @@ def batch_metrics(
             given + turn_rewards(rollouts)[usable], batch["group_ids"][usable]
         ),
         **episode_metrics(rollouts),
+        **(age_metrics(batch) if batch["ages"].any() else {}),
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
@@ -95,6 +97,20 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         for failure, times in Counter(r.failure for r in own if r.failure).items():
             metrics[f"tools/{name}/{failure}"] = float(times)
     return metrics
+
+
+def age_metrics(batch: Batch) -> dict[str, float]:
+    """Return how old the tokens of a batch are, in updates."""
+    mask = batch["mask"]
+    ages, rows = batch["ages"][mask], np.flatnonzero(mask.any(1))
+    policies = [len(np.unique(batch["versions"][row, mask[row]])) for row in rows]
+    shares = np.bincount(ages) / len(ages)
+    return {
+        "async/age/mean": float(ages.mean()),
+        "async/age/max": float(ages.max()),
+        **{f"async/age/share/{age}": float(share) for age, share in enumerate(shares)},
+        "async/policies_per_answer/mean": float(np.mean(policies)),
+    }
 
 
 def value_metrics(batch: Batch) -> dict[str, float]:
@@ -152,25 +168,36 @@ def load_balance(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
 def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, float]:
     """Compare the engine's log-probs with the trainer's `logprobs`: they must agree at every step.
 
-    Both are of the weights that were pushed last, so that a push that did not work is seen here.
+    Compared are tokens of the weights that were pushed last, so that a push that did not work is
+    seen here; and what `mask` takes for drawn, but no weights have drawn.
 
     Raises:
         TrainingError: a mean absolute difference above `tolerance`.
     """
     mask = batch["mask"]
-    difference = float(np.abs(batch["logprobs"] - batch["rollout_logprobs"])[mask].mean())
-    if not difference <= tolerance:
-        raise TrainingError(
-            f"the engine's log-probs differ from the trainer's by {difference:.4f} nats on average "
-            f"at step {step}, above rollout.logprob_tolerance={tolerance}: the sampler does not "
-            "run the model that is trained (dtype, weights, temperature?)"
-        )
+    difference = np.abs(batch["logprobs"] - batch["rollout_logprobs"])
+    newest = mask & ((batch["ages"] == 0) | (batch["versions"] == NOT_DRAWN))
+    own = {"actor/entropy": float(batch["entropy"][mask].mean())}
+    if newest.any():
+        mean = check_difference(float(difference[newest].mean()), step, tolerance)
+        own["training/rollout_logprobs_diff_mean"] = mean
     mismatch = _mismatch(batch["logprobs"], batch["rollout_logprobs"], mask)
-    own = {
-        "actor/entropy": float(batch["entropy"][mask].mean()),
-        "training/rollout_logprobs_diff_mean": difference,
-    }
     return own | {name: float(value) for name, value in mismatch.items()}
+
+
+def check_difference(mean: float, step: int, tolerance: float) -> float:
+    """Return the mean difference of the engine's log-probs from the trainer's, if it is small.
+
+    Raises:
+        TrainingError: it is above `tolerance`.
+    """
+    if not mean <= tolerance:
+        raise TrainingError(
+            f"the engine's log-probs differ from the trainer's by {mean:.4f} nats on average "
+            f"at step {step}, above rollout.logprob_tolerance={tolerance}: the sampler does "
+            "not run the model that is trained (dtype, weights, temperature?)"
+        )
+    return mean
 
 
 _mismatch = jax.jit(mismatch_metrics)

@@ -21,7 +21,7 @@ from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
-from jaxrl_llm.runs.resume import resume_run
+from jaxrl_llm.runs.resume import ResumedRun, resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
 from jaxrl_llm.training.forward import ForwardConfig
@@ -32,9 +32,10 @@ from jaxrl_llm.training.loop import Coefs, Progress, Stages
 from jaxrl_llm.training.precompile import compile_first_step
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
-from jaxrl_llm.training.stages.rollout import PolicyTokens, build_rollout
+from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
 from jaxrl_llm.training.stages.run import build_run, make_validation
-from jaxrl_llm.training.stages.scoring import build_scoring, open_scoring_model
+from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
+from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ def build_stages(
     folder: Path,
     stack: contextlib.ExitStack,
     watchdog: Watchdog,
-) -> tuple[Stages, Progress, Any]:
-    """Build every stage of a run; return them with where it stands, and its batches of prompts.
+) -> tuple[Stages, Progress, Window]:
+    """Build every stage of a run; return them with where it stands, and its window of prompts.
 
     Args:
         config: of the run.
@@ -97,8 +98,30 @@ def build_stages(
 
     coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef)
     coefs = coefs._replace(**{n: opened.extra[n] for n in Coefs._fields if n in opened.extra})
+    window = open_window(config, opened, rollout, scoring, prompts)
     stages = Stages(rollout, scoring, models, algorithm, run)
-    return stages, Progress(opened.step, opened.states, coefs), opened.stream
+    return stages, Progress(opened.step, opened.states, coefs), window
+
+
+def open_window(
+    config: TrainConfig,
+    opened: ResumedRun,
+    rollout: RolloutStage,
+    scoring: ScoringStage,
+    prompts: list[Prompt],
+) -> Window:
+    """Return the window of a run, where its newest checkpoint left it."""
+    window = Window(
+        config=config,
+        total_steps=opened.total_steps,
+        rollout=rollout,
+        scoring=scoring,
+        prompt_batches=opened.stream,
+        prompts=prompts,
+    )
+    if opened.extra:
+        window.set_state(opened.extra["window"])
+    return window
 
 
 def open_training_layouts(config: TrainConfig) -> Layouts:

@@ -69,6 +69,15 @@ def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.asarray(rewards_from_scores(jnp.asarray(scores), jnp.asarray(mask)))
 
 
+def with_ages(batch: Batch, step: int) -> Batch:
+    """Add `ages` [B T]: how many updates the weights that drew a token are behind the trainer's.
+
+    They are 0 on tokens that nobody drew.
+    """
+    ages = np.where(batch["mask"], step - 1 - batch["versions"], 0)
+    return batch.add(ages=ages.astype(np.int32))
+
+
 def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
     """Add a penalty [B] to the scores, and to the reward of each answer's last token."""
     return batch.add(

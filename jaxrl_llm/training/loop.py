@@ -1,8 +1,7 @@
-"""The single controller: the whole synchronous loop."""
+"""The single controller: the whole loop."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,14 +21,16 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import to_device, to_host
 from jaxrl_llm.training.batch_metrics import batch_metrics, check_agreement, system_metrics
+from jaxrl_llm.training.experience import with_ages
 from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.algorithm import AlgorithmStage
 from jaxrl_llm.training.stages.models import ModelsStage, States
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.run import RunStage
-from jaxrl_llm.training.stages.scoring import Collected, ScoringStage
+from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
+from jaxrl_llm.training.window import Collected, Window
 from jaxrl_llm.types import Batch
 
 Metrics = dict[str, float]
@@ -92,21 +93,21 @@ class FinishedStep(NamedTuple):
 
 
 class TrainingLoop:
-    """The synchronous loop, a step at a time.
+    """The loop, a step at a time. It is synchronous at `rollout.staleness` 0.
 
     Args:
         stages: of a training step.
         start: where the run stands.
-        prompt_batches: iterator over lists of prompts, with `get_state`.
+        window: the prompts and answers that are not trained yet.
 
     Attributes:
         progress: where the run stands now. Its coefficients may be changed between steps.
         ended: whether the run was told to end; it has saved then.
     """
 
-    def __init__(self, stages: Stages, start: Progress, prompt_batches: Any) -> None:
+    def __init__(self, stages: Stages, start: Progress, window: Window) -> None:
         """Bring the weights to the engine, and validate where that comes before the first step."""
-        run, self.stages, self.prompt_batches = stages.run, stages, prompt_batches
+        run, self.stages, self.window = stages.run, stages, window
         states = {name: offload_state(s, run.config.offload) for name, s in start.states.items()}
         self.progress, self.ended = start._replace(states=states), False
         self._compiled = CompileCounter()
@@ -127,18 +128,19 @@ class TrainingLoop:
         (_, _, _, algorithm, run), (done, states, coefs) = self.stages, self.progress
         step, clock, stages = done + 1, Clock(), self.stages
         self._profiler.turn_to(step)
-        rollouts, scoring, collected = collect_rollouts(stages, self.prompt_batches, step, clock)
-        batch, scores, agreement = make_experience(stages, states, rollouts, scoring, step, clock)
+        collected = self.window.take(step, clock)
+        batch, scores, agreement = make_experience(stages, states, collected, step, clock)
         with clock("adv"):
             batch = algorithm.penalize_kl(batch, coefs.kl_coef)
             batch = algorithm.add_advantages(batch)
             batch = algorithm.add_correction(batch)
+        rollouts = collected.rollouts
         described = run.executor.submit(batch_metrics, run.balance, batch, rollouts, scores)
         states, batch, updated = update_models(stages, states, batch, step, coefs, clock)
         with clock("update_weights"):
             synced = stages.rollout.sync_weights(states["actor"].params, step)
         kl, kl_coef = algorithm.control_kl(batch, coefs.kl_coef)
-        metrics = described.result() | collected | agreement | updated | synced | kl
+        metrics = described.result() | collected.metrics | agreement | updated | synced | kl
         if run.should_validate(step):
             with clock("testing"):
                 metrics |= run.validate(step)
@@ -147,7 +149,7 @@ class TrainingLoop:
         metrics |= system_metrics(clock, self._compiled, batch)
         run.record(step, metrics)
         self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef))
-        self.ended = end_step(run, self.progress, self.prompt_batches, metrics)
+        self.ended = end_step(run, self.progress, self.window, metrics)
         BACKGROUND.release()  # the other programs, now that there is a step to see
         return FinishedStep(step, batch, rollouts, scores, metrics, stages.rollout.tokenizer.decode)
 
@@ -157,28 +159,10 @@ class TrainingLoop:
         self._compiled.close()
 
 
-def collect_rollouts(
-    stages: Stages, prompt_batches: Iterator[Any], step: int, clock: Clock
-) -> Collected:
-    """Sample a step's answers and begin to score them.
-
-    Raises:
-        TrainingError: `algorithm.max_generation_batches` batches did not hold enough groups that
-            the group filter keeps.
-    """
-
-    def sample(number: int) -> Rollouts:
-        with clock("gen"):
-            return stages.rollout.sample(next(prompt_batches), step, number)
-
-    return stages.scoring.collect(sample, step, clock)
-
-
 def make_experience(
     stages: Stages,
     states: States,
-    rollouts: Rollouts,
-    scoring: Future[list[Score]],
+    collected: Collected,
     step: int,
     clock: Clock,
 ) -> tuple[Batch, list[Score], Metrics]:
@@ -189,13 +173,17 @@ def make_experience(
     Raises:
         TrainingError: no answer is usable.
     """
-    batch, metrics = stages.scoring.lay_out(rollouts), {}
+    rollouts, lay_out = collected.rollouts, stages.scoring.lay_out
+    batch, metrics = with_ages(lay_out(rollouts), step), {}
+    if collected.canaries is not None:
+        fresh = lay_out(collected.canaries, samples=1)
+        metrics |= stages.models.check_canaries(states, fresh, step)
     for model_pass in stages.models.passes:
         with clock(model_pass.timer):
             batch, agreement = model_pass.run(states, batch, step)
         metrics |= agreement
     with clock("reward"):
-        scores = scoring.result()
+        scores = collected.scores()
     batch = stages.scoring.add_penalty(stages.scoring.add_scores(batch, scores))
     batch, errors = stages.scoring.add_greedy_scores(batch, rollouts, step, clock)
     if not batch["usable"].any():
@@ -275,23 +263,24 @@ def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
         yield batch.take(slice(first, first + size))
 
 
-def end_step(run: RunStage, at: Progress, prompt_batches: Any, metrics: Metrics) -> bool:
+def end_step(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> bool:
     """Save where that is due; return whether the run was told to end: then it is due, too."""
     run.checkpoints.check()
     ending = run.preemption.requested()
     if ending or is_due(at.step, run.config.checkpoint.every, run.total_steps):
-        save(run, at, prompt_batches, metrics)
+        save(run, at, window, metrics)
     return ending
 
 
-def save(run: RunStage, at: Progress, prompt_batches: Any, metrics: Metrics) -> None:
+def save(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> None:
     """Save everything from which the run continues bit for bit."""
     validated = {k: v for k, v in metrics.items() if "/mean@" in k}
     run.checkpoints.save(
         at.step,
         at.states,
         {
-            "data": prompt_batches.get_state(),
+            "data": window.prompt_batches.get_state(),
+            "window": window.get_state(),
             **at.coefs._asdict(),
             "metrics_bytes": run.log.position(at.step),
             "origin": run.start_digests,

@@ -7,7 +7,7 @@ from jaxrl_llm.config.fields import asks_for, name_of
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rewards.runner import check_reward_function
-from jaxrl_llm.rollout.multi_turn import check_episode_functions
+from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.vllm.environment import find_python
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 

@@ -53,6 +53,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     check_producers(config, needs)
     check_scores_are_used(config.algorithm, needs)
     check_skipped_pass(config.algorithm, needs)
+    check_staleness(config, needs)
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
@@ -220,15 +221,32 @@ def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> Non
         )
 
 
+def check_staleness(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Refuse what compares answers of several policies, and warn of a trust region around one."""
+    staleness = config.rollout.staleness
+    if staleness and "greedy_scores" in needs:
+        raise ConfigError(
+            f"rollout.staleness={staleness}, but a function asks for 'greedy_scores': greedy "
+            "answers of the newest policy are no baseline for answers of older ones"
+        )
+    if staleness and config.algorithm.use_rollout_logprobs:
+        log.warning(
+            "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
+            "policies that are up to %d updates old (docs/async.md)",
+            *(staleness, staleness),
+        )
+
+
 def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     """Return the off-policy corrections of a run.
 
-    vLLM, and an engine in low precision, compute otherwise than the trainer.
+    vLLM, and an engine in low precision, compute otherwise than the trainer; and stale answers are
+    of older policies.
     """
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.correction is not None:
         return algorithm.correction
-    differs = rollout.engine == "vllm" or is_low_precision(rollout)
+    differs = rollout.engine == "vllm" or is_low_precision(rollout) or rollout.staleness > 0
     if not differs or algorithm.use_rollout_logprobs:
         return ()
     if is_low_precision(rollout):

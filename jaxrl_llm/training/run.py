@@ -215,7 +215,7 @@ class Run(RunFiles):
         if at.step not in self.checkpoints:
             if self.last is None:
                 raise RunError("there is nothing to save: expected a step to be taken first")
-            save(stages.run, at, self._loop.prompt_batches, self.last.metrics)
+            save(stages.run, at, self._loop.window, self.last.metrics)
         stages.run.checkpoints.wait()
         return at.step
 
@@ -331,10 +331,10 @@ def _build(
     watchdog = stack.enter_context(open_watchdog(config))
     path = folder.path
     with compiling_ahead(config, path) as wait:
-        stages, start, prompt_batches = build_stages(config, functions, path, stack, watchdog)
+        stages, start, window = build_stages(config, functions, path, stack, watchdog)
         wait()
     folder.record()
-    loop = TrainingLoop(stages, start, prompt_batches)
+    loop = TrainingLoop(stages, start, window)
     return Run(path, loop, stack.pop_all())
 
 

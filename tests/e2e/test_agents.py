@@ -123,6 +123,24 @@ def test_the_run_is_the_same_whatever_time_tools_take(agents, plain, same, words
     same(trained(agents, again), trained(agents, plain))
 
 
+def test_stale_episodes_are_the_same_whatever_time_tools_take(agents, same):
+    """Episodes that a push finds between two turns, or within one, are gone on with."""
+    words = ("rollout.staleness=2", "steps=4", "rollout.max_running_sequences=12")
+    words += ("validation.before=false", "data.validation=[]", "checkpoint.every=2")
+    first = agents(*words).ok()
+    environment = f"rollout.environment.fn={agents.workshop.root}/agents.py:rewards_digits"
+    slow = ("rollout.tool_process.workers=1", "rollout.environment.pause=0.02")
+    again = agents(*words, environment, *slow).ok()
+    assert max(line.get("async/age/max", 0) for line in first.metrics) >= 1
+    assert max(line.get("async/policies_per_answer/mean", 0) for line in first.metrics) > 1
+    assert all(line["tools/environment/calls"] == 32 * 4 for line in first.metrics)
+    others = ("episode/seconds", "tools/environment/seconds")
+    for line, expected in zip(again.learned, first.learned, strict=True):
+        differing = {k for k in line | expected if line.get(k) != expected.get(k)}
+        assert all(name.startswith(others) for name in differing), differing
+    same(trained(agents, again), trained(agents, first))
+
+
 def test_an_agent_of_one_turn_is_the_plain_run_bit_for_bit(run, same):
     keys = ("steps=2", "validation.before=false", "data.validation=[]")
     plain = run(*keys).ok()
@@ -179,10 +197,14 @@ def test_a_wrong_function_is_refused_before_the_base_model_is_made(agents, words
 
 @pytest.mark.slow
 @pytest.mark.guards(*RUN, "jaxrl_llm/rollout/")
-def test_killed_with_a_tool_that_answers_at_random_it_draws_the_same_again(agents, same, until):
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_killed_with_a_tool_that_answers_at_random_it_draws_the_same_again(
+    agents, same, until, staleness
+):
     """The journals of the run that was killed, given to one that nobody kills, make the same."""
     workshop, dice = agents.workshop, random.Random(0)
     keys = ("steps=6", "rollout.environment.secret=true", "checkpoint.every=0")
+    keys += (f"rollout.staleness={staleness}", "rollout.max_running_sequences=24")
     keys += ("validation.before=false", "data.validation=[]")
     run_dir = workshop.folder()
 

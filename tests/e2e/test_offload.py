@@ -3,7 +3,7 @@
 import jax
 
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.training import loop
+from jaxrl_llm.training.window import Window
 
 CRITIC = (
     "algorithm.advantage=gae",
@@ -17,19 +17,19 @@ ALL = ("offload={params: true, optimizer: true, reference: true}",)
 def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypatch):
     """Actor, critic and reference; while the engine samples, one copy is on the device: its own."""
     held = []
-    collect = loop.collect_rollouts
+    take = Window.take
 
-    def watched(stages, *rest):
+    def watched(*args):
         arrays = [a for a in jax.live_arrays() if id(a) not in before and a.shape == table]
         kinds = [array.sharding.memory_kind for array in arrays]
         held.append((kinds.count("pinned_host"), len(kinds) - kinds.count("pinned_host")))
-        return collect(stages, *rest)
+        return take(*args)
 
     expected = run(*CRITIC, "steps=3").ok()
     before = {id(array) for array in jax.live_arrays()}
     spec = read_spec(workshop.base)
     table = (spec.vocab_size, spec.hidden_size)
-    monkeypatch.setattr(loop, "collect_rollouts", watched)
+    monkeypatch.setattr(Window, "take", watched)
     actual = run(*CRITIC, *ALL, "steps=2").ok()
     actual = run(*CRITIC, *ALL, "steps=3", run_dir=actual.run_dir).ok()
     assert actual.learned == expected.learned

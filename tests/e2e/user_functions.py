@@ -23,6 +23,17 @@ def unhurried_digit_sum(data_source, solution_str, ground_truth, extra_info=None
     return digit_sum(data_source, solution_str, ground_truth, extra_info)
 
 
+def few_tokens(data_source, solution_str, ground_truth, extra_info=None):
+    """Score short answers higher, and none as another."""
+    return 1 / (1 + len(solution_str)) + digit_sum(data_source, solution_str, ground_truth) / 100
+
+
+def few_tokens_slowly(data_source, solution_str, ground_truth, extra_info=None):
+    """Takes so long that no run is over before the test has looked at it."""
+    time.sleep(0.005)
+    return few_tokens(data_source, solution_str, ground_truth, extra_info)
+
+
 def reward_with_more(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
     return {
         "score": digit_sum(data_source, solution_str, ground_truth) + bonus,

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import random
 import time
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.rollout.agents import one_answer
+from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.observation import BrokenTool, Observation
-from jaxrl_llm.rollout.sampling import lay_out, sample
-from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.rollout.sampling import begin_episodes, lay_out, sample
+from jaxrl_llm.rollout.types import Completion, SamplingParams
 from tests.episodes import (
     STOPS,
     TOKENIZER,
@@ -274,6 +276,61 @@ def test_lockstep_is_the_same_whatever_time_tools_take(workers):
     engine, again = run("slow_add")
     assert same(first, again) and engine.batches == first_engine.batches
     assert [len(batch) for batch in engine.batches] == [16, 16]
+
+
+@pytest.mark.parametrize("order", ["lockstep", "free"])
+def test_episodes_that_were_left_go_on_as_if_nothing_had_happened(order, tmp_path):
+    """First some are waited for, then more; the others have turns, parts of turns, or nothing."""
+    lotteries = []
+
+    def lottery(n: int) -> str:
+        """Draw a number that nobody knows.
+
+        Args:
+            n: how large.
+        """
+        lotteries.append(n)
+        return str(random.SystemRandom().randint(0, 10**n))
+
+    def respond(text, seed):
+        turns = text.count("<|tool|>")
+        return f"[lottery(n={5 + seed % 3})]" if turns < 1 + seed % 3 else "a" * (1 + seed % 9)
+
+    class Leaving(Scripted, PartialEngine):
+        def sample_until(self, requests, needed):
+            answers = []
+            for number, (request, whole) in enumerate(
+                zip(requests, self.sample(requests), strict=True)
+            ):
+                size = (request.seed + len(self.batches)) % len(whole.tokens)
+                if request.drawn is not None:
+                    size = max(size, len(request.drawn.tokens))
+                    assert whole.tokens[: len(request.drawn.tokens)].tolist() == list(
+                        request.drawn.tokens
+                    )
+                part = Completion(*(array[:size] for array in whole[:3]), "")
+                answers.append(whole if number < needed else part)
+            return answers
+
+    def draw(wants, journal):
+        states = begin_episodes([prompt(f"{i}=") for i in range(4)], 4, (0, 1))
+        episodes = sampler(config(tools=[lottery], order=order))
+        engine, sampling = Leaving(respond), SamplingParams(max_new_tokens=150, stop_ids=STOPS)
+        try:
+            for needed in wants:
+                episodes.sample_states(
+                    engine, states, sampling, needed=needed, journal=lambda _: journal
+                )
+                assert all(state.episode is not None for state in states[:needed])
+            return episodes.as_rollouts(states)
+        finally:
+            episodes.close()
+
+    parts = draw([4, 8, 9, 16], tmp_path / "journal")
+    played = len(lotteries)
+    assert played == sum(episode.turns - 1 for episode in parts.episodes)
+    assert same(draw([16], tmp_path / "journal"), parts)
+    assert len(lotteries) == played, "the journal has all that was told"
 
 
 def test_free_order_draws_the_same_tokens():

@@ -16,16 +16,16 @@ from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.training.experience import with_scores
-from jaxrl_llm.training.loop import Stages, collect_rollouts, make_experience
+from jaxrl_llm.training.loop import Stages, make_experience
 from jaxrl_llm.training.stages.models import ModelsStage, reference_pass
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.scoring import (
     ScoringStage,
-    collect_batch,
     submit_scores,
     unchanged,
     without_greedy_scores,
 )
+from jaxrl_llm.training.window import Collected
 
 LIMIT = 10.0  # seconds
 
@@ -49,21 +49,28 @@ def test_answers_are_scored_while_the_devices_compute():
     sampled = Rollouts([prompt], [Episode.of(prompt.tokens, answer)], ["3"])
     with ThreadPoolExecutor(1) as executor:
         stages = Stages(
-            rollout=Mock(spec=RolloutStage, sample=lambda prompts, step, number: sampled),
+            rollout=Mock(),
             scoring=ScoringStage(
-                collect=partial(collect_batch, partial(submit_scores, executor, score)),
+                start=partial(submit_scores, executor, score),
+                keep=None,
                 lay_out=lambda rollouts: lay_out(rollouts, samples=1, max_tokens=8),
                 add_scores=with_scores,
                 add_penalty=unchanged,
                 add_greedy_scores=without_greedy_scores,
                 score_validation=score,
             ),
-            models=ModelsStage(roles=(), passes=(reference_pass(reference),), warmup_steps=0),
+            models=ModelsStage(
+                roles=(),
+                passes=(reference_pass(reference),),
+                warmup_steps=0,
+                check_canaries=Mock(),
+            ),
             algorithm=Mock(),
             run=Mock(),
         )
-        rollouts, waiting, _ = collect_rollouts(stages, iter([[prompt]]), 1, Clock())
-        batch, scores, _ = make_experience(stages, {}, rollouts, waiting, 1, Clock())
+        waiting = stages.scoring.start(sampled, Clock())
+        collected = Collected(sampled, waiting.result, {})
+        batch, scores, _ = make_experience(stages, {}, collected, 1, Clock())
     assert batch["scores"].tolist() == [0.5] and scores == [Score(0.5, {}, None)]
     assert "ref_logprobs" in batch.fields
 
@@ -86,8 +93,11 @@ def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
         tokenizer=Mock(),
         policy=Mock(),
         sample=Mock(),
+        gather=Mock(),
+        examine=Mock(),
         sample_greedy=Mock(),
         sample_validation=Mock(),
+        sample_canaries=Mock(),
         merge_for_engine=Mock(),
         engine_checksum=sums,
     )

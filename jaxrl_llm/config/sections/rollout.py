@@ -119,6 +119,15 @@ class SamplingConfig(Section):
     dump_every: int = Field(
         default=0, ge=0, description="write the rollouts of every n-th step to parquet; 0 never"
     )
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "K: answers may be begun K steps before the one that trains on them, so that later "
+            "prompts fill the places that the longest answers leave empty; no token is more than "
+            "K updates old"
+        ),
+    )
     nodes: int = Field(
         default=0,
         ge=0,

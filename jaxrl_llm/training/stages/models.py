@@ -15,7 +15,7 @@ from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.batch_metrics import check_agreement
+from jaxrl_llm.training.batch_metrics import check_agreement, check_difference
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
@@ -47,11 +47,14 @@ class ModelsStage:
         roles: that are trained, in the order of their updates: the actor is the last one.
         passes: over a step's batch, in this order.
         warmup_steps: in which only the critic is updated.
+        check_canaries: (states, batch of fresh answers, step) -> metrics; raises where engine and
+            trainer do not agree.
     """
 
     roles: tuple[Role, ...]
     passes: tuple[ModelPass, ...]
     warmup_steps: int
+    check_canaries: Callable[[States, Batch, int], dict[str, float]]
 
     def to_update(self, step: int) -> Sequence[Role]:
         """Return the roles that a step updates; the actor only when the critic has warmed up."""
@@ -87,6 +90,7 @@ def build_models(
         roles=tuple(roles[name] for name in order if name in roles),
         passes=tuple(passes),
         warmup_steps=config.critic.warmup_steps if "critic" in roles else 0,
+        check_canaries=canary_check(config, roles["actor"]),
     )
     return stage, trainable
 
@@ -105,6 +109,21 @@ def old_logprob_pass(config: TrainConfig, actor: Role) -> ModelPass:
         return batch, check_agreement(probe, step, agreement_tolerance(config.rollout))
 
     return ModelPass("old_log_prob", run)
+
+
+def canary_check(
+    config: TrainConfig, actor: Role
+) -> Callable[[States, Batch, int], dict[str, float]]:
+    """Return what compares the engine's log-probs of fresh answers with the trainer's."""
+    tolerance = agreement_tolerance(config.rollout)
+
+    def check(states: States, batch: Batch, step: int) -> dict[str, float]:
+        with on_device(states[actor.name].params) as params:
+            logprobs = actor.infer(params, batch)["logprobs"]
+        difference = np.abs(logprobs - batch["rollout_logprobs"])[batch["mask"]].mean()
+        return {"async/canary_diff_mean": check_difference(float(difference), step, tolerance)}
+
+    return check
 
 
 def reference_pass(reference: Callable[[Batch], dict[str, np.ndarray]]) -> ModelPass:

@@ -1,7 +1,8 @@
 """The rollout stage: an engine that samples answers under the policy's newest weights."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,13 @@ from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler
-from jaxrl_llm.rollout.sampling import Rollouts, sample
+from jaxrl_llm.rollout.sampling import (
+    EpisodeState,
+    Rollouts,
+    as_rollouts,
+    begin_episodes,
+    sample_states,
+)
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.journals import Journals
 from jaxrl_llm.sharding.cast import cast_tree
@@ -27,8 +34,11 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.load_model import LoadedModel
 
-TRAINING, VALIDATION, GREEDY = range(3)
+TRAINING, VALIDATION, GREEDY, CANARY = range(4)
 """The use of sampled answers, as a part of their seeds."""
+
+CANARIES, CANARY_TOKENS = 8, 8
+"""Answers, and tokens of each, by which the engine's weights are checked where a step has none."""
 
 
 class PolicyTokens(NamedTuple):
@@ -46,9 +56,13 @@ class RolloutStage:
         engine: holds the policy.
         tokenizer: the policy's.
         policy: (trained parameters, step) -> the policy, an adapter merged into it.
-        sample: (prompts, step, number of the generation batch) -> a step's answers.
+        sample: (states, needed) -> draws answers, until the first `needed` are whole.
+        gather: states that are whole -> answers.
+        examine: a step's answers -> the same, with metrics of how they were sampled.
         sample_greedy: (a step's answers, step) -> one greedy answer to each of their prompts.
         sample_validation: (prompts, step) -> answers to validate.
+        sample_canaries: (prompts, step) -> a few short answers, to compare the engine with the
+            trainer.
         merge_for_engine: trained parameters -> the model's, with an adapter merged into it.
         engine_checksum: of a model's parameters, as the engine should hold them.
         episodes: samples episodes of many turns; None where answers are plain.
@@ -57,9 +71,12 @@ class RolloutStage:
     engine: Engine
     tokenizer: Any
     policy: Callable[[Any, int], Policy]
-    sample: Callable[[list[Prompt], int, int], Rollouts]
+    sample: Callable[[Sequence[EpisodeState], int], None]
+    gather: Callable[[Sequence[EpisodeState]], Rollouts]
+    examine: Callable[[Rollouts], Rollouts]
     sample_greedy: Callable[[Rollouts, int], Rollouts]
     sample_validation: Callable[[list[Prompt], int], Rollouts]
+    sample_canaries: Callable[[Sequence[Prompt], int], Rollouts]
     merge_for_engine: Callable[[Any], Any]
     engine_checksum: Callable[[Any], Any]
     episodes: EpisodeSampler | None = None
@@ -103,10 +120,9 @@ def build_rollout(
     """
     tokenizer, stops = tokens
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    sampler = make_sampler(engine, decode)
+    sampler = plain = plain_sampler(engine, decode)
     if episodes is not None:
-        journals = Journals(Path(config.run_dir))
-        sampler = make_episode_sampler(engine, episodes, journals)
+        sampler = episode_sampler(engine, episodes, Journals(Path(config.run_dir)))
     merge, base = merge_for_engine(model, config.model.dtype), base_model(model.model)
 
     def policy(params: Any, step: int) -> Policy:  # without `model`, which has weights
@@ -125,8 +141,11 @@ def build_rollout(
         tokenizer=tokenizer,
         policy=policy,
         sample=training_sampler(config, sampler, stops),
+        gather=sampler.gather,
+        examine=sampler.examine,
         sample_greedy=greedy_sampler(config, sampler, stops),
         sample_validation=validation_sampler(config, sampler, stops),
+        sample_canaries=canary_sampler(config, plain, stops),
         merge_for_engine=merge,
         engine_checksum=engine_checksum(
             base,
@@ -138,39 +157,67 @@ def build_rollout(
     )
 
 
-def make_sampler(engine: Engine, decode: Callable[[Any], str]) -> Callable[..., Rollouts]:
-    """Return `sample` on an engine that holds its cache only while it samples."""
+class Sampler(NamedTuple):
+    """How a run samples: plain answers, or episodes of many turns.
 
-    def sample_awake(prompts: list[Prompt], sampling: SamplingParams, **settings: Any) -> Rollouts:
-        engine.wake()
-        try:
-            return sample(engine, prompts, sampling, decode=decode, **settings)
-        finally:
-            engine.sleep()
+    Attributes:
+        run: (states, sampling, needed) -> draws them, until the first `needed` are whole.
+        gather: states that are whole -> answers.
+        examine: answers -> the same, with metrics of how they were sampled.
+    """
 
-    return sample_awake
+    run: Callable[[Sequence[EpisodeState], SamplingParams, int], None]
+    gather: Callable[[Sequence[EpisodeState]], Rollouts]
+    examine: Callable[[Rollouts], Rollouts]
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        samples: int,
+        seed: tuple[int, ...],
+    ) -> Rollouts:
+        """Draw G answers for each prompt."""
+        states = begin_episodes(prompts, samples, seed)
+        self.run(states, sampling, len(states))
+        return self.examine(self.gather(states))
 
 
-def make_episode_sampler(
-    engine: Engine, episodes: EpisodeSampler, journals: Journals
-) -> Callable[..., Rollouts]:
+def plain_sampler(engine: Engine, decode: Callable[[Any], str]) -> Sampler:
+    """Return what samples plain answers; the engine holds its cache only meanwhile."""
+
+    def run(states: Sequence[EpisodeState], sampling: SamplingParams, needed: int) -> None:
+        with awake(engine):
+            sample_states(engine, states, sampling, needed=needed)
+
+    return Sampler(run, functools.partial(as_rollouts, decode=decode), lambda rollouts: rollouts)
+
+
+def episode_sampler(engine: Engine, episodes: EpisodeSampler, journals: Journals) -> Sampler:
     """Return the same for episodes of many turns, which keep a journal of what tools answer."""
 
-    def sample_awake(prompts: list[Prompt], sampling: SamplingParams, **settings: Any) -> Rollouts:
-        journal = journals.path(settings["seed"])
-        engine.wake()
-        try:
-            return episodes.sample(engine, prompts, sampling, journal=journal, **settings)
-        finally:
-            engine.sleep()
+    def run(states: Sequence[EpisodeState], sampling: SamplingParams, needed: int) -> None:
+        with awake(engine):
+            episodes.sample_states(engine, states, sampling, needed=needed, journal=journals.path)
 
-    return sample_awake
+    return Sampler(run, episodes.as_rollouts, episodes.examine)
+
+
+@contextlib.contextmanager
+def awake(engine: Engine) -> Iterator[None]:
+    """Let an engine have its cache."""
+    engine.wake()
+    try:
+        yield
+    finally:
+        engine.sleep()
 
 
 def training_sampler(
-    config: TrainConfig, sampler: Callable[..., Rollouts], stops: tuple[int, ...]
-) -> Callable[[list[Prompt], int, int], Rollouts]:
-    """Return the function that samples a step's answers; a step may take several batches."""
+    config: TrainConfig, sampler: Sampler, stops: tuple[int, ...]
+) -> Callable[[Sequence[EpisodeState], int], None]:
+    """Return the function that draws answers to train on, or goes on with them."""
     rollout = config.rollout
     sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -179,16 +226,28 @@ def training_sampler(
         top_k=rollout.top_k,
         stop_ids=stops,
     )
+    return lambda states, needed: sampler.run(states, sampling, needed)
 
-    def sample_step(prompts: list[Prompt], step: int, number: int) -> Rollouts:
-        seed = (config.seed, step, TRAINING, number)
-        return sampler(prompts, sampling, samples=rollout.samples_per_prompt, seed=seed)
 
-    return sample_step
+def canary_sampler(
+    config: TrainConfig, sampler: Sampler, stops: tuple[int, ...]
+) -> Callable[[Sequence[Prompt], int], Rollouts]:
+    """Return the function that samples a few short answers to some of a step's prompts."""
+    sampling = SamplingParams(
+        max_new_tokens=min(CANARY_TOKENS, config.rollout.max_new_tokens),
+        temperature=config.rollout.temperature,
+        stop_ids=stops,
+    )
+
+    def sample_canaries(prompts: Sequence[Prompt], step: int) -> Rollouts:
+        seed = (config.seed, step, CANARY)
+        return sampler.sample(prompts[:CANARIES], sampling, samples=1, seed=seed)
+
+    return sample_canaries
 
 
 def greedy_sampler(
-    config: TrainConfig, sampler: Callable[..., Rollouts], stops: tuple[int, ...]
+    config: TrainConfig, sampler: Sampler, stops: tuple[int, ...]
 ) -> Callable[[Rollouts, int], Rollouts]:
     """Return the function that samples a greedy answer to each prompt of a step."""
     samples, longest = config.rollout.samples_per_prompt, config.rollout.max_new_tokens
@@ -196,13 +255,13 @@ def greedy_sampler(
 
     def sample_greedy(rollouts: Rollouts, step: int) -> Rollouts:
         prompts = rollouts.prompts[::samples]
-        return sampler(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
+        return sampler.sample(prompts, sampling, samples=1, seed=(config.seed, step, GREEDY))
 
     return sample_greedy
 
 
 def validation_sampler(
-    config: TrainConfig, sampler: Callable[..., Rollouts], stops: tuple[int, ...]
+    config: TrainConfig, sampler: Sampler, stops: tuple[int, ...]
 ) -> Callable[[list[Prompt], int], Rollouts]:
     """Return the function that samples answers to validation prompts."""
     validation = config.validation
@@ -215,7 +274,7 @@ def validation_sampler(
 
     def sample_validation(prompts: list[Prompt], step: int) -> Rollouts:
         seed = (config.seed, step, VALIDATION)
-        return sampler(prompts, sampling, samples=validation.samples, seed=seed)
+        return sampler.sample(prompts, sampling, samples=validation.samples, seed=seed)
 
     return sample_validation
 

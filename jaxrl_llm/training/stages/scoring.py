@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,18 +28,9 @@ from jaxrl_llm.training.experience import (
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
 from jaxrl_llm.training.stages.rollout import RolloutStage
-from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 
 Metrics = dict[str, float]
-
-
-class Collected(NamedTuple):
-    """A step's answers, their scores as soon as they are known, and metrics of the collection."""
-
-    rollouts: Rollouts
-    scores: Future[list[Score]]
-    metrics: Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +38,9 @@ class ScoringStage:
     """The scores of answers, and what is made of them before the algorithm sees them.
 
     Attributes:
-        collect: (number of a generation batch -> rollouts, step, clock) -> a step's answers, of
-            groups that the group filter keeps.
-        lay_out: rollouts -> batch.
+        start: (rollouts, clock) -> their scores, as soon as they are known.
+        keep: (rollouts, scores) -> whether the group filter keeps each group [P]; None: all are.
+        lay_out: (rollouts, samples=G) -> batch.
         add_scores: (batch, scores) -> batch.
         add_penalty: adds the penalty to a batch's scores; the same batch without one.
         add_greedy_scores: (batch, rollouts, step, clock) -> the batch with `greedy_scores`, and
@@ -57,8 +48,9 @@ class ScoringStage:
         score_validation: rollouts -> one score for each answer.
     """
 
-    collect: Callable[[Callable[[int], Rollouts], int, Clock], Collected]
-    lay_out: Callable[[Rollouts], Batch]
+    start: Callable[[Rollouts, Clock], Future[list[Score]]]
+    keep: Callable[[Rollouts, list[Score]], list[bool]] | None
+    lay_out: Callable[..., Batch]
     add_scores: Callable[[Batch, list[Score]], Batch]
     add_penalty: Callable[[Batch], Batch]
     add_greedy_scores: Callable[[Batch, Rollouts, int, Clock], tuple[Batch, Metrics]]
@@ -104,9 +96,10 @@ def build_scoring(
         return add_scores(arrange(rollouts, **layout), scores)
 
     return ScoringStage(
-        collect=group_collector(config, functions.group_filter, score, scored_batch)
+        start=functools.partial(start, executor, score),
+        keep=group_keeper(config, functions.group_filter, scored_batch)
         if functions.group_filter
-        else functools.partial(collect_batch, functools.partial(start, executor, score)),
+        else None,
         lay_out=arrange,
         add_scores=add_scores,
         add_penalty=functools.partial(add_penalty, penalty) if penalty else unchanged,
@@ -152,63 +145,31 @@ def completed(scores: list[Score]) -> Future[list[Score]]:
     return future
 
 
-def collect_batch(
-    start_scoring: Callable[[Rollouts, Clock], Future[list[Score]]],
-    sample: Callable[[int], Rollouts],
-    step: int,
-    clock: Clock,
-) -> Collected:
-    """Sample a step's answers and begin to score them."""
-    del step
-    rollouts = sample(0)
-    return Collected(rollouts, start_scoring(rollouts, clock), {})
-
-
-def group_collector(
+def group_keeper(
     config: TrainConfig,
     group_filter: Callable[..., Any],
-    score: Scoring,
     scored_batch: Callable[[Rollouts, list[Score]], Batch],
-) -> Callable[[Callable[[int], Rollouts], int, Clock], Collected]:
-    """Return the function that samples batches until the group filter has kept enough groups.
+) -> Callable[[Rollouts, list[Score]], list[bool]]:
+    """Return the function that tells which groups the group filter keeps.
+
+    It sees as many groups as a step has: where there are fewer, the first one fills the places, or
+    other numbers would compile it again.
 
     Args:
         config: of the run.
         group_filter: asks for fields of a batch; returns which answers to keep [B].
-        score: rollouts -> one score for each answer.
         scored_batch: (rollouts, scores) -> batch.
     """
     samples, prompts = config.rollout.samples_per_prompt, config.batch.prompts_per_step
-    limit = config.algorithm.max_generation_batches
     keep = whole_groups(per_answer(group_filter, "algorithm.group_filter", np.bool_), samples)
 
-    def collect(sample: Callable[[int], Rollouts], step: int, clock: Clock) -> Collected:
-        rollouts, scores, dropped, errors = Rollouts([], [], []), [], 0, 0
-        for number in range(limit):
-            sampled = sample(number)
-            with clock("reward"):
-                sampled_scores = score(sampled)
-            errors += sum(score.error is not None for score in sampled_scores)
-            rows = np.flatnonzero(keep(scored_batch(sampled, sampled_scores))).tolist()
-            dropped += (len(sampled_scores) - len(rows)) // samples
-            rollouts = rollouts.join(sampled.take(rows))
-            scores += [sampled_scores[row] for row in rows]
-            if len(scores) >= prompts * samples:
-                metrics = {
-                    "batch/generation_batches": number + 1.0,
-                    "batch/dropped_groups": float(dropped),
-                    "reward/errors": float(errors),
-                }
-                size = prompts * samples
-                return Collected(rollouts.take(range(size)), completed(scores[:size]), metrics)
-        raise TrainingError(
-            f"step {step}: algorithm.group_filter kept {len(scores) // samples} of "
-            f"{prompts * limit} groups, expected {prompts}: the prompts are too easy or too hard "
-            "for the policy. Raise algorithm.max_generation_batches and run the same command "
-            "again, or begin a run with other prompts or more samples_per_prompt"
-        )
+    def kept(rollouts: Rollouts, scores: list[Score]) -> list[bool]:
+        groups, filling = len(scores) // samples, list(range(samples))
+        rows = list(range(len(scores))) + filling * (prompts - groups)
+        batch = scored_batch(rollouts.take(rows), [scores[row] for row in rows])
+        return np.any(keep(batch).reshape(-1, samples), axis=1).tolist()[:groups]
 
-    return collect
+    return kept
 
 
 def whole_groups(

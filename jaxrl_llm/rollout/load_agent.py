@@ -1,0 +1,81 @@
+"""The agent that a config names, and whether it fits the tools and the environment."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
+from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, load_environment, load_tools
+from jaxrl_llm.rollout.tools.signature import tool_schema
+
+GIVEN = ("chat", "tools", "environment", "row", "rng")
+"""What an agent may ask for by parameter name."""
+
+
+def load_agent(config: AgentConfig) -> Callable[..., Any]:
+    """Return the agent of a config.
+
+    Raises:
+        ConfigError: there is no such coroutine function, or it asks for what there is not.
+    """
+    default = "with_environment" if config.environment else "with_tools"
+    spec = config.agent or FunctionSpec(default)
+    agent = load_function(spec, kinds.AGENTS, passed=None, key="rollout.agent")
+    function = agent.func if isinstance(agent, functools.partial) else agent
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"rollout.agent: {spec.fn!r} is no coroutine, expected `async def`")
+    for name in asked_by(agent):
+        if name not in GIVEN:
+            raise ConfigError(
+                f"rollout.agent: {spec.fn!r} asks for {name!r}, which no episode has; "
+                + closest(name, GIVEN)
+            )
+    check_asked(spec, asked_by(agent), config)
+    return agent
+
+
+def check_episode_functions(config: AgentConfig) -> None:
+    """Import the agent, the tools and the environment of a config, before anything else is loaded.
+
+    Raises:
+        ConfigError: one of them is not there, or does not fit.
+    """
+    load_agent(config)
+    for spec in config.tools:
+        for tool in load_tools(spec):
+            if tool.schema is None and not tool.is_fixture:
+                tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
+    if config.environment is not None:
+        load_environment(config.environment)
+
+
+def check_asked(spec: FunctionSpec, asked: Sequence[str], config: AgentConfig) -> None:
+    """Refuse tools or an environment that the agent does not ask for, and one without it.
+
+    Raises:
+        ConfigError: one of these.
+    """
+    if config.tools and "tools" not in asked:
+        raise ConfigError(
+            f"rollout.tools is set, but the agent {spec.fn!r} does not ask for `tools`: no tool "
+            "would ever be called"
+        )
+    if (config.environment is not None) != ("environment" in asked):
+        state = "is set" if config.environment is not None else "is null"
+        does = "asks" if "environment" in asked else "does not ask"
+        raise ConfigError(
+            f"rollout.environment {state}, but the agent {spec.fn!r} {does} for `environment`"
+        )
+
+
+def asked_by(agent: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names that an agent asks for."""
+    return tuple(
+        name
+        for name, p in inspect.signature(agent).parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    )

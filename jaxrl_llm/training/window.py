@@ -1,0 +1,272 @@
+"""The in-order window: which prompts are sampled, and which answers a step trains on.
+
+A step trains on the next P groups in the order of the prompts, of those that the group filter
+keeps. A group is begun while there are fewer than (K+1)·P that are not trained yet. So no token is
+more than K updates old, no answer is dropped for its age or its length, and memory is bounded. K is
+`rollout.staleness`; at K = 0 a step samples its own prompts, and nothing else.
+"""
+
+import base64
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.monitoring.clock import Clock
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
+from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
+from jaxrl_llm.training.stages.scoring import ScoringStage
+from jaxrl_llm.training.update import TrainingError
+
+Metrics = dict[str, float]
+
+
+class Collected(NamedTuple):
+    """What a step trains on.
+
+    Attributes:
+        rollouts: its answers.
+        scores: waits for their scores.
+        metrics: of the collection.
+        canaries: fresh answers, where no token of `rollouts` is of the newest weights.
+    """
+
+    rollouts: Rollouts
+    scores: Callable[[], list[Score]]
+    metrics: Metrics
+    canaries: Rollouts | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """The answers to one prompt, from their beginning to the step that trains on them.
+
+    Attributes:
+        ordinal: of the group, from 0, in the order of the prompts.
+        states: of the answers [G].
+        scores: of the answers, in what was scored with them; None until all are whole.
+        first: where its scores begin there.
+        kept: whether the group filter has kept it.
+    """
+
+    ordinal: int
+    states: list[EpisodeState]
+    scores: Future[list[Score]] | None = None
+    first: int = 0
+    kept: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all its answers have ended."""
+        return all(state.episode is not None for state in self.states)
+
+    def result(self) -> list[Score]:
+        """Wait for its scores."""
+        assert self.scores is not None  # of a group that is whole
+        return self.scores.result()[self.first : self.first + len(self.states)]
+
+
+@dataclass
+class Dropped:
+    """What the group filter has refused in a step: groups, and answers without a score."""
+
+    groups: int = 0
+    errors: int = 0
+
+
+@dataclass(kw_only=True)
+class Window:
+    """The prompts and answers of a run that are not trained yet.
+
+    Attributes:
+        config: of the run.
+        total_steps: after which no group is trained.
+        rollout: samples.
+        scoring: scores, and says which groups are kept.
+        prompt_batches: iterator over lists of P prompts, with `get_state`.
+        prompts: all prompts, in the order of the data.
+    """
+
+    config: TrainConfig
+    total_steps: int
+    rollout: RolloutStage
+    scoring: ScoringStage
+    prompt_batches: Any
+    prompts: Sequence[Prompt]
+    _groups: list[Group] = field(default_factory=list)
+    _upcoming: list[Prompt] = field(default_factory=list)
+    _ordinal: int = 0
+
+    def take(self, step: int, clock: Clock) -> Collected:
+        """Sample until the step's groups are whole, and begin to score what is.
+
+        Args:
+            step: that trains on them.
+            clock: of the step.
+
+        Raises:
+            TrainingError: the group filter refused too many groups.
+        """
+        size = self.config.batch.prompts_per_step
+        ahead = min(self.config.rollout.staleness, self.total_steps - step)
+        dropped = Dropped()
+        while True:
+            self._begin_groups((ahead + 1) * size)
+            self._sample(size, clock)
+            if self.scoring.keep is None or self._filter(step, size, dropped, clock):
+                break
+        taken, self._groups = self._groups[:size], self._groups[size:]
+        rollouts = self.rollout.gather([state for group in taken for state in group.states])
+        metrics = self._metrics(taken, dropped)
+        rollouts = self.rollout.examine(rollouts)
+        canaries = None
+        if all((episode.versions < step - 1).all() for episode in rollouts.episodes):
+            with clock("gen"):
+                canaries = self.rollout.sample_canaries(rollouts.prompts, step)
+        return Collected(
+            rollouts, lambda: [s for group in taken for s in group.result()], metrics, canaries
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what is not trained yet, besides the data's position, as JSON can hold it."""
+        return {
+            "upcoming": [prompt.index for prompt in self._upcoming],
+            "ordinal": self._ordinal,
+            "groups": [
+                {
+                    "ordinal": group.ordinal,
+                    "prompt": group.states[0].prompt.index,
+                    "turns": [[_packed(turn) for turn in s.turns] for s in group.states],
+                }
+                for group in self._groups
+            ],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_state` has returned.
+
+        Answers that were whole are scored again.
+        """
+        by_index = {prompt.index: prompt for prompt in self.prompts}
+        self._upcoming = [by_index[index] for index in state["upcoming"]]
+        self._ordinal, self._groups = state["ordinal"], []
+        for group in state["groups"]:
+            begun = self._new_group(group["ordinal"], by_index[group["prompt"]])
+            for episode, turns in zip(begun.states, group["turns"], strict=True):
+                episode.turns = [_unpacked(turn) for turn in turns]
+            self._groups.append(begun)
+
+    def _begin_groups(self, room: int) -> None:
+        """Begin the next groups, until there are so many."""
+        while len(self._groups) < room:
+            if not self._upcoming:
+                self._upcoming = list(next(self.prompt_batches))
+            self._groups.append(self._new_group(self._ordinal, self._upcoming.pop(0)))
+            self._ordinal += 1
+
+    def _new_group(self, ordinal: int, prompt: Prompt) -> Group:
+        """Return a group of which nothing is drawn; its seeds depend on its ordinal alone."""
+        samples, size = self.config.rollout.samples_per_prompt, self.config.batch.prompts_per_step
+        batch, place = divmod(ordinal, size)
+        draw = self.config.seed, batch + 1, TRAINING, 0
+        first = place * samples
+        seeds = answer_seeds(draw, first + samples)[first:]
+        states = [EpisodeState(prompt, s, draw, first + i) for i, s in enumerate(seeds)]
+        return Group(ordinal, states)
+
+    def _sample(self, size: int, clock: Clock) -> None:
+        """Sample until the first groups are whole, and begin to score all that are."""
+        states = [state for group in self._groups for state in group.states]
+        needed = [state for group in self._groups[:size] for state in group.states]
+        with clock("gen"):
+            self.rollout.sample(states, len(needed))
+        self._start_scoring([g for g in self._groups if g.is_whole and g.scores is None], clock)
+
+    def _start_scoring(self, groups: Sequence[Group], clock: Clock) -> None:
+        if not groups:
+            return
+        rollouts = self.rollout.gather([state for group in groups for state in group.states])
+        scores, first = self.scoring.start(rollouts, clock), 0
+        for group in groups:
+            group.scores, group.first = scores, first
+            first += len(group.states)
+
+    def _filter(self, step: int, size: int, dropped: Dropped, clock: Clock) -> bool:
+        """Drop the groups that the filter refuses; return whether the step has all that it needs.
+
+        Raises:
+            TrainingError: too many are refused.
+        """
+        assert self.scoring.keep is not None
+        undecided = [group for group in self._groups[:size] if not group.kept]
+        with clock("reward"):
+            scores = [score for group in undecided for score in group.result()]
+        rollouts = self.rollout.gather([state for group in undecided for state in group.states])
+        kept = self.scoring.keep(rollouts, scores)
+        for group, is_kept in zip(undecided, kept, strict=True):
+            group.kept = is_kept
+        refused = [group for group in undecided if not group.kept]
+        self._groups = [group for group in self._groups if group not in refused]
+        dropped.groups += len(refused)
+        dropped.errors += sum(s.error is not None for g in refused for s in g.result())
+        limit = self.config.algorithm.max_generation_batches
+        if dropped.groups > (limit - 1) * size:
+            whole = sum(group.kept for group in self._groups)
+            raise TrainingError(
+                f"step {step}: algorithm.group_filter kept {whole} of {whole + dropped.groups} "
+                f"groups, expected {size} of at most {size * limit}: the prompts are too easy or "
+                "too hard for the policy. Raise algorithm.max_generation_batches and run the same "
+                "command again, or begin a run with other prompts or more samples_per_prompt"
+            )
+        return not refused
+
+    def _metrics(self, taken: Sequence[Group], dropped: Dropped) -> Metrics:
+        metrics = {}
+        if self.scoring.keep is not None:
+            metrics["batch/generation_batches"] = 1 + dropped.groups / len(taken)
+            metrics["batch/dropped_groups"] = float(dropped.groups)
+            errors = sum(score.error is not None for g in taken for score in g.result())
+            metrics["reward/errors"] = float(errors + dropped.errors)
+        if self.config.rollout.staleness:
+            waiting = [state for group in self._groups for state in group.states]
+            open_ones = [state for state in waiting if state.episode is None]
+            turns = itertools.chain.from_iterable(state.turns for state in open_ones)
+            metrics["async/ready_answers"] = float(len(waiting) - len(open_ones))
+            metrics["async/in_flight_answers"] = float(len(open_ones))
+            metrics["async/in_flight_tokens"] = float(sum(len(turn.tokens) for turn in turns))
+        return metrics
+
+
+def _packed(turn: Completion) -> dict[str, Any]:
+    """Return a turn as JSON can hold it, bit for bit."""
+
+    def packed(array: np.ndarray, dtype: str) -> str:
+        return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
+
+    return {
+        "tokens": packed(turn.tokens, "<i4"),
+        "logprobs": packed(turn.logprobs, "<f4"),
+        "versions": packed(turn.versions, "<i4"),
+        "finish": turn.finish,
+        "stopped_by": turn.stopped_by,
+    }
+
+
+def _unpacked(packed: dict[str, Any]) -> Completion:
+    def array(name: str, dtype: str) -> np.ndarray:
+        return np.frombuffer(base64.b64decode(packed[name]), dtype)
+
+    return Completion(
+        array("tokens", "<i4"),
+        array("logprobs", "<f4"),
+        array("versions", "<i4"),
+        packed["finish"],
+        packed["stopped_by"],
+    )
