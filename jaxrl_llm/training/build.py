@@ -96,8 +96,7 @@ def build_stages(
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
-    coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef)
-    coefs = coefs._replace(**{n: opened.extra[n] for n in Coefs._fields if n in opened.extra})
+    coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef).restored(opened.extra)
     window = open_window(config, opened, rollout, scoring, prompts)
     stages = Stages(rollout, scoring, models, algorithm, run)
     return stages, Progress(opened.step, opened.states, coefs), window

@@ -1,7 +1,7 @@
 """The single controller: the whole loop."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -51,6 +51,10 @@ class Coefs(NamedTuple):
 
     kl_coef: float
     entropy_coef: float
+
+    def restored(self, extra: Mapping[str, Any]) -> "Coefs":
+        """Return those of a checkpoint, where it has them."""
+        return self._replace(**{name: extra[name] for name in self._fields if name in extra})
 
 
 class Progress(NamedTuple):

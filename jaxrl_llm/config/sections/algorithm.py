@@ -57,6 +57,6 @@ class AlgorithmConfig(Section):
     max_generation_batches: int = Field(
         default=10,
         ge=1,
-        description="largest number of generation batches that a step samples to keep "
-        "enough groups",
+        description="batches of prompts that a step may take from at most: it stops when the "
+        "group filter has refused more groups than all but one of them hold",
     )
