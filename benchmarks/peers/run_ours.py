@@ -35,7 +35,7 @@ from jaxrl_llm.runs.resume import open_watchdog
 from jaxrl_llm.training.build import build_stages
 from jaxrl_llm.training.loop import TrainingLoop
 from jaxrl_llm.training.resolve import resolve_functions
-from jaxrl_llm.training.stages.rollout import make_sampler, training_sampler
+from jaxrl_llm.training.stages.rollout import plain_sampler, training_sampler
 
 
 class FixedLengths:
@@ -147,7 +147,7 @@ def main() -> None:
         config = settings(job, Path(folder))
         held = stack.enter_context(run_folder(config.run_dir, config)).path
         watchdog = stack.enter_context(open_watchdog(config))
-        stages, start, stream = build_stages(
+        stages, start, window = build_stages(
             config, resolve_functions(config), held, stack, watchdog
         )
         if "ref" not in {model_pass.timer for model_pass in stages.models.passes}:
@@ -155,13 +155,14 @@ def main() -> None:
         meter = Meter()
         engine: Any = FixedLengths(stages.rollout.engine, iter(job["lengths"]), meter)
         decode = functools.partial(load_tokenizer(job["model"]).decode, skip_special_tokens=True)
-        sample = training_sampler(config, make_sampler(engine, decode), stops=())
+        sample = training_sampler(config, plain_sampler(engine, decode), stops=())
         log: Any = MeteredLog(stages.run.log, meter, len(job["lengths"][0]))
         stages = stages._replace(
             rollout=dataclasses.replace(stages.rollout, sample=sample),
             run=dataclasses.replace(stages.run, log=log),
         )
-        loop = TrainingLoop(stages, start, stream)
+        window = dataclasses.replace(window, rollout=stages.rollout)
+        loop = TrainingLoop(stages, start, window)
         stack.callback(loop.close)
         for _ in loop:
             pass

@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.run import warm_start
-from jaxrl_llm.training.stages.rollout import make_sampler
+from jaxrl_llm.training.stages.rollout import plain_sampler
 
 
 def config_of(**tree):
@@ -66,12 +66,12 @@ PROMPT = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
 
 def test_the_engine_holds_its_cache_only_while_it_samples():
     engine = Engine()
-    draw = make_sampler(engine, lambda ids: "x")
-    draw([PROMPT], SamplingParams(max_new_tokens=1), samples=2, seed=(0,))
+    one = SamplingParams(max_new_tokens=1)
+    plain_sampler(engine, lambda ids: "x").sample([PROMPT], one, samples=2, seed=(0,))
     assert engine.calls == ["wake", "sample", "sleep"]
     engine = Engine(RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        make_sampler(engine, str)([PROMPT], SamplingParams(max_new_tokens=1), samples=1, seed=(0,))
+        plain_sampler(engine, str).sample([PROMPT], one, samples=1, seed=(0,))
     assert engine.calls == ["wake", "sample", "sleep"]
 
 

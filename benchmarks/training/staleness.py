@@ -1,0 +1,246 @@
+"""Steps whose answers are begun before them (`rollout.staleness`), over answers of given lengths.
+
+    python -m benchmarks.training.staleness
+    python -m benchmarks.training.staleness --staleness 0 2 --slots 32 --prompts 16 --sigma 1.5
+
+Trains the small model of configs/quickstart from random weights, once for each K. Each answer has a
+length of its own, which is drawn from its seed: log-normal with a mean of 40 tokens, cut at 240. A
+step has the same prompts and seeds at every K, and so as many tokens to train on; the script fails
+where that is not so. K = 0 is always run.
+
+The runs take turns, a step each, so that what else the machine does slows all of them. Not
+measured are the first steps, which compile and fill the window (`--warm`, or more until nothing
+is compiled any more), and the last ones, which begin nothing new. The same steps are measured at
+every K, but not the same tokens are drawn in them: over few steps a window may fill or empty, and
+the seconds say little where drawn / trained is not near 1.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from benchmarks.tables import describe_run, markdown_table
+from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.config.train import TrainConfig, load_config
+from jaxrl_llm.rollout.engine import PartialEngine
+from jaxrl_llm.rollout.types import Completion, Request
+from jaxrl_llm.training import build
+from jaxrl_llm.training.run import open_run
+
+MODEL = Path(__file__).parents[2] / "configs/quickstart"
+MEAN, LONGEST = 40, 240
+HEADS = ["K", "s a step: mean", "median", "generation: mean", "median", "tokens/s"]
+HEADS += ["drawn / trained", "mean age", "step / K = 0", "generation / K = 0"]
+
+Steps = list[dict[str, float]]  # the metrics of each step
+
+
+@functools.cache
+def length_of(seed: int, sigma: float) -> int:
+    """Return the length of the answer with this seed.
+
+    >>> length_of(0, 0.0)
+    40
+    """
+    drawn = np.random.default_rng(seed).lognormal(math.log(MEAN) - sigma**2 / 2, sigma)
+    return min(max(round(drawn), 1), LONGEST)
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    """Return how many characters an answer has: it varies, so that there is something to learn."""
+    del data_source, ground_truth, extra_info
+    return len(set(solution_str)) / 100
+
+
+class PrescribedLengths:
+    """An engine whose answers have the lengths that follow from their seeds, whatever they say.
+
+    Attributes:
+        drawn: how many tokens it has drawn.
+    """
+
+    def __init__(self, engine: PartialEngine, sigma: float) -> None:
+        """Pass on all calls that take no requests."""
+        self._engine, self._sigma, self.drawn = engine, sigma, 0
+        self.generate, self.stream = engine.generate, engine.stream
+        self.load, self.close = engine.load, engine.close
+        self.pause, self.resume = engine.pause, engine.resume
+        self.sleep, self.wake = engine.sleep, engine.wake
+
+    def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one answer for each request, in order."""
+        answers = self._engine.sample([self._limited(request) for request in requests])
+        return self._counted(requests, answers)
+
+    def sample_until(self, requests: Sequence[Request], needed: int) -> list[Completion]:
+        """Sample until the first requests have their answers."""
+        answers = self._engine.sample_until([self._limited(r) for r in requests], needed)
+        return self._counted(requests, answers)
+
+    def _limited(self, request: Request) -> Request:
+        asked = request.sampling
+        length = min(length_of(request.seed, self._sigma), asked.max_new_tokens)
+        sampling = dataclasses.replace(asked, stop_ids=(), max_new_tokens=length)
+        return dataclasses.replace(request, sampling=sampling)
+
+    def _counted(self, requests: Sequence[Request], answers: list[Completion]) -> list[Completion]:
+        before = sum(len(r.drawn.tokens) for r in requests if r.drawn is not None)
+        self.drawn += sum(len(answer.tokens) for answer in answers) - before
+        return answers
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2], metavar="K")
+    parser.add_argument("--slots", type=int, default=64, help="rollout.max_running_sequences")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step, 8 answers each; even")
+    parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths")
+    parser.add_argument("--steps", type=int, default=40, help="in all")
+    parser.add_argument("--warm", type=int, default=8, help="first steps that are left out")
+    args = parser.parse_args()
+    args.staleness = sorted({0, *args.staleness})
+    if args.steps <= args.warm + args.staleness[-1]:
+        parser.error(f"--steps {args.steps}: expected more than --warm and the largest K together")
+    return args
+
+
+def settings(staleness: int, args: argparse.Namespace, folder: Path) -> TrainConfig:
+    """Return the config of a run: the quickstart's, with two updates a step as there."""
+    return load_config(
+        "quickstart",
+        {
+            "run_dir": str(folder / f"k{staleness}"),
+            "steps": args.steps,
+            "model.path": str(MODEL),
+            "model.random_init": True,
+            "model.warm_start": None,
+            "data.train": str(folder / "data/train.parquet"),
+            "data.validation": [],
+            "data.prepare.out": str(folder / "data"),
+            "rollout.staleness": staleness,
+            "rollout.max_new_tokens": LONGEST,
+            "rollout.max_running_sequences": args.slots,
+            "rollout.dump_every": 0,
+            "reward": {"function": score, "workers": 0},
+            "batch.prompts_per_step": args.prompts,
+            "batch.prompts_per_minibatch": args.prompts // 2,
+            "batch.max_tokens_per_device": 2048,
+            "validation.every": 0,
+            "checkpoint.every": 0,
+            "log.tensorboard": False,
+        },
+    )
+
+
+def train(args: argparse.Namespace, folder: Path) -> dict[int, Steps]:
+    """Run all steps at every K, in turns.
+
+    Returns:
+        The metrics of each step, and of tokens how many are `trained` and `drawn` in it.
+    """
+    make_engine, engines = build.make_engine, list[PrescribedLengths]()
+
+    def make(*given: Any) -> PrescribedLengths:
+        engines.append(PrescribedLengths(make_engine(*given), args.sigma))
+        return engines[-1]
+
+    lines: dict[int, Steps] = {staleness: [] for staleness in args.staleness}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # the table alone is there
+        stack.enter_context(mock.patch.object(build, "make_engine", make))
+        runs = {k: stack.enter_context(open_run(settings(k, args, folder))) for k in lines}
+        for _ in range(args.steps):
+            for (staleness, run), engine in zip(runs.items(), engines, strict=True):
+                before, step = engine.drawn, run.step()
+                tokens = {"trained": step.batch["mask"].sum(), "drawn": engine.drawn - before}
+                lines[staleness].append({**step.metrics, **tokens})
+    return lines
+
+
+def check_equal_work(lines: Mapping[int, Steps]) -> None:
+    """Refuse runs that do not train on as many tokens in each step.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    trained = {staleness: [line["trained"] for line in steps] for staleness, steps in lines.items()}
+    if any(tokens != trained[0] for tokens in trained.values()):
+        totals = {staleness: sum(tokens) for staleness, tokens in trained.items()}
+        raise RuntimeError(f"expected the same tokens in each step at every K, got {totals} in all")
+
+
+def measured(lines: Mapping[int, Steps], warm: int) -> slice:
+    """Return the steps after the last one that has compiled or loaded a program, with full windows.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    end, names = len(lines[0]) - max(lines), ("perf/compilations", "perf/compilation_cache_hits")
+    compiling = [
+        i for steps in lines.values() for i in range(end) if any(steps[i][name] for name in names)
+    ]
+    begin = max([warm, *(i + 1 for i in compiling)])
+    if begin >= end:
+        raise RuntimeError(
+            f"step {begin} still compiled, expected some of the {end} with full windows after the "
+            "last that does: raise --steps, or run the same command again"
+        )
+    return slice(begin, end)
+
+
+def row(staleness: int, steps: Steps, base: Steps) -> list[str]:
+    """Return a run's cells of the table; `base` has the steps of K = 0."""
+    seconds, ratios = [], []
+    for name in ("timing_s/step", "timing_s/gen"):
+        own = [step[name] for step in steps]
+        seconds += [f"{statistics.mean(own):.3f}", f"{statistics.median(own):.3f}"]
+        ratios.append(f"{sum(own) / sum(step[name] for step in base):.2f}")
+    trained, drawn, total = (
+        sum(step[name] for step in steps) for name in ("trained", "drawn", "timing_s/step")
+    )
+    age = statistics.mean(step.get("async/age/mean", 0.0) for step in steps)
+    return [
+        str(staleness),
+        *seconds,
+        f"{trained / total:.0f}",
+        f"{drawn / trained:.2f}",
+        f"{age:.2f}",
+        *ratios,
+    ]
+
+
+def main() -> None:
+    """Run all K, check that they did the same work, and print the table."""
+    take_huge_pages()
+    args = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        lines = train(args, Path(folder))
+    check_equal_work(lines)
+    versions = f"Python {platform.python_version()}, jax {jax.__version__}"
+    print(f"\n{describe_run('training.staleness', sys.argv[1:])}, {versions}")
+    steps = measured(lines, args.warm)
+    tokens = sum(line["trained"] for line in lines[0][steps])
+    where = f"steps {steps.start + 1} to {steps.stop} of {args.steps}"
+    print(f"{where}, {tokens:.0f} tokens trained in them at every K\n")
+    rows = [row(k, own[steps], lines[0][steps]) for k, own in lines.items()]
+    print(markdown_table(HEADS, rows))
+
+
+if __name__ == "__main__":
+    main()
