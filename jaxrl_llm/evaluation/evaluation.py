@@ -71,13 +71,14 @@ def _evaluate(config: EvaluateConfig) -> Report:
             function_from=config.function_from,
         )
         prompts, episodes = read_evaluation_prompts(config, policy, stack)
+        answers = len(prompts) * config.samples
         settings = EngineSettings(
             max_running_sequences=config.max_running_sequences,
             max_tokens=longest_prompt(config, policy, prompts) + config.max_new_tokens,
             cache_gb=config.kv_cache_gb,
             dtype=config.dtype,
+            cached_sequences=answers if episodes else None,
         )
-        answers = len(prompts) * config.samples
         engine = loaded_engine(
             policy.model,
             policy.params,

@@ -127,6 +127,7 @@ def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str
 def engine_settings(config: TrainConfig) -> EngineSettings:
     """Return room for the longest prompt and answer of a run."""
     rollout = config.rollout
+    step = config.batch.prompts_per_step * rollout.samples_per_prompt
     return EngineSettings(
         max_running_sequences=rollout.max_running_sequences,
         max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
@@ -134,9 +135,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
         dtype=config.model.dtype,
         quantization=rollout.quantization,
         kv_cache_dtype=rollout.kv_cache_dtype,
-        cached_sequences=config.batch.prompts_per_step * rollout.samples_per_prompt
-        if rollout.has_episodes
-        else None,
+        cached_sequences=step * (rollout.staleness + 1) if rollout.has_episodes else None,
     )
 
 
