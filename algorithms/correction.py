@@ -14,7 +14,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from jaxrl_llm.algorithms import ratios
+from jaxrl_llm.algorithms.correction_stale import reject_old, second_moment_mask
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+
+__all__ = [
+    "icepop",
+    "mismatch_metrics",
+    "normalized",
+    "reject_old",
+    "reject_sequence",
+    "reject_sequence_geometric",
+    "reject_sequence_k3",
+    "second_moment_mask",
+    "truncated_sequence",
+    "truncated_sequence_normalized",
+    "truncated_token",
+    "truncated_token_normalized",
+]
 
 
 def truncated_token(
