@@ -31,7 +31,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, sync, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.environment import HOME
@@ -93,6 +93,9 @@ def logprobs_of(params, prompt, answer, temperature=1.0):
     scaled = logits_of(params, prompt, answer) / (temperature or 1.0)
     logprobs = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
     return logprobs[np.arange(len(answer)), np.asarray(answer)]
+
+
+BEGUN = Completion(np.array([1]), np.zeros(1, np.float32), np.zeros(1, int), "")
 
 
 def ask(tokens=24, seed=0, prompt=PROMPT, **options):
@@ -301,6 +304,7 @@ def test_hundreds_of_requests_are_all_answered(engine):
         (ask(stop=("x",)), "no tokenizer"),
         (ask(logit_bias=((1, 200.0),)), "logit_bias 200"),
         (ask(top_logprobs=30), "top_logprobs 30"),
+        (dataclasses.replace(ask(), drawn=BEGUN), "an answer to go on with"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused(engine, request_, told):

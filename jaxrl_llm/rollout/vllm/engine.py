@@ -225,6 +225,8 @@ class VllmEngine:
             vocab_size=self.spec.vocab_size,
             limits={"top_logprobs": MOST_TOP_LOGPROBS},
         )
+        if request.drawn is not None:
+            raise EngineError("got an answer to go on with, but this engine begins all anew")
         if request.sampling.stop:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
         for token, bias in request.sampling.logit_bias:
