@@ -39,6 +39,7 @@ from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
 from jaxrl_llm.training.preflight import check_inputs
 from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.stages.rollout import awake
 from jaxrl_llm.training.supervised import run_sft
 
 log = logging.getLogger(__name__)
@@ -186,16 +187,13 @@ class Run(RunFiles):
         chats = as_prompts(prompts, policy.tokenizer, **self.config.data.chat_template_kwargs)
         if stage.episodes is not None:
             chats = [stage.episodes.with_tools_in_prompt(chat) for chat in chats]
-        stage.engine.wake()
-        try:
+        with awake(stage.engine):
             if stage.episodes is not None:
                 sampling_params = SamplingParams(**settings, stop_ids=policy.stops)
                 return stage.episodes.sample(
                     stage.engine, chats, sampling_params, samples=n, seed=(seed,)
                 )
             return policy.sample(stage.engine, chats, n=n, seed=seed, **settings)
-        finally:
-            stage.engine.sleep()
 
     def score(self, rollouts: Rollouts) -> AnswerTable:
         """Return answers with the scores that the run's reward function gives them."""

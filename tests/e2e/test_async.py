@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from tests.guarded import NATIVE, RUN
 
@@ -53,6 +52,16 @@ def test_the_engine_s_log_probs_are_those_of_the_weights_that_drew_them(stale):
         assert seen and max(seen) < 1e-5
 
 
+def test_a_step_without_a_fresh_token_is_checked_by_others(run, workshop):
+    """With room for all answers of the window, two steps of three sample none of their own."""
+    result = run(*words(workshop, 2), "steps=4", "rollout.max_running_sequences=96").ok()
+    ages = [line.get("async/age/mean", 0) for line in result.metrics[1:]]
+    assert ages == [0, 1, 2, 0]
+    checked = [line.get("async/canary_diff_mean") for line in result.metrics[1:]]
+    assert checked[0] is None and checked[3] is None
+    assert max(checked[1:3]) < 1e-5
+
+
 def test_old_tokens_are_weighed_by_the_default_correction(stale):
     assert max(line["rollout_corr/weight/max"] for line in stale.metrics[1:]) > 1.01
 
@@ -96,7 +105,7 @@ def test_killed_at_random_moments_it_trains_each_answer_once(stale, workshop, sa
     same(workshop.params(run_dir), workshop.params(stale.run_dir))
 
 
-@pytest.mark.parametrize("fault", ["pages of older weights", "older weights"])
+@pytest.mark.parametrize("fault", ["pages of older weights", "older weights", "in a step of old"])
 def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monkeypatch, fault):
     """The checksum is right, so that only its log-probs tell."""
     if fault == "pages of older weights":
@@ -111,11 +120,10 @@ def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monk
             return step(self, first[0], version)
 
         monkeypatch.setattr(ModelRunner, "step", frozen)
-        load = NativeEngine.load
-        monkeypatch.setattr(
-            NativeEngine, "load", lambda self, params, version, **kw: load(self, params, version)
-        )
-    result = run(*words(workshop, 4), "optim.schedule.value=0.1", "rollout.logprob_tolerance=0.01")
+    room = ["rollout.max_running_sequences=160"] if fault == "in a step of old" else []
+    result = run(
+        *words(workshop, 4), *room, "optim.schedule.value=0.1", "rollout.logprob_tolerance=0.01"
+    )
     assert result.status == 1
     assert "the engine's log-probs differ from the trainer's" in result.err
 
