@@ -129,7 +129,8 @@ class Window:
         canaries = None
         if all((episode.versions < step - 1).all() for episode in rollouts.episodes):
             with clock("gen"):
-                canaries = self.rollout.sample_canaries(rollouts.prompts, step)
+                prompts = [group.states[0].prompt for group in taken]
+                canaries = self.rollout.sample_canaries(prompts, step)
         return Collected(
             rollouts, lambda: [s for group in taken for s in group.result()], metrics, canaries
         )
