@@ -730,6 +730,8 @@ def test_the_gate_sees_logits_of_old_weights(tmp_path, monkeypatch):
         "rollout_logprobs": np.array([answer.logprobs for answer in answers]),
         "mask": np.ones((4, 24), bool),
         "entropy": np.zeros((4, 24), np.float32),
+        "versions": np.zeros((4, 24), np.int32),
+        "ages": np.zeros((4, 24), np.int32),
     }
     batch = Batch(np.array([answer.tokens for answer in answers]), np.full(4, 24), fields)
     with pytest.raises(TrainingError, match="does not run the model that is trained"):
