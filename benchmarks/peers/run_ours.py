@@ -155,7 +155,8 @@ def main() -> None:
         meter = Meter()
         engine: Any = FixedLengths(stages.rollout.engine, iter(job["lengths"]), meter)
         decode = functools.partial(load_tokenizer(job["model"]).decode, skip_special_tokens=True)
-        sample = training_sampler(config, plain_sampler(engine, decode), stops=())
+        sampler = plain_sampler(engine, decode, stages.rollout.awake)
+        sample = training_sampler(config, sampler, stops=())
         log: Any = MeteredLog(stages.run.log, meter, len(job["lengths"][0]))
         stages = stages._replace(
             rollout=dataclasses.replace(stages.rollout, sample=sample),

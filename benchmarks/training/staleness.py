@@ -85,9 +85,11 @@ class PrescribedLengths:
         answers = self._engine.sample([self._limited(request) for request in requests])
         return self._counted(requests, answers)
 
-    def sample_until(self, requests: Sequence[Request], needed: int) -> list[Completion]:
+    def sample_until(
+        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+    ) -> list[Completion]:
         """Sample until the first requests have their answers."""
-        answers = self._engine.sample_until([self._limited(r) for r in requests], needed)
+        answers = self._engine.sample_until([self._limited(r) for r in requests], needed, stop)
         return self._counted(requests, answers)
 
     def _limited(self, request: Request) -> Request:

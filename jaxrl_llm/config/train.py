@@ -101,6 +101,7 @@ class TrainConfig(Section):
             agents_have_one_trainer,
             stale_answers_are_corrected,
             stale_answers_have_their_engine,
+            schedules_are_of_stale_answers,
         )
 
 
@@ -322,13 +323,28 @@ def stale_answers_are_corrected(config: TrainConfig) -> Iterator[str]:
 
 
 def stale_answers_have_their_engine(config: TrainConfig) -> Iterator[str]:
-    """Require the engine that can leave answers before their end."""
+    """Require an engine that can leave answers before their end."""
     rollout = config.rollout
-    if rollout.staleness and (rollout.engine != "native" or rollout.nodes):
-        yield (
-            f"rollout.staleness={rollout.staleness} needs rollout.engine: native and "
-            f"rollout.nodes: 0, got {rollout.engine} and {rollout.nodes}"
-        )
+    if rollout.staleness and rollout.nodes:
+        yield f"rollout.staleness={rollout.staleness} needs rollout.nodes: 0, got {rollout.nodes}"
+
+
+def schedules_are_of_stale_answers(config: TrainConfig) -> Iterator[str]:
+    """Refuse keys of stale answers where there are none, or where nothing can be repeated."""
+    rollout = config.rollout
+    given = {"turns": rollout.turns, "schedule": rollout.schedule}
+    names = [name for name, value in given.items() if value is not None]
+    for name in [*names, *(["at_push"] if rollout.at_push != "reread" else [])]:
+        if not rollout.staleness:
+            yield f"rollout.{name} needs rollout.staleness of at least 1, got 0"
+    for name in names:
+        if rollout.engine != "native" or (rollout.has_episodes and rollout.order == "free"):
+            yield (
+                f"rollout.{name} needs an engine that draws the same tokens again: rollout.engine: "
+                f"native and rollout.order: lockstep, got {rollout.engine} and {rollout.order}"
+            )
+    if rollout.turns is not None and rollout.at_push == "finish":
+        yield "rollout.turns: expected null with rollout.at_push: finish, which takes all turns"
 
 
 def training_processes(cluster: ClusterConfig) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -92,15 +93,64 @@ class Engine(Protocol):
         ...
 
 
+class Stop:
+    """Ends a sampling before all is drawn: when it is told to, or has taken so many turns.
+
+    Args:
+        turns: of the engine, after which it ends; None: when `set` is called. A turn is what the
+            engine computes between two looks at what has come.
+
+    Attributes:
+        taken: turns that the engine has taken.
+    """
+
+    def __init__(self, turns: int | None = None) -> None:
+        """Nothing has stopped yet."""
+        self.turns, self.taken = turns, 0
+        self._told, self._callbacks = threading.Event(), list[Callable[[], None]]()
+        self._lock = threading.Lock()
+        if turns == 0:
+            self.set()
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether the sampling is to end."""
+        return self._told.is_set()
+
+    def set(self) -> None:
+        """End the sampling."""
+        with self._lock:
+            self._told.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def count_turn(self) -> None:
+        """Count a turn that the engine has taken, also one in which the sampling was stopped."""
+        self.taken += 1
+        if self.taken == self.turns:
+            self.set()
+
+    def on_set(self, callback: Callable[[], None]) -> None:
+        """Call a function once the sampling is to end, in any thread."""
+        with self._lock:
+            if not self._told.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
 @runtime_checkable
 class PartialEngine(Engine, Protocol):
     """An engine that can leave answers before their end, and go on with them later."""
 
-    def sample_until(self, requests: Sequence[Request], needed: int) -> list[Completion]:
-        """Sample until the first `needed` requests have their answers; return all as they stand.
+    def sample_until(
+        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+    ) -> list[Completion]:
+        """Sample until the first `needed` requests have their answers, or it is to stop.
 
-        One that is not whole has no `finish`; as `Request.drawn` it is gone on with. Requests run
-        in their order as far as there is room.
+        All are returned as they stand: one that is not whole has no `finish`; as `Request.drawn` it
+        is gone on with. Requests run in their order as far as there is room.
 
         Raises:
             EngineError: as `generate`; or `needed` is none of 1 to the number of requests.
@@ -177,6 +227,24 @@ def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
         for future in futures:
             future.cancel()
         raise
+
+
+def wait_for_first(futures: Sequence[Future[Completion]], stop: Stop | None) -> None:
+    """Wait until all answers have come, one has failed, or it is to stop."""
+    ended, left, lock = threading.Event(), len(futures), threading.Lock()
+
+    def count(future: Future[Completion]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if not left or future.cancelled() or future.exception() is not None:
+                ended.set()
+
+    for future in futures:
+        future.add_done_callback(count)
+    if stop is not None:
+        stop.on_set(ended.set)
+    ended.wait()
 
 
 async def streamed(

@@ -16,7 +16,7 @@ from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, EpisodeLimits, Generate, tool_seed
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, Stop
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.load_agent import asked_by, load_agent
 from jaxrl_llm.rollout.observation import EpisodeRow
@@ -135,6 +135,7 @@ class EpisodeSampler:
         sampling: SamplingParams,
         *,
         needed: int | None = None,
+        stop: Stop | None = None,
         journal: Callable[[tuple[int, ...]], Path | None],
     ) -> None:
         """Draw episodes, or go on with them.
@@ -148,6 +149,7 @@ class EpisodeSampler:
             sampling: how to sample; `max_new_tokens` are those of an episode, drawn and told.
             needed: return once the first so many have ended, with the others as they stand;
                 None: all.
+            stop: return once it is set, whatever has ended.
             journal: from the entropy of a draw to the file of what its tools answer.
 
         Raises:
@@ -156,7 +158,7 @@ class EpisodeSampler:
         needed = len(states) if needed is None else needed
         first = [state for state in states[:needed] if state.episode is None]
         begun = first + [state for state in states[needed:] if state.episode is None]
-        if not first:
+        if not first or (stop is not None and stop.is_set):
             return
         limits = episode_limits(self._agent_config, sampling.max_new_tokens, self._prompt_tokens)
         lockstep = self._agent_config.order == "lockstep"
@@ -169,7 +171,9 @@ class EpisodeSampler:
                 functools.partial(self._run, state, sampling, limits, journals[state.draw])
                 for state in begun
             ]
-            ran = run_in_loop(lambda: run_all(runs, engine, lockstep=lockstep, needed=len(first)))
+            ran = run_in_loop(
+                lambda: run_all(runs, engine, lockstep=lockstep, needed=len(first), stop=stop)
+            )
         for number, (state, episode) in enumerate(zip(begun, ran.episodes, strict=True)):
             state.episode = episode
             if number in ran.unfinished:

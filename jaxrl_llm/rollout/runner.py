@@ -1,6 +1,7 @@
 """Many episodes at once: who waits for whom, and what becomes of those that fail."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxrl_llm.config.errors import RunError, described_error
 from jaxrl_llm.rollout.chat import BrokenEpisode, Chat, EpisodeEnd, Generate
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, Stop
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import EpisodeState, sample_first
 from jaxrl_llm.rollout.types import Completion, Request
@@ -33,11 +34,13 @@ class Rounds:
         episodes: how many there are.
         needed: once the first so many have left, no further round begins. Until then a round ends
             when their turns are whole; the others' turns go on in the next one.
+        stop: once it is set, a round ends with what it has, and no further one begins.
     """
 
-    def __init__(self, engine: Engine, episodes: int, needed: int) -> None:
+    def __init__(self, engine: Engine, episodes: int, needed: int, stop: Stop | None) -> None:
         """Wait for all episodes."""
         self._engine, self._live, self._needed = engine, set(range(episodes)), needed
+        self._stop = stop
         self._waiting: dict[int, tuple[Request, asyncio.Future[Completion]]] = {}
         self._round: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
@@ -75,6 +78,7 @@ class Rounds:
     def _begin_if_complete(self) -> None:
         self._settled.set()  # or not: `settle` looks
         is_needed = any(number < self._needed for number in self._live)
+        is_needed &= self._stop is None or not self._stop.is_set
         if is_needed and self._waiting.keys() == self._live and self._round is None:
             self._round = asyncio.create_task(self._sample())
 
@@ -84,7 +88,9 @@ class Rounds:
         needed = sum(number < self._needed for number in asked)
         try:
             requests = [request for request, _ in asked.values()]
-            completions = await asyncio.to_thread(sample_first, self._engine, requests, needed)
+            completions = await asyncio.to_thread(
+                sample_first, self._engine, requests, needed, self._stop
+            )
         except BaseException as error:
             for _, future in asked.values():
                 if not future.done():
@@ -201,6 +207,7 @@ async def run_all(
     *,
     lockstep: bool,
     needed: int,
+    stop: Stop | None = None,
 ) -> RanEpisodes:
     """Run episodes at once, until the first of them have ended; the others are left then.
 
@@ -209,11 +216,12 @@ async def run_all(
         engine: samples.
         lockstep: sample in rounds.
         needed: how many have to end.
+        stop: once it is set, all are left that have not ended.
 
     Raises:
         Exception: what the engine raised; all episodes are given up.
     """
-    rounds = Rounds(engine, len(episodes), needed) if lockstep else None
+    rounds = Rounds(engine, len(episodes), needed, stop) if lockstep else None
 
     async def run(number: int) -> Episode:
         generate = sampled_freely(engine) if rounds is None else rounds.generate(number)
@@ -226,7 +234,7 @@ async def run_all(
     tasks = [asyncio.create_task(run(number)) for number in range(len(episodes))]
     unfinished = {}
     try:
-        await asyncio.gather(*tasks[:needed])
+        await first_of(asyncio.gather(*tasks[:needed]), stop)
         if rounds is not None:
             await rounds.settle()
             unfinished = rounds.unfinished()
@@ -241,6 +249,25 @@ async def run_all(
             raise result.error if isinstance(result, EngineFailure) else result
     whole = [result if isinstance(result, Episode) else None for result in ended]
     return RanEpisodes(whole, unfinished)
+
+
+async def first_of(ended: asyncio.Future[Any], stop: Stop | None) -> None:
+    """Wait until something has ended, or it is to stop."""
+    if stop is None:
+        await ended
+        return
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: all had ended before
+            loop.call_soon_threadsafe(told.set)
+
+    stop.on_set(tell)
+    waiting = asyncio.create_task(told.wait())
+    await asyncio.wait([ended, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if ended.done():
+        ended.result()
 
 
 def run_in_loop(make: Callable[[], Awaitable[T]]) -> T:

@@ -1,14 +1,14 @@
 """Sampled episodes, as the training loop, evaluation and reward functions get them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.engine import Engine, EngineError, PartialEngine
+from jaxrl_llm.rollout.engine import Engine, EngineError, PartialEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
@@ -60,6 +60,7 @@ class EpisodeState:
         turns: what was drawn, turn by turn; the last one may not be whole.
         episode: the whole episode, once it has ended.
         text: of all that follows its prompt, once it was asked for.
+        limit: tokens after which an answer is left as if it were not needed; None: at its end.
     """
 
     prompt: Prompt
@@ -69,6 +70,17 @@ class EpisodeState:
     turns: list[Completion] = field(default_factory=list)
     episode: Episode | None = None
     text: str | None = None
+    limit: int | None = None
+
+    @property
+    def drawn(self) -> int:
+        """Return how many tokens are drawn."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is something to draw."""
+        return self.episode is None and (self.limit is None or self.drawn < self.limit)
 
 
 def begin_episodes(
@@ -119,6 +131,7 @@ def sample_states(
     sampling: SamplingParams,
     *,
     needed: int | None = None,
+    stop: Stop | None = None,
 ) -> None:
     """Draw plain answers, or go on with them.
 
@@ -127,6 +140,7 @@ def sample_states(
         states: answers; those that are whole stay as they are.
         sampling: how to sample.
         needed: return once the first so many are whole, with the others as they stand; None: all.
+        stop: return once it is set, whatever is whole.
 
     Raises:
         EngineError: the engine can't leave answers before their end.
@@ -135,31 +149,43 @@ def sample_states(
         if state.episode is None and state.turns and state.turns[-1].finish:
             state.episode = Episode.of(state.prompt.tokens, state.turns[-1])
     needed = len(states) if needed is None else needed
-    first = [state for state in states[:needed] if state.episode is None]
-    begun = first + [state for state in states[needed:] if state.episode is None]
-    if not first:
+    first = [state for state in states[:needed] if state.is_open]
+    begun = first + [state for state in states[needed:] if state.is_open]
+    if not first or (stop is not None and stop.is_set):
         return
     requests = [
-        Request(s.prompt.tokens, sampling, s.seed, s.turns[-1] if s.turns else None) for s in begun
+        Request(
+            state.prompt.tokens,
+            sampling
+            if state.limit is None
+            else replace(sampling, max_new_tokens=min(state.limit, sampling.max_new_tokens)),
+            state.seed,
+            state.turns[-1] if state.turns else None,
+        )
+        for state in begun
     ]
-    completions = sample_first(engine, requests, len(first))
+    completions = sample_first(engine, requests, len(first), stop)
     for state, completion in zip(begun, completions, strict=True):
         state.turns = [completion] if len(completion.tokens) else []
-        if completion.finish:
+        if completion.finish == "length" and len(completion.tokens) < sampling.max_new_tokens:
+            state.turns = [completion._replace(finish="")]  # it has come to its limit
+        elif completion.finish:
             state.episode = Episode.of(state.prompt.tokens, completion)
 
 
-def sample_first(engine: Engine, requests: Sequence[Request], needed: int) -> list[Completion]:
-    """Sample until the first so many requests have their answers; return all as they stand.
+def sample_first(
+    engine: Engine, requests: Sequence[Request], needed: int, stop: Stop | None = None
+) -> list[Completion]:
+    """Sample until the first requests have their answers or it is to stop; return all as they are.
 
     Raises:
         EngineError: not all are needed, and the engine can't leave answers before their end.
     """
-    if needed == len(requests):
+    if needed == len(requests) and stop is None:
         return engine.sample(requests)
     if not isinstance(engine, PartialEngine):
         raise EngineError(f"{type(engine).__name__} can't leave answers before their end")
-    return engine.sample_until(requests, needed)
+    return engine.sample_until(requests, needed, stop)
 
 
 def as_rollouts(states: Sequence[EpisodeState], decode: Callable[[Any], str]) -> Rollouts:

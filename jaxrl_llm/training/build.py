@@ -25,11 +25,12 @@ from jaxrl_llm.runs.resume import ResumedRun, resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts
+from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts, runs_beside
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
 from jaxrl_llm.training.precompile import compile_first_step
+from jaxrl_llm.training.schedule import open_schedule
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
@@ -60,6 +61,7 @@ def build_stages(
     stack.enter_context(compiling_on_demand())
     log.info("loading %s", config.model.path)
     layouts = open_training_layouts(config)
+    beside = runs_beside(config, layouts)
     rows = read_checked_rows(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
     check_longest_sequence(config, model.model)
@@ -79,7 +81,9 @@ def build_stages(
     executor = ThreadPoolExecutor(1, "background")
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
-    rollout = build_rollout(config, model, layouts.train, engine, tokens, episodes)
+    rollout = build_rollout(
+        config, model, layouts.train, engine, tokens, episodes, runs_beside=beside
+    )
     forward = ForwardConfig(model=model.model)
     reward_shape = microbatch_shape(config, forward, layouts.reward_model)
     reward_model = open_scoring_model(
@@ -97,7 +101,7 @@ def build_stages(
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
     coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef).restored(opened.extra)
-    window = open_window(config, opened, rollout, scoring, prompts)
+    window = open_window(config, opened, rollout, scoring, prompts, folder, stack)
     stages = Stages(rollout, scoring, models, algorithm, run)
     return stages, Progress(opened.step, opened.states, coefs), window
 
@@ -108,8 +112,16 @@ def open_window(
     rollout: RolloutStage,
     scoring: ScoringStage,
     prompts: list[Prompt],
+    folder: Path,
+    stack: contextlib.ExitStack,
 ) -> Window:
-    """Return the window of a run, where its newest checkpoint left it."""
+    """Return the window of a run, where its newest checkpoint left it.
+
+    Raises:
+        ConfigError: the schedule to replay can't be read.
+    """
+    executor = ThreadPoolExecutor(1, "rollout")
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
     window = Window(
         config=config,
         total_steps=opened.total_steps,
@@ -117,6 +129,8 @@ def open_window(
         scoring=scoring,
         prompt_batches=opened.stream,
         prompts=prompts,
+        schedule=open_schedule(config.rollout, folder, opened.step),
+        executor=executor,
     )
     if opened.extra:
         window.set_state(opened.extra["window"])

@@ -15,6 +15,7 @@ from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules
@@ -37,6 +38,39 @@ class Layouts(NamedTuple):
         """Return where a role's model stands; reward models of both kinds share a mesh."""
         meshes = {"actor": "train", "implicit_reward_model": "reward_model"}
         return getattr(self, meshes.get(role, role))
+
+
+def runs_beside(config: TrainConfig, layouts: Layouts) -> bool:
+    """Return whether a run's engine samples while its models are trained.
+
+    It does where answers may be stale, and the engine has devices of its own: a mesh apart from all
+    others, or vLLM's.
+
+    Raises:
+        ConfigError: it does not, but the config gives it turns to take; or several processes train,
+            which would have to take the same turns.
+    """
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        return rollout.staleness > 0 and not rollout.vllm.sleep
+    others = {
+        device
+        for name in layouts._fields
+        if name != "rollout"
+        for device in getattr(layouts, name).mesh.devices.flat
+    }
+    beside = rollout.staleness > 0 and others.isdisjoint(layouts.rollout.mesh.devices.flat)
+    if rollout.turns is not None and not beside:
+        raise ConfigError(
+            f"rollout.turns={rollout.turns} is of an engine with devices of its own: give it such "
+            "by mesh.rollout.first_device and mesh.rollout.devices, and the others by mesh.train"
+        )
+    if beside and distributed.process_count() > 1:
+        raise ConfigError(
+            f"rollout.staleness={rollout.staleness} with a mesh of the engine's own (mesh.rollout) "
+            f"needs one training process, got {distributed.process_count()}"
+        )
+    return beside
 
 
 def open_layouts(

@@ -141,10 +141,11 @@ class TrainingLoop:
         rollouts = collected.rollouts
         described = run.executor.submit(batch_metrics, run.balance, batch, rollouts, scores)
         states, batch, updated = update_models(stages, states, batch, step, coefs, clock)
+        left = self.window.leave(step, clock)
         with clock("update_weights"):
             synced = stages.rollout.sync_weights(states["actor"].params, step)
         kl, kl_coef = algorithm.control_kl(batch, coefs.kl_coef)
-        metrics = described.result() | collected.metrics | agreement | updated | synced | kl
+        metrics = described.result() | collected.metrics | agreement | updated | left | synced | kl
         if run.should_validate(step):
             with clock("testing"):
                 metrics |= run.validate(step)

@@ -39,7 +39,6 @@ from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
 from jaxrl_llm.training.preflight import check_inputs
 from jaxrl_llm.training.resolve import resolve_functions
-from jaxrl_llm.training.stages.rollout import awake
 from jaxrl_llm.training.supervised import run_sft
 
 log = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ class Run(RunFiles):
         chats = as_prompts(prompts, policy.tokenizer, **self.config.data.chat_template_kwargs)
         if stage.episodes is not None:
             chats = [stage.episodes.with_tools_in_prompt(chat) for chat in chats]
-        with awake(stage.engine):
+        with stage.awake():
             if stage.episodes is not None:
                 sampling_params = SamplingParams(**settings, stop_ids=policy.stops)
                 return stage.episodes.sample(

@@ -4,12 +4,16 @@ A step trains on the next P groups in the order of the prompts, of those that th
 keeps. A group is begun while there are fewer than (K+1)·P that are not trained yet. So no token is
 more than K updates old, no answer is dropped for its age or its length, and memory is bounded. K is
 `rollout.staleness`; at K = 0 a step samples its own prompts, and nothing else.
+
+A step has two parts. In `take` the engine samples until the step's groups are whole. Until `leave`,
+before the next weights are pushed, an engine with devices of its own goes on with the others. What
+is in flight then is plain data: the engine is empty.
 """
 
 import base64
-import itertools
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,8 +23,10 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.training.schedule import WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError
@@ -73,6 +79,18 @@ class Group:
         return self.scores.result()[self.first : self.first + len(self.states)]
 
 
+class Beside(NamedTuple):
+    """A sampling that goes on while the models are trained.
+
+    Attributes:
+        ended: comes to the time at which it has ended.
+        stop: ends it; None: it ends when all answers are whole.
+    """
+
+    ended: Future[float]
+    stop: Stop | None
+
+
 @dataclass
 class Dropped:
     """What the group filter has refused in a step: groups, and answers without a score."""
@@ -92,6 +110,8 @@ class Window:
         scoring: scores, and says which groups are kept.
         prompt_batches: iterator over lists of P prompts, with `get_state`.
         prompts: all prompts, in the order of the data.
+        schedule: of the run.
+        executor: runs an engine beside training.
     """
 
     config: TrainConfig
@@ -100,6 +120,9 @@ class Window:
     scoring: ScoringStage
     prompt_batches: Any
     prompts: Sequence[Prompt]
+    schedule: Schedule
+    executor: Executor
+    _beside: Beside | None = None
     _groups: list[Group] = field(default_factory=list)
     _upcoming: list[Prompt] = field(default_factory=list)
     _ordinal: int = 0
@@ -107,19 +130,24 @@ class Window:
     def take(self, step: int, clock: Clock) -> Collected:
         """Sample until the step's groups are whole, and begin to score what is.
 
+        An engine with devices of its own goes on with what is not.
+
         Args:
             step: that trains on them.
             clock: of the step.
 
         Raises:
-            TrainingError: the group filter refused too many groups.
+            TrainingError: the group filter refused too many groups, or the schedule that is
+                replayed has no such step.
         """
         size = self.config.batch.prompts_per_step
         ahead = min(self.config.rollout.staleness, self.total_steps - step)
-        dropped = Dropped()
+        dropped, row = Dropped(), self.schedule.row(step)
         while True:
             self._begin_groups((ahead + 1) * size)
-            self._sample(size, clock)
+            by_length = row is not None and self._follows_lengths(row)
+            self._set_limits(size, row if by_length else None)
+            self._sample(size, clock, all_ends=by_length)
             if self.scoring.keep is None or self._filter(step, size, dropped, clock):
                 break
         taken, self._groups = self._groups[:size], self._groups[size:]
@@ -131,9 +159,39 @@ class Window:
             with clock("gen"):
                 prompts = [group.states[0].prompt for group in taken]
                 canaries = self.rollout.sample_canaries(prompts, step)
+        self._go_on_beside(row)
         return Collected(
             rollouts, lambda: [s for group in taken for s in group.result()], metrics, canaries
         )
+
+    def leave(self, step: int, clock: Clock) -> Metrics:
+        """Leave what is in flight, and write down how far it has come.
+
+        Args:
+            step: whose weights are pushed next.
+            clock: of the step.
+
+        Raises:
+            TrainingError: it has not come as far as in the schedule that is replayed.
+        """
+        if not self.config.rollout.staleness:
+            return {}
+        metrics, turns = {}, 0 if self.rollout.runs_beside else None
+        if self._beside is not None:
+            (ended, stop), self._beside, begun = self._beside, None, time.monotonic()
+            with clock("pause"):
+                if stop is not None and stop.turns is None:
+                    stop.set()
+                idle = begun - ended.result()
+            turns = 0 if stop is None else stop.taken
+            metrics = {"timing_s/engine_idle": max(0.0, idle), "async/turns": float(turns)}
+            self._start_scoring([g for g in self._groups if g.is_whole and g.scores is None], clock)
+        drawn = {
+            group.ordinal: [WHOLE if s.episode is not None else s.drawn for s in group.states]
+            for group in self._groups
+        }
+        self.schedule.record(Row(step, turns, self.schedule.slots, drawn))
+        return metrics | self._waiting_metrics()
 
     def get_state(self) -> dict[str, Any]:
         """Return what is not trained yet, besides the data's position, as JSON can hold it."""
@@ -182,13 +240,61 @@ class Window:
         states = [EpisodeState(prompt, s, draw, first + i) for i, s in enumerate(seeds)]
         return Group(ordinal, states)
 
-    def _sample(self, size: int, clock: Clock) -> None:
-        """Sample until the first groups are whole, and begin to score all that are."""
+    def _sample(self, size: int, clock: Clock, *, all_ends: bool) -> None:
+        """Sample until the first groups, or all, are whole; begin to score those that are."""
         states = [state for group in self._groups for state in group.states]
-        needed = [state for group in self._groups[:size] for state in group.states]
+        needed = sum(len(group.states) for group in self._groups[:size])
+        finishes = self.config.rollout.at_push == "finish" and not self.rollout.runs_beside
+        if all_ends or finishes:
+            needed = len(states)
         with clock("gen"):
-            self.rollout.sample(states, len(needed))
+            self.rollout.sample(states, needed, None)
         self._start_scoring([g for g in self._groups if g.is_whole and g.scores is None], clock)
+
+    def _set_limits(self, size: int, row: Row | None) -> None:
+        """Let answers that the step does not need come as far as a row says; None: no limits."""
+        for place, group in enumerate(self._groups):
+            limits: list[int] = [WHOLE] * len(group.states)
+            if row is not None and place >= size:
+                limits = row.drawn.get(group.ordinal, [0] * len(group.states))
+            for state, limit in zip(group.states, limits, strict=True):
+                state.limit = None if limit == WHOLE else limit
+
+    def _follows_lengths(self, row: Row) -> bool:
+        """Return whether answers need limits to come as far as a row says.
+
+        The engine that has written it comes as far by itself, in as many turns.
+
+        Raises:
+            TrainingError: episodes of several turns, which have no limits, are to be replayed.
+        """
+        same_engine = self.rollout.runs_beside == (row.turns is not None)
+        if same_engine and row.slots == self.schedule.slots:
+            return False
+        if self.rollout.episodes is not None and self.schedule.replays:
+            raise TrainingError(
+                f"the schedule was recorded with rollout.max_running_sequences={row.slots}, "
+                f"engine devices of its own: {row.turns is not None}: expected the same, as the "
+                "run has episodes of several turns"
+            )
+        return self.rollout.episodes is None
+
+    def _go_on_beside(self, row: Row | None) -> None:
+        """Let an engine with devices of its own go on while the models are trained."""
+        states = [state for group in self._groups for state in group.states]
+        states = [state for state in states if state.episode is None]
+        by_length = row is not None and self._follows_lengths(row)
+        if not self.rollout.runs_beside or not states or by_length:
+            return
+        rollout, stop = self.config.rollout, None
+        if rollout.at_push != "finish":
+            stop = Stop(rollout.turns if row is None else row.turns)
+
+        def go_on() -> float:
+            self.rollout.sample(states, len(states), stop)
+            return time.monotonic()
+
+        self._beside = Beside(self.executor.submit(go_on), stop)
 
     def _start_scoring(self, groups: Sequence[Group], clock: Clock) -> None:
         if not groups:
@@ -235,14 +341,16 @@ class Window:
             metrics["batch/dropped_groups"] = float(dropped.groups)
             errors = sum(score.error is not None for g in taken for score in g.result())
             metrics["reward/errors"] = float(errors + dropped.errors)
-        if self.config.rollout.staleness:
-            waiting = [state for group in self._groups for state in group.states]
-            open_ones = [state for state in waiting if state.episode is None]
-            turns = itertools.chain.from_iterable(state.turns for state in open_ones)
-            metrics["async/ready_answers"] = float(len(waiting) - len(open_ones))
-            metrics["async/in_flight_answers"] = float(len(open_ones))
-            metrics["async/in_flight_tokens"] = float(sum(len(turn.tokens) for turn in turns))
         return metrics
+
+    def _waiting_metrics(self) -> Metrics:
+        waiting = [state for group in self._groups for state in group.states]
+        open_ones = [state for state in waiting if state.episode is None]
+        return {
+            "async/ready_answers": float(len(waiting) - len(open_ones)),
+            "async/in_flight_answers": float(len(open_ones)),
+            "async/in_flight_tokens": float(sum(state.drawn for state in open_ones)),
+        }
 
 
 def _packed(turn: Completion) -> dict[str, Any]:

@@ -132,7 +132,12 @@ def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monk
     ("overrides", "text"),
     [
         (["algorithm.correction=[]"], "takes tokens of older policies for the newest's"),
-        (["rollout.engine=vllm"], "needs rollout.engine: native"),
+        (["rollout.nodes=1", "cluster={nodes: 1}"], "needs rollout.nodes: 0"),
+        (["rollout.turns=2"], "is of an engine with devices of its own"),
+        (["rollout.turns=2", "rollout.at_push=finish"], "expected null with rollout.at_push"),
+        (["rollout.turns=2", "rollout.engine=vllm"], "draws the same tokens again"),
+        (["rollout.staleness=0", "rollout.schedule=x"], "rollout.schedule needs rollout.staleness"),
+        (["rollout.schedule=nowhere.jsonl"], "nowhere.jsonl is no schedule of a run"),
         (["algorithm.advantage=remax"], "greedy answers of the newest policy are no baseline"),
     ],
 )
@@ -144,3 +149,73 @@ def test_what_staleness_can_not_have_is_refused(run, overrides, text):
 def test_a_trust_region_around_old_policies_is_warned_of(run, caplog):
     run("rollout.staleness=1", "algorithm.use_rollout_logprobs=true", "steps=1").ok()
     assert "the loss clips around policies that are up to 1 updates old" in caplog.text
+
+
+OWN_DEVICES = (
+    "mesh.train.devices=1",
+    "mesh.rollout.first_device=1",
+    "mesh.rollout.devices=1",
+    "rollout.max_running_sequences=8",  # so that pushes come while answers are in flight
+)
+
+
+@pytest.fixture(scope="module")
+def beside(run, workshop):
+    return run(*words(workshop, 2, *OWN_DEVICES, "validation.every=2"), devices=2).ok()
+
+
+def test_an_engine_with_devices_of_its_own_samples_while_the_step_is_trained(beside):
+    lines = beside.metrics[1:]
+    assert sum(line.get("async/turns", 0) for line in lines) > 0
+    assert max(line["async/in_flight_tokens"] for line in lines) > 0
+    assert max(line.get("async/age/max", 0) for line in lines) == 2
+    seen = ("training/rollout_logprobs_diff_mean", "async/canary_diff_mean")
+    assert max(line.get(name, 0) for line in lines for name in seen) < 1e-5
+
+
+def test_turns_of_the_engine_decide_what_is_drawn_and_not_time(run, workshop, same):
+    given = [*words(workshop, 2, *OWN_DEVICES), "rollout.turns=3"]
+    slow = f"reward.function={workshop.mine('few_tokens_slowly')}"
+    plain, other = (run(*given, *more, devices=2).ok() for more in ([], [slow]))
+    assert max(line["async/in_flight_tokens"] for line in plain.metrics[1:]) > 0
+    assert other.learned == plain.learned
+    same(workshop.params(other.run_dir), workshop.params(plain.run_dir))
+
+
+def test_the_schedule_of_a_run_that_was_killed_replays_it(run, workshop, same, until, monkeypatch):
+    """Bit for bit; with other slots, the same tokens."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    dice, run_dir = random.Random(0), workshop.folder()
+    given = [*words(workshop, 2, *OWN_DEVICES), "checkpoint.every=2"]
+    slow = f"reward.function={workshop.mine('few_tokens_slowly')}"
+    for step in (2, 5):
+        process = workshop.start(*given, slow, run_dir=run_dir)
+        path = run_dir / "metrics.jsonl"
+        assert until(
+            lambda path=path, step=step: path.exists() and path.read_bytes().count(b"\n") > step,
+            process,
+        )
+        time.sleep(dice.uniform(0, 0.2))
+        process.kill()
+        process.communicate()
+    killed = workshop.finish(workshop.start(*given, slow, run_dir=run_dir), run_dir).ok()
+    assert "goes on otherwise" not in killed.err
+    replay = [*given, f"rollout.schedule={run_dir}/schedule.jsonl"]
+    again = run(*replay, devices=2).ok()
+    assert again.learned == killed.learned
+    same(workshop.params(again.run_dir), workshop.params(run_dir))
+    other = run(*replay, "rollout.max_running_sequences=6", devices=2).ok()
+    ages = ("async/age/mean", "response_length/mean", "critic/score/mean")
+    for line, expected in zip(other.metrics, killed.metrics, strict=True):
+        assert [line.get(name) for name in ages] == [expected.get(name) for name in ages]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_answers_may_end_before_the_push(run, workshop, devices):
+    """With K = 1 this is one-step-off: each answer is of one policy, and at most an update old."""
+    own = OWN_DEVICES if devices == 2 else ()
+    given = [*words(workshop, 1), *own, "rollout.at_push=finish"]
+    lines = run(*given, devices=devices).ok().metrics[1:]
+    assert [line.get("async/age/mean", 0) for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert all(line["async/in_flight_answers"] == 0 for line in lines)
+    assert max(line.get("async/canary_diff_mean", 0) for line in lines) < 1e-5

@@ -1,5 +1,7 @@
 """What `build_stages` builds from a config, and what it refuses before anything runs."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.run import warm_start
-from jaxrl_llm.training.stages.rollout import plain_sampler
+from jaxrl_llm.training.stages.rollout import awake, plain_sampler
 
 
 def config_of(**tree):
@@ -67,11 +69,13 @@ PROMPT = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
 def test_the_engine_holds_its_cache_only_while_it_samples():
     engine = Engine()
     one = SamplingParams(max_new_tokens=1)
-    plain_sampler(engine, lambda ids: "x").sample([PROMPT], one, samples=2, seed=(0,))
+    opened = functools.partial(awake, engine)
+    plain_sampler(engine, lambda ids: "x", opened).sample([PROMPT], one, samples=2, seed=(0,))
     assert engine.calls == ["wake", "sample", "sleep"]
     engine = Engine(RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        plain_sampler(engine, str).sample([PROMPT], one, samples=1, seed=(0,))
+        opened = functools.partial(awake, engine)
+        plain_sampler(engine, str, opened).sample([PROMPT], one, samples=1, seed=(0,))
     assert engine.calls == ["wake", "sample", "sleep"]
 
 

@@ -100,6 +100,7 @@ def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
         sample_canaries=Mock(),
         merge_for_engine=Mock(),
         engine_checksum=sums,
+        awake=Mock(),
     )
     if told is None:
         assert stage.sync_weights({}, 3) == {"perf/moved_gb": 0.0}

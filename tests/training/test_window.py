@@ -1,7 +1,9 @@
 """The in-order window: prompt order, ages, and what it keeps, whatever lengths answers have."""
 
 import json
-from concurrent.futures import Future
+import random
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, batches
 from jaxrl_llm.monitoring.clock import Clock
@@ -17,6 +20,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
 from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.training.schedule import FILE, Schedule
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError
@@ -24,6 +28,7 @@ from jaxrl_llm.training.window import Window
 
 PROMPTS = [Prompt(i, (1, 2 + i), "test", str(i)) for i in range(17)]
 SIZE, SAMPLES, LONGEST = 3, 2, 12
+EXECUTOR = ThreadPoolExecutor(1)
 
 
 class Turns(PartialEngine):
@@ -41,31 +46,40 @@ class Turns(PartialEngine):
     def sample(self, requests):
         return self.sample_until(requests, len(requests))
 
-    def sample_until(self, requests, needed):
+    def sample_until(self, requests, needed, stop=None):
         self.most = max(self.most, len(requests))
         drawn = [list(r.drawn.tokens) if r.drawn else [] for r in requests]
         versions = [list(r.drawn.versions) if r.drawn else [] for r in requests]
-        lengths = [self.length(r.seed) for r in requests]
+        limits = [r.sampling.max_new_tokens for r in requests]
+        ends = [
+            "stop" if self.length(r.seed) < limits[i] else "length" for i, r in enumerate(requests)
+        ]
+        lengths = [min(self.length(r.seed), limits[i]) for i, r in enumerate(requests)]
 
         def is_open(i):
             return len(drawn[i]) < lengths[i]
 
-        while any(is_open(i) for i in range(needed)):
+        while any(is_open(i) for i in range(needed)) and not (stop and stop.is_set):
             for i in [i for i in range(len(requests)) if is_open(i)][: self.slots]:
                 drawn[i].append((requests[i].seed + len(drawn[i])) % 100)
                 versions[i].append(self.version)
+            if stop is not None:
+                time.sleep(0.0001)  # others get to say that it is to stop
+                stop.count_turn()
         return [
             Completion(
                 np.array(drawn[i], np.int32),
                 np.zeros(len(drawn[i]), np.float32),
                 np.array(versions[i], np.int32),
-                "" if is_open(i) else "length",
+                "" if len(drawn[i]) < lengths[i] else ends[i],
             )
             for i in range(len(requests))
         ]
 
 
-def open_window(engine, *, staleness=0, steps=5, keep=None, limit=9, score=None):
+def open_window(
+    engine, *, staleness=0, steps=5, keep=None, limit=9, beside=False, schedule=None, **keys
+):
     """Return a window over a fake engine; `keep` takes a group's prompt."""
     sampling = SamplingParams(max_new_tokens=LONGEST)
 
@@ -82,15 +96,23 @@ def open_window(engine, *, staleness=0, steps=5, keep=None, limit=9, score=None)
         spec=TrainConfig,
         seed=7,
         batch=SimpleNamespace(prompts_per_step=SIZE),
-        rollout=SimpleNamespace(samples_per_prompt=SAMPLES, staleness=staleness),
+        rollout=SimpleNamespace(
+            samples_per_prompt=SAMPLES,
+            staleness=staleness,
+            **{"at_push": "reread", "turns": None, **keys},
+        ),
         algorithm=SimpleNamespace(max_generation_batches=limit),
     )
     rollout = Mock(
         spec=RolloutStage,
-        sample=lambda states, needed: sample_states(engine, states, sampling, needed=needed),
+        sample=lambda states, needed, stop: sample_states(
+            engine, states, sampling, needed=needed, stop=stop
+        ),
         gather=lambda states: as_rollouts(states, decode=str),
         examine=lambda rollouts: rollouts,
         sample_canaries=lambda prompts, step: f"canaries of step {step}",
+        runs_beside=beside,
+        episodes=None,
     )
     return Window(
         config=config,
@@ -99,10 +121,17 @@ def open_window(engine, *, staleness=0, steps=5, keep=None, limit=9, score=None)
         scoring=Mock(spec=ScoringStage, start=start, keep=keep and kept),
         prompt_batches=batches(PROMPTS, batch_size=SIZE, seed=0),
         prompts=PROMPTS,
+        schedule=schedule or schedule_of(engine),
+        executor=EXECUTOR,
     )
 
 
-def train(window, engine, first, last):
+def schedule_of(engine, folder=None, *, done=0, replayed=None):
+    """Return a schedule that is written to a folder, or to none."""
+    return Schedule(folder, slots=engine.slots, done=done, replayed=replayed, repeats=True)
+
+
+def train(window, engine, first, last, pause=lambda: None):
     """Take steps; return each one's prompts, tokens, versions and scores."""
     taken = []
     for step in range(first, last + 1):
@@ -110,8 +139,18 @@ def train(window, engine, first, last):
         rollouts, scores, metrics, canaries = window.take(step, Clock())
         is_stale = all(step - 1 not in episode.versions for episode in rollouts.episodes)
         assert canaries == (f"canaries of step {step}" if is_stale else None)
+        pause()
+        metrics |= window.leave(step, Clock())
         taken.append((rollouts, scores(), metrics))
     return taken
+
+
+def drawn(taken):
+    """Return tokens and versions of all episodes of each step."""
+    return [
+        [(e.tokens.tolist(), e.versions.tolist()) for e in rollouts.episodes]
+        for rollouts, *_ in taken
+    ]
 
 
 CASES = {
@@ -120,15 +159,16 @@ CASES = {
     "skew": st.sampled_from([0.2, 1.0, 6.0]),
     "refused": st.sampled_from([None, frozenset(), frozenset({0, 3, 5, 8, 13})]),
 }
+BESIDE = {"beside": st.booleans(), "at_push": st.sampled_from(["reread", "finish"])}
 
 
-@hypothesis.given(**CASES)
+@hypothesis.given(**CASES, **BESIDE)
 def test_every_kept_prompt_is_trained_once_in_order_and_no_token_is_too_old(
-    staleness, slots, skew, refused
+    staleness, slots, skew, refused, beside, at_push
 ):
     engine = Turns(slots, skew)
     keep = None if refused is None else (lambda index: index not in refused)
-    window = open_window(engine, staleness=staleness, keep=keep)
+    window = open_window(engine, staleness=staleness, keep=keep, beside=beside, at_push=at_push)
     taken = train(window, engine, 1, 5)
     order = [p.index for batch in batches(PROMPTS, batch_size=1, seed=0, epochs=4) for p in batch]
     expected = [index for index in order if keep is None or keep(index)]
@@ -139,6 +179,7 @@ def test_every_kept_prompt_is_trained_once_in_order_and_no_token_is_too_old(
             ages = step - 1 - episode.versions
             assert ages.min() >= 0 and ages.max() <= staleness
             assert (np.diff(episode.versions) >= 0).all()
+            assert at_push == "reread" or len(set(episode.versions)) == 1
             assert score.score == len(episode.tokens)
     assert engine.most <= (staleness + 1) * SIZE * SAMPLES
     assert not window.get_state()["groups"], "nothing is begun beyond the last step"
@@ -190,9 +231,9 @@ def test_later_prompts_fill_the_places_of_those_that_end():
         class Counting(Turns):
             count = 0
 
-            def sample_until(self, requests, needed):
+            def sample_until(self, requests, needed, stop=None):
                 before = [len(r.drawn.tokens) if r.drawn else 0 for r in requests]
-                answers = super().sample_until(requests, needed)
+                answers = super().sample_until(requests, needed, stop)
                 grown = [len(a.tokens) - b for a, b in zip(answers, before, strict=True)]
                 self.count += max(grown)
                 return answers
@@ -202,6 +243,83 @@ def test_later_prompts_fill_the_places_of_those_that_end():
         return engine.count
 
     assert turns(2) < 0.8 * turns(0)
+
+
+def test_turns_decide_what_is_drawn_and_not_time():
+    dice = random.Random(0)
+
+    def run(pause):
+        engine = Turns(4, 1.0)
+        window = open_window(engine, staleness=2, beside=True, turns=3)
+        return drawn(train(window, engine, 1, 5, pause))
+
+    plain = run(lambda: None)
+    assert run(lambda: time.sleep(dice.uniform(0, 0.01))) == plain
+    assert any(len(set(versions)) > 1 for step in plain for _, versions in step)
+
+
+@hypothesis.given(staleness=st.integers(1, 3), skew=CASES["skew"], refused=CASES["refused"])
+def test_a_schedule_replays_a_run(tmp_path_factory, staleness, skew, refused):
+    """In the same turns, and with other slots or without devices of its own to the same tokens."""
+    keep = None if refused is None else (lambda index: index not in refused)
+    dice, folder = random.Random(0), tmp_path_factory.mktemp("run")
+
+    def run(slots, *, beside=True, **given):
+        engine = Turns(slots, skew)
+        schedule = schedule_of(engine, **given)
+        window = open_window(
+            engine, staleness=staleness, keep=keep, beside=beside, schedule=schedule
+        )
+        return drawn(train(window, engine, 1, 5, lambda: time.sleep(dice.uniform(0, 0.003))))
+
+    expected, recorded = run(4, folder=folder), folder / FILE
+    again = tmp_path_factory.mktemp("again")
+    assert run(4, replayed=str(recorded), folder=again) == expected
+    assert (again / FILE).read_text() == recorded.read_text()
+    assert run(3, replayed=str(recorded)) == expected
+    assert run(4, replayed=str(recorded), beside=False) == expected
+
+
+def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
+    def begin(done=0):
+        engine = Turns(4, 1.0)
+        schedule = schedule_of(engine, tmp_path, done=done)
+        return engine, open_window(engine, staleness=2, beside=True, schedule=schedule)
+
+    def pause():
+        time.sleep(random.uniform(0, 0.003))
+
+    engine, window = begin()
+    expected = train(window, engine, 1, 2, pause)
+    state = json.loads(json.dumps([window.prompt_batches.get_state(), window.get_state()]))
+    expected += train(window, engine, 3, 4, pause)  # not saved
+    rows = (tmp_path / FILE).read_text()
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step":5,"tu')  # killed while it wrote
+    engine, resumed = begin(done=2)
+    assert len((tmp_path / FILE).read_text().splitlines()) == 2
+    resumed.prompt_batches.set_state(state[0])
+    resumed.set_state(state[1])
+    assert drawn(train(resumed, engine, 3, 4, pause)) == drawn(expected[2:])
+    assert (tmp_path / FILE).read_text() == rows
+    train(resumed, engine, 5, 5, pause)
+
+
+def test_a_schedule_that_does_not_fit_is_told(tmp_path):
+    engine = Turns(4, 1.0)
+    window = open_window(engine, staleness=2, schedule=schedule_of(engine, tmp_path))
+    train(window, engine, 1, 3)
+    path = tmp_path / FILE
+    for engine, steps, text in (
+        (Turns(4, 6.0), 3, "step 1 does not follow the schedule: the answers of group"),
+        (Turns(4, 1.0), 4, "rollout.schedule has no row of step 4, .*its last is of step 3"),
+    ):
+        window = open_window(engine, staleness=2, schedule=schedule_of(engine, replayed=str(path)))
+        with pytest.raises(TrainingError, match=text):
+            train(window, engine, 1, steps)
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"schedule\.jsonl is no schedule of a run"):
+        schedule_of(engine, replayed=str(path))
 
 
 def test_too_many_refused_groups_end_the_step_with_what_to_do():

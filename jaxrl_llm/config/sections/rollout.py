@@ -128,6 +128,25 @@ class SamplingConfig(Section):
             "K updates old"
         ),
     )
+    at_push: Literal["reread", "finish"] = Field(
+        default="reread",
+        description=(
+            "what becomes of answers in flight when new weights are pushed: reread, they go on "
+            "under these, after their tokens are read again; finish, they end before the push"
+        ),
+    )
+    turns: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "of an engine with devices of its own: turns that it takes while a step is trained, "
+            "so that no time decides what is drawn; null: as many as it can"
+        ),
+    )
+    schedule: str | None = Field(
+        default=None,
+        description="schedule.jsonl of a run with staleness, which is replayed; null: none",
+    )
     nodes: int = Field(
         default=0,
         ge=0,

@@ -23,6 +23,7 @@ from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import (
     EngineError,
     EngineSettings,
+    Stop,
     check_needed,
     check_request,
     results_of,
@@ -32,7 +33,7 @@ from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
-from jaxrl_llm.rollout.native.scheduler import SequenceState
+from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes, count_parts
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.layout import Layout
@@ -118,7 +119,7 @@ class NativeEngine:
         self._version = -1
         self._runner = ModelRunner(self.programs, settings.max_running_sequences, detokenize)
         self._incoming: list[SequenceState] = []
-        self._partial: list[tuple[list[SequenceState], list[SequenceState]]] = []  # needed, others
+        self._partial: list[PartialSampling] = []
         self._state = threading.Condition()
         self._device = threading.Lock()  # held while weights, pages and sequences are in use
         self._claims = 0  # who wants the device, the worker aside
@@ -142,13 +143,16 @@ class NativeEngine:
         """Sample one answer for each request, in order; equal prompts are read once."""
         return results_of(self._submit(requests))
 
-    def sample_until(self, requests: Sequence[Request], needed: int) -> list[Completion]:
+    def sample_until(
+        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+    ) -> list[Completion]:
         """Sample until the first requests have their answers; the others come as they stand.
 
         They stand where the chunk ended that completed the last of the first ones, so that the
-        same requests under the same weights give the same tokens.
+        same requests under the same weights give the same tokens; or, if it came before, where the
+        chunk ended in which `stop` was set. A turn is a chunk, and the prompts read before it.
         """
-        return results_of(self._submit(requests, needed=needed))
+        return results_of(self._submit(requests, needed=needed, stop=stop))
 
     def load(
         self, params: Any, version: int, *, recompute: bool = False, donate: bool = False
@@ -261,13 +265,14 @@ class NativeEngine:
         listener: Callable[[Completion], None] | None = None,
         *,
         needed: int | None = None,
+        stop: Stop | None = None,
     ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
         sequences = [SequenceState(request, listener=listener) for request in requests]
         if needed is not None:
             check_needed(needed, len(requests))
-            partial = [(sequences[:needed], sequences[needed:])]
+            partial = [PartialSampling(sequences, needed, stop)]
         else:
             partial = []
         with self._state:
@@ -340,19 +345,18 @@ class NativeEngine:
             if self._paused:
                 return []
             self._runner.scheduler.add(self._incoming)
-            self._incoming = []
+            self._incoming, partial = [], list(self._partial)
         changed = self._runner.step(self._params, self._version)
-        return list(dict.fromkeys([*changed, *self._withdraw()]))
+        return list(dict.fromkeys([*changed, *self._withdraw(partial)]))
 
-    def _withdraw(self) -> list[SequenceState]:
-        """Take out and return those that are not waited for any more."""
-        others = []
-        for needed, rest in list(self._partial):
-            if all(s.finish or s.future.cancelled() for s in needed):
-                others += [s for s in rest if not s.finish]
-                self._partial.remove((needed, rest))
-        self._runner.scheduler.withdraw(others)
-        return others
+    def _withdraw(self, partial: Sequence[PartialSampling]) -> list[SequenceState]:
+        """Take out and return those that are not waited for any more, after a turn with them."""
+        ended = [sampling for sampling in partial if sampling.end_turn()]
+        for sampling in ended:
+            self._partial.remove(sampling)
+        left = [s for sampling in ended for s in sampling.sequences if not s.finish]
+        self._runner.scheduler.withdraw(left)
+        return left
 
     def _abort_all(self) -> list[SequenceState]:
         """Return all sequences and forget them, and the cache."""

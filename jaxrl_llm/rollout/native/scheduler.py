@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native.pages import PagePool, PageTable
 from jaxrl_llm.rollout.types import Completion, Request
 
@@ -125,6 +126,28 @@ class SequenceState:
                 self.future.set_result(self.completion())
             else:
                 self.future.set_exception(failure)
+
+
+class PartialSampling(NamedTuple):
+    """Sequences that may be left before their end.
+
+    Attributes:
+        sequences: of one call.
+        needed: once the first so many have ended, the others are left.
+        stop: once it is set, all that have not ended are left.
+    """
+
+    sequences: list[SequenceState]
+    needed: int
+    stop: Stop | None
+
+    def end_turn(self) -> bool:
+        """Count a turn; return whether those that have not ended are left."""
+        if self.stop is not None:
+            self.stop.count_turn()
+            if self.stop.is_set:
+                return True
+        return all(s.finish or s.future.cancelled() for s in self.sequences[: self.needed])
 
 
 class Counts(NamedTuple):

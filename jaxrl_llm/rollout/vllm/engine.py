@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +18,12 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import (
     EngineError,
     EngineSettings,
+    Stop,
+    check_needed,
     check_request,
     results_of,
     streamed,
+    wait_for_first,
 )
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
@@ -133,18 +135,41 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one answer; cancelling the coroutine gives the request up."""
-        return await asyncio.wrap_future(self._submit(request))
+        return await asyncio.wrap_future(self._submit(request).future)
 
     async def stream(self, request: Request) -> AsyncIterator[Completion]:
         """Sample one answer and yield its pieces; the last has a `finish`."""
-        async for piece in streamed(lambda tell: self._submit(request, tell)):
+        async for piece in streamed(lambda tell: self._submit(request, tell).future):
             yield piece
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one answer for each request, in order."""
         for request in requests:
             self._check(request)
-        return results_of([self._submit(request) for request in requests])
+        return results_of([self._submit(request).future for request in requests])
+
+    def sample_until(
+        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+    ) -> list[Completion]:
+        """Sample until the first requests have their answers, or `stop` is set, which counts none.
+
+        How far the other answers have come then is left to chance.
+        """
+        check_needed(needed, len(requests))
+        for request in requests:
+            self._check(request)
+        pending = [self._submit(request, lambda _: None) for request in requests]
+        try:
+            wait_for_first([one.future for one in pending[:needed]], stop)
+            with self._state:
+                drawn = [one.drawn() for one in pending]
+            return [
+                one.future.result() if one.future.done() else answer
+                for one, answer in zip(pending, drawn, strict=True)
+            ]
+        finally:
+            for one in pending:
+                one.future.cancel()
 
     def load(self, params: Any, version: int) -> Receipt:
         """Send weights to all sidecars, with checksums; what runs is paused meanwhile.
@@ -225,8 +250,6 @@ class VllmEngine:
             vocab_size=self.spec.vocab_size,
             limits={"top_logprobs": MOST_TOP_LOGPROBS},
         )
-        if request.drawn is not None:
-            raise EngineError("got an answer to go on with, but this engine begins all anew")
         if request.sampling.stop:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
         for token, bias in request.sampling.logit_bias:
@@ -237,7 +260,7 @@ class VllmEngine:
 
     def _submit(
         self, request: Request, listener: Callable[[Completion], None] | None = None
-    ) -> Future[Completion]:
+    ) -> PendingRequest:
         self._check(request)
         pending = PendingRequest(request, listener)
         with self._state:
@@ -248,7 +271,7 @@ class VllmEngine:
             replica = self._replicas[self._router.choose(request.prompt, pending.max_tokens)]
             replica.add(pending)
         pending.future.add_done_callback(lambda _: self._give_up(replica, pending))
-        return pending.future
+        return pending
 
     def _receive(self, replica: Replica, number: int, message: dict[str, Any]) -> None:
         """Take a piece of an answer from a sidecar."""

@@ -20,7 +20,7 @@ class PendingRequest:
         request: as it was asked.
         listener: called with each piece of the answer; None if all at once will do.
         future: the answer.
-        pieces: of it that have come.
+        pieces: of it that have come; the first is what the request goes on with, if it does.
         number: of the message that asked a sidecar for it; None while none has it.
     """
 
@@ -29,6 +29,11 @@ class PendingRequest:
     future: Future[Completion] = dataclasses.field(default_factory=Future)
     pieces: list[Completion] = dataclasses.field(default_factory=list)
     number: int | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with what was drawn before."""
+        if self.request.drawn is not None:
+            self.pieces.append(self.request.drawn)
 
     @property
     def max_tokens(self) -> int:
@@ -83,11 +88,15 @@ class PendingRequest:
         if not self.future.set_running_or_notify_cancel():
             return
         if error is None:
-            self.future.set_result(self._join_pieces())
+            self.future.set_result(self.drawn())
         else:
             self.future.set_exception(error)
 
-    def _join_pieces(self) -> Completion:
+    def drawn(self) -> Completion:
+        """Return what has come of the answer."""
+        if not self.pieces:
+            tokens = np.zeros(0, np.int32)
+            return Completion(tokens, np.zeros(0, np.float32), tokens, "")
         last, tops = self.pieces[-1], [piece.top for piece in self.pieces if piece.top is not None]
         return last._replace(
             tokens=np.concatenate([piece.tokens for piece in self.pieces]),

@@ -17,7 +17,7 @@ from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
 from jaxrl_llm.models.model import Model, QuantizableModel, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
-from jaxrl_llm.rollout.engine import Engine, EngineError
+from jaxrl_llm.rollout.engine import Engine, EngineError, Stop
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler
 from jaxrl_llm.rollout.sampling import (
     EpisodeState,
@@ -41,6 +41,9 @@ CANARIES, CANARY_TOKENS = 8, 8
 """Answers, and tokens of each, by which the engine's weights are checked where a step has none."""
 
 
+Awake = Callable[[], contextlib.AbstractContextManager[None]]
+
+
 class PolicyTokens(NamedTuple):
     """A policy's tokenizer, and the tokens that end an answer."""
 
@@ -56,7 +59,8 @@ class RolloutStage:
         engine: holds the policy.
         tokenizer: the policy's.
         policy: (trained parameters, step) -> the policy, an adapter merged into it.
-        sample: (states, needed) -> draws answers, until the first `needed` are whole.
+        sample: (states, needed, stop) -> draws answers, until the first `needed` are whole or
+            `stop` is set.
         gather: states that are whole -> answers.
         examine: a step's answers -> the same, with metrics of how they were sampled.
         sample_greedy: (a step's answers, step) -> one greedy answer to each of their prompts.
@@ -65,13 +69,16 @@ class RolloutStage:
             trainer.
         merge_for_engine: trained parameters -> the model's, with an adapter merged into it.
         engine_checksum: of a model's parameters, as the engine should hold them.
+        awake: gives the engine its cache within a `with`; nothing is done to one that runs beside.
         episodes: samples episodes of many turns; None where answers are plain.
+        runs_beside: whether the engine may sample while the models are trained, as its devices are
+            not theirs.
     """
 
     engine: Engine
     tokenizer: Any
     policy: Callable[[Any, int], Policy]
-    sample: Callable[[Sequence[EpisodeState], int], None]
+    sample: Callable[[Sequence[EpisodeState], int, Stop | None], None]
     gather: Callable[[Sequence[EpisodeState]], Rollouts]
     examine: Callable[[Rollouts], Rollouts]
     sample_greedy: Callable[[Rollouts, int], Rollouts]
@@ -79,7 +86,9 @@ class RolloutStage:
     sample_canaries: Callable[[Sequence[Prompt], int], Rollouts]
     merge_for_engine: Callable[[Any], Any]
     engine_checksum: Callable[[Any], Any]
+    awake: Awake
     episodes: EpisodeSampler | None = None
+    runs_beside: bool = False
 
     def sync_weights(self, params: Any, version: int) -> dict[str, float]:
         """Give the engine the trained parameters, and compare its echo with what was sent.
@@ -107,6 +116,8 @@ def build_rollout(
     engine: Engine,
     tokens: PolicyTokens,
     episodes: EpisodeSampler | None,
+    *,
+    runs_beside: bool = False,
 ) -> RolloutStage:
     """Build what samples from an engine.
 
@@ -117,12 +128,14 @@ def build_rollout(
         engine: of the run.
         tokens: the policy's tokenizer and stop tokens.
         episodes: samples episodes of many turns; None: answers are plain.
+        runs_beside: whether the engine may sample while the models are trained.
     """
     tokenizer, stops = tokens
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    sampler = plain = plain_sampler(engine, decode)
+    opened = contextlib.nullcontext if runs_beside else functools.partial(awake, engine)
+    sampler = plain = plain_sampler(engine, decode, opened)
     if episodes is not None:
-        sampler = episode_sampler(engine, episodes, Journals(Path(config.run_dir)))
+        sampler = episode_sampler(engine, episodes, Journals(Path(config.run_dir)), opened)
     merge, base = merge_for_engine(model, config.model.dtype), base_model(model.model)
 
     def policy(params: Any, step: int) -> Policy:  # without `model`, which has weights
@@ -153,7 +166,9 @@ def build_rollout(
             # vLLM quantizes what its host was sent, of which the checksum is
             quantized=config.rollout.engine == "native" and config.rollout.quantization == "fp8",
         ),
+        awake=opened,
         episodes=episodes,
+        runs_beside=runs_beside,
     )
 
 
@@ -161,12 +176,13 @@ class Sampler(NamedTuple):
     """How a run samples: plain answers, or episodes of many turns.
 
     Attributes:
-        run: (states, sampling, needed) -> draws them, until the first `needed` are whole.
+        run: (states, sampling, needed, stop) -> draws them, until the first `needed` are whole or
+            `stop` is set.
         gather: states that are whole -> answers.
         examine: answers -> the same, with metrics of how they were sampled.
     """
 
-    run: Callable[[Sequence[EpisodeState], SamplingParams, int], None]
+    run: Callable[[Sequence[EpisodeState], SamplingParams, int, Stop | None], None]
     gather: Callable[[Sequence[EpisodeState]], Rollouts]
     examine: Callable[[Rollouts], Rollouts]
 
@@ -180,26 +196,34 @@ class Sampler(NamedTuple):
     ) -> Rollouts:
         """Draw G answers for each prompt."""
         states = begin_episodes(prompts, samples, seed)
-        self.run(states, sampling, len(states))
+        self.run(states, sampling, len(states), None)
         return self.examine(self.gather(states))
 
 
-def plain_sampler(engine: Engine, decode: Callable[[Any], str]) -> Sampler:
-    """Return what samples plain answers; the engine holds its cache only meanwhile."""
+def plain_sampler(engine: Engine, decode: Callable[[Any], str], awake: Awake) -> Sampler:
+    """Return what samples plain answers."""
 
-    def run(states: Sequence[EpisodeState], sampling: SamplingParams, needed: int) -> None:
-        with awake(engine):
-            sample_states(engine, states, sampling, needed=needed)
+    def run(
+        states: Sequence[EpisodeState], sampling: SamplingParams, needed: int, stop: Stop | None
+    ) -> None:
+        with awake():
+            sample_states(engine, states, sampling, needed=needed, stop=stop)
 
     return Sampler(run, functools.partial(as_rollouts, decode=decode), lambda rollouts: rollouts)
 
 
-def episode_sampler(engine: Engine, episodes: EpisodeSampler, journals: Journals) -> Sampler:
+def episode_sampler(
+    engine: Engine, episodes: EpisodeSampler, journals: Journals, awake: Awake
+) -> Sampler:
     """Return the same for episodes of many turns, which keep a journal of what tools answer."""
 
-    def run(states: Sequence[EpisodeState], sampling: SamplingParams, needed: int) -> None:
-        with awake(engine):
-            episodes.sample_states(engine, states, sampling, needed=needed, journal=journals.path)
+    def run(
+        states: Sequence[EpisodeState], sampling: SamplingParams, needed: int, stop: Stop | None
+    ) -> None:
+        with awake():
+            episodes.sample_states(
+                engine, states, sampling, needed=needed, stop=stop, journal=journals.path
+            )
 
     return Sampler(run, episodes.as_rollouts, episodes.examine)
 
@@ -216,7 +240,7 @@ def awake(engine: Engine) -> Iterator[None]:
 
 def training_sampler(
     config: TrainConfig, sampler: Sampler, stops: tuple[int, ...]
-) -> Callable[[Sequence[EpisodeState], int], None]:
+) -> Callable[[Sequence[EpisodeState], int, Stop | None], None]:
     """Return the function that draws answers to train on, or goes on with them."""
     rollout = config.rollout
     sampling = SamplingParams(
@@ -226,7 +250,7 @@ def training_sampler(
         top_k=rollout.top_k,
         stop_ids=stops,
     )
-    return lambda states, needed: sampler.run(states, sampling, needed)
+    return lambda states, needed, stop: sampler.run(states, sampling, needed, stop)
 
 
 def canary_sampler(
