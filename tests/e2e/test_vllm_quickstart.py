@@ -48,6 +48,27 @@ def test_the_quickstart_learns_from_vllms_answers(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
+def test_vllm_samples_while_the_step_is_trained(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/quickstart.yaml"]
+    command += ["rollout.engine=vllm", "rollout.staleness=1", "steps=4", "log.tensorboard=false"]
+    command += ["model.path=configs/quickstart", "model.random_init=true", "model.warm_start=null"]
+    command += ["rollout.max_new_tokens=40", "rollout.max_running_sequences=64"]
+    command += ["validation.before=false", "batch.prompts_per_step=16"]
+    command += ["batch.prompts_per_minibatch=8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with Path(tmp_path, "runs/quickstart/metrics.jsonl").open() as file:
+        lines = [json.loads(line) for line in file]
+    assert max(line.get("async/age/max", 0) for line in lines) == 1
+    seen = ("training/rollout_logprobs_diff_mean", "async/canary_diff_mean")
+    assert all(min(line[name] for name in seen if name in line) < 1e-4 for line in lines)
+    rows = Path(tmp_path, "runs/quickstart/schedule.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
 def test_vllm_samples_on_a_node_of_its_own(cluster, tmp_path):
     """Episodes of two turns, with an environment in between."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -29,7 +29,7 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings
+from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings, Stop
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, sync, weights
@@ -95,7 +95,7 @@ def logprobs_of(params, prompt, answer, temperature=1.0):
     return logprobs[np.arange(len(answer)), np.asarray(answer)]
 
 
-BEGUN = Completion(np.array([1]), np.zeros(1, np.float32), np.zeros(1, int), "")
+BEGUN = Completion(np.array([1]), np.zeros(1, np.float32), np.zeros(1, int), "stop")
 
 
 def ask(tokens=24, seed=0, prompt=PROMPT, **options):
@@ -295,6 +295,29 @@ def test_hundreds_of_requests_are_all_answered(engine):
         np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
 
 
+def test_answers_are_left_and_gone_on_with(engine):
+    """Greedy answers in pieces are those in one; each token has its log-prob and version."""
+    requests = [ask(tokens=count, temperature=0.0) for count in (4, 60, 60)]
+    whole = engine.sample(requests)
+    parts = engine.sample_until(requests, 1)
+    assert [part.finish for part in parts] == ["length", "", ""]
+    stop = Stop()
+    threading.Timer(0.2, stop.set).start()
+    left = [
+        dataclasses.replace(r, drawn=part) for r, part in zip(requests[1:], parts[1:], strict=True)
+    ]
+    parts = engine.sample_until(left, 2, stop)
+    assert all(part.finish or len(part.tokens) < 60 for part in parts)
+    rest = [
+        engine.sample([dataclasses.replace(request, drawn=part)])[0] if not part.finish else part
+        for request, part in zip(left, parts, strict=True)
+    ]
+    for answer, expected in zip(rest, whole[1:], strict=True):
+        np.testing.assert_array_equal(answer.tokens, expected.tokens)
+        np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(answer.versions, expected.versions)
+
+
 @pytest.mark.parametrize(
     ("request_", "told"),
     [
@@ -304,7 +327,7 @@ def test_hundreds_of_requests_are_all_answered(engine):
         (ask(stop=("x",)), "no tokenizer"),
         (ask(logit_bias=((1, 200.0),)), "logit_bias 200"),
         (ask(top_logprobs=30), "top_logprobs 30"),
-        (dataclasses.replace(ask(), drawn=BEGUN), "an answer to go on with"),
+        (dataclasses.replace(ask(), drawn=BEGUN), "to go on with, finish=.stop."),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused(engine, request_, told):
