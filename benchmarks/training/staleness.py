@@ -86,10 +86,15 @@ class PrescribedLengths:
         return self._counted(requests, answers)
 
     def sample_until(
-        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+        self,
+        requests: Sequence[Request],
+        needed: int,
+        stop: Stop | None = None,
+        listener: Listener | None = None,
     ) -> list[Completion]:
         """Sample until the first requests have their answers."""
-        answers = self._engine.sample_until([self._limited(r) for r in requests], needed, stop)
+        limited = [self._limited(r) for r in requests]
+        answers = self._engine.sample_until(limited, needed, stop, listener)
         return self._counted(requests, answers)
 
     def _limited(self, request: Request) -> Request:

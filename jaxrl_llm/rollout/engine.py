@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -140,17 +141,26 @@ class Stop:
         callback()
 
 
+Listener = Callable[[int, Completion], None]
+"""Called with the number of a request and its answer, in any thread."""
+
+
 @runtime_checkable
 class PartialEngine(Engine, Protocol):
     """An engine that can leave answers before their end, and go on with them later."""
 
     def sample_until(
-        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+        self,
+        requests: Sequence[Request],
+        needed: int,
+        stop: Stop | None = None,
+        listener: Listener | None = None,
     ) -> list[Completion]:
         """Sample until the first `needed` requests have their answers, or it is to stop.
 
         All are returned as they stand: one that is not whole has no `finish`; as `Request.drawn` it
-        is gone on with. Requests run in their order as far as there is room.
+        is gone on with. Requests run in their order as far as there is room. The listener is told
+        of each answer that becomes whole.
 
         Raises:
             EngineError: as `generate`; or `needed` is none of 1 to the number of requests.
@@ -227,6 +237,21 @@ def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
         for future in futures:
             future.cancel()
         raise
+
+
+def listened(
+    futures: list[Future[Completion]], listener: Listener | None
+) -> list[Future[Completion]]:
+    """Tell a listener of each answer that becomes whole; return the same futures."""
+
+    def tell(number: int, listener: Listener, future: Future[Completion]) -> None:
+        if not future.cancelled() and future.exception() is None and future.result().finish:
+            listener(number, future.result())
+
+    if listener is not None:
+        for number, future in enumerate(futures):
+            future.add_done_callback(functools.partial(tell, number, listener))
+    return futures
 
 
 def wait_for_first(futures: Sequence[Future[Completion]], stop: Stop | None) -> None:

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.runner import (
     run_episode,
     run_in_loop,
 )
-from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, as_rollouts, begin_episodes
+from jaxrl_llm.rollout.sampling import EpisodeState, OnEnd, Rollouts, as_rollouts, begin_episodes
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools, record_end
 from jaxrl_llm.rollout.tools.journal import Journal
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
@@ -136,6 +136,7 @@ class EpisodeSampler:
         *,
         needed: int | None = None,
         stop: Stop | None = None,
+        on_end: OnEnd | None = None,
         journal: Callable[[tuple[int, ...]], Path | None],
     ) -> None:
         """Draw episodes, or go on with them.
@@ -150,6 +151,7 @@ class EpisodeSampler:
             needed: return once the first so many have ended, with the others as they stand;
                 None: all.
             stop: return once it is set, whatever has ended.
+            on_end: called with each that ends before all have.
             journal: from the entropy of a draw to the file of what its tools answer.
 
         Raises:
@@ -168,14 +170,14 @@ class EpisodeSampler:
                 for draw in dict.fromkeys(state.draw for state in begun)
             }
             runs = [
-                functools.partial(self._run, state, sampling, limits, journals[state.draw])
+                functools.partial(self._run, state, sampling, limits, journals[state.draw], on_end)
                 for state in begun
             ]
             ran = run_in_loop(
                 lambda: run_all(runs, engine, lockstep=lockstep, needed=len(first), stop=stop)
             )
         for number, (state, episode) in enumerate(zip(begun, ran.episodes, strict=True)):
-            state.episode = episode
+            state.episode = state.episode or episode
             if number in ran.unfinished:
                 whole = [turn for turn in state.turns if turn.finish]
                 state.turns = [*whole, ran.unfinished[number]]
@@ -201,6 +203,7 @@ class EpisodeSampler:
         sampling: SamplingParams,
         limits: EpisodeLimits,
         journal: Journal | None,
+        on_end: OnEnd | None,
         generate: Generate,
     ) -> Episode:
         generate = after_turns(state, generate)
@@ -226,7 +229,11 @@ class EpisodeSampler:
                 record_end(chat, await session.end())
 
         try:
-            return await run_episode(lead, chat, self._agent_config.limits.timeout_s)
+            episode = await run_episode(lead, chat, self._agent_config.limits.timeout_s)
+            if on_end is not None:
+                state.episode = episode
+                on_end(state)
+            return episode
         finally:
             await asyncio.shield(session.close())
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.engine import Engine, EngineError, PartialEngine, Stop
+from jaxrl_llm.rollout.engine import Engine, EngineError, Listener, PartialEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
@@ -83,6 +83,10 @@ class EpisodeState:
         return self.episode is None and (self.limit is None or self.drawn < self.limit)
 
 
+OnEnd = Callable[[EpisodeState], None]
+"""Called with an episode that has ended, in any thread."""
+
+
 def begin_episodes(
     prompts: Sequence[Prompt], samples: int, seed: tuple[int, ...]
 ) -> list[EpisodeState]:
@@ -132,6 +136,7 @@ def sample_states(
     *,
     needed: int | None = None,
     stop: Stop | None = None,
+    on_end: OnEnd | None = None,
 ) -> None:
     """Draw plain answers, or go on with them.
 
@@ -141,6 +146,7 @@ def sample_states(
         sampling: how to sample.
         needed: return once the first so many are whole, with the others as they stand; None: all.
         stop: return once it is set, whatever is whole.
+        on_end: called with each that ends before all have.
 
     Raises:
         EngineError: the engine can't leave answers before their end.
@@ -164,28 +170,53 @@ def sample_states(
         )
         for state in begun
     ]
-    completions = sample_first(engine, requests, len(first), stop)
+    longest = sampling.max_new_tokens
+
+    def tell(number: int, completion: Completion) -> None:
+        if keep_drawn(begun[number], completion, longest) and on_end is not None:
+            on_end(begun[number])
+
+    listener = None if on_end is None else tell
+    completions = sample_first(engine, requests, len(first), stop, listener)
     for state, completion in zip(begun, completions, strict=True):
-        state.turns = [completion] if len(completion.tokens) else []
-        if completion.finish == "length" and len(completion.tokens) < sampling.max_new_tokens:
-            state.turns = [completion._replace(finish="")]  # it has come to its limit
-        elif completion.finish:
-            state.episode = Episode.of(state.prompt.tokens, completion)
+        keep_drawn(state, completion, longest)
+
+
+def keep_drawn(state: EpisodeState, drawn: Completion, longest: int) -> bool:
+    """Keep what is drawn of a plain answer; return whether it has ended, now for the first time.
+
+    Args:
+        state: of the answer.
+        drawn: all of it.
+        longest: its tokens at most, where it has no limit.
+    """
+    if state.episode is not None:
+        return False
+    state.turns = [drawn] if len(drawn.tokens) else []
+    if state.limit is not None and drawn.finish == "length" and len(drawn.tokens) < longest:
+        state.turns = [drawn._replace(finish="")]  # it has come to its limit
+    elif drawn.finish:
+        state.episode = Episode.of(state.prompt.tokens, drawn)
+    return state.episode is not None
 
 
 def sample_first(
-    engine: Engine, requests: Sequence[Request], needed: int, stop: Stop | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    needed: int,
+    stop: Stop | None = None,
+    listener: Listener | None = None,
 ) -> list[Completion]:
     """Sample until the first requests have their answers or it is to stop; return all as they are.
 
     Raises:
         EngineError: not all are needed, and the engine can't leave answers before their end.
     """
-    if needed == len(requests) and stop is None:
+    if needed == len(requests) and stop is None and listener is None:
         return engine.sample(requests)
     if not isinstance(engine, PartialEngine):
         raise EngineError(f"{type(engine).__name__} can't leave answers before their end")
-    return engine.sample_until(requests, needed, stop)
+    return engine.sample_until(requests, needed, stop, listener)
 
 
 def as_rollouts(states: Sequence[EpisodeState], decode: Callable[[Any], str]) -> Rollouts:

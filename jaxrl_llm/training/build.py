@@ -89,7 +89,7 @@ def build_stages(
     reward_model = open_scoring_model(
         config, tokenizer, model.model, layouts.reward_model, reward_shape
     )
-    scoring = build_scoring(config, functions, reward_model, rollout, executor, stack)
+    scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
     frozen = {"reward.classifier": reward_model.params} if reward_model else None
     opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
@@ -120,7 +120,7 @@ def open_window(
     Raises:
         ConfigError: the schedule to replay can't be read.
     """
-    executor = ThreadPoolExecutor(1, "rollout")
+    executor = ThreadPoolExecutor(2, "rollout")
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
     window = Window(
         config=config,

@@ -26,6 +26,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.training.groups import Group, GroupScores
 from jaxrl_llm.training.schedule import WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
@@ -48,35 +49,6 @@ class Collected(NamedTuple):
     scores: Callable[[], list[Score]]
     metrics: Metrics
     canaries: Rollouts | None = None
-
-
-@dataclass(eq=False)
-class Group:
-    """The answers to one prompt, from their beginning to the step that trains on them.
-
-    Attributes:
-        ordinal: of the group, from 0, in the order of the prompts.
-        states: of the answers [G].
-        scores: of the answers, in what was scored with them; None until all are whole.
-        first: where its scores begin there.
-        kept: whether the group filter has kept it.
-    """
-
-    ordinal: int
-    states: list[EpisodeState]
-    scores: Future[list[Score]] | None = None
-    first: int = 0
-    kept: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all its answers have ended."""
-        return all(state.episode is not None for state in self.states)
-
-    def result(self) -> list[Score]:
-        """Wait for its scores."""
-        assert self.scores is not None  # of a group that is whole
-        return self.scores.result()[self.first : self.first + len(self.states)]
 
 
 class Beside(NamedTuple):
@@ -111,7 +83,7 @@ class Window:
         prompt_batches: iterator over lists of P prompts, with `get_state`.
         prompts: all prompts, in the order of the data.
         schedule: of the run.
-        executor: runs an engine beside training.
+        executor: two threads: of an engine beside training, and of groups that become whole.
     """
 
     config: TrainConfig
@@ -123,9 +95,14 @@ class Window:
     schedule: Schedule
     executor: Executor
     _beside: Beside | None = None
+    _scores: GroupScores = field(init=False)
     _groups: list[Group] = field(default_factory=list)
     _upcoming: list[Prompt] = field(default_factory=list)
     _ordinal: int = 0
+
+    def __post_init__(self) -> None:
+        """Score nothing yet."""
+        self._scores = GroupScores(self.scoring.start, self.rollout.gather)
 
     def take(self, step: int, clock: Clock) -> Collected:
         """Sample until the step's groups are whole, and begin to score what is.
@@ -185,7 +162,7 @@ class Window:
                 idle = begun - ended.result()
             turns = 0 if stop is None else stop.taken
             metrics = {"timing_s/engine_idle": max(0.0, idle), "async/turns": float(turns)}
-            self._start_scoring([g for g in self._groups if g.is_whole and g.scores is None], clock)
+            self._scores.add(self._groups, clock)
         drawn = {
             group.ordinal: [WHOLE if s.episode is not None else s.drawn for s in group.states]
             for group in self._groups
@@ -248,8 +225,23 @@ class Window:
         if all_ends or finishes:
             needed = len(states)
         with clock("gen"):
-            self.rollout.sample(states, needed, None)
-        self._start_scoring([g for g in self._groups if g.is_whole and g.scores is None], clock)
+            self.rollout.sample(states, needed, None, self._score_soon())
+        self._scores.add(self._groups, clock)
+
+    def _score_soon(self) -> Callable[[EpisodeState], None] | None:
+        """Return what is told of each answer that ends, to score groups before the sampling ends.
+
+        The synchronous loop scores all answers of a step together.
+        """
+        if not self.config.rollout.staleness or not self.scoring.in_background:
+            return None
+        groups = {state: group for group in self._groups for state in group.states}
+
+        def tell(state: EpisodeState) -> None:
+            if groups[state].is_whole:
+                self.executor.submit(self._scores.add, [groups[state]], Clock())
+
+        return tell
 
     def _set_limits(self, size: int, row: Row | None) -> None:
         """Let answers that the step does not need come as far as a row says; None: no limits."""
@@ -291,19 +283,10 @@ class Window:
             stop = Stop(rollout.turns if row is None else row.turns)
 
         def go_on() -> float:
-            self.rollout.sample(states, len(states), stop)
+            self.rollout.sample(states, len(states), stop, self._score_soon())
             return time.monotonic()
 
         self._beside = Beside(self.executor.submit(go_on), stop)
-
-    def _start_scoring(self, groups: Sequence[Group], clock: Clock) -> None:
-        if not groups:
-            return
-        rollouts = self.rollout.gather([state for group in groups for state in group.states])
-        scores, first = self.scoring.start(rollouts, clock), 0
-        for group in groups:
-            group.scores, group.first = scores, first
-            first += len(group.states)
 
     def _filter(self, step: int, size: int, dropped: Dropped, clock: Clock) -> bool:
         """Drop the groups that the filter refuses; return whether the step has all that it needs.

@@ -297,7 +297,7 @@ def test_episodes_that_were_left_go_on_as_if_nothing_had_happened(order, tmp_pat
         return f"[lottery(n={5 + seed % 3})]" if turns < 1 + seed % 3 else "a" * (1 + seed % 9)
 
     class Leaving(Scripted, PartialEngine):
-        def sample_until(self, requests, needed, stop=None):
+        def sample_until(self, requests, needed, stop=None, listener=None):
             answers = []
             for number, (request, whole) in enumerate(
                 zip(requests, self.sample(requests), strict=True)

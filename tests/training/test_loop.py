@@ -58,6 +58,7 @@ def test_answers_are_scored_while_the_devices_compute():
                 add_penalty=unchanged,
                 add_greedy_scores=without_greedy_scores,
                 score_validation=score,
+                in_background=True,
             ),
             models=ModelsStage(
                 roles=(),

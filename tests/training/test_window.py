@@ -20,6 +20,8 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
 from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.training.experience import ScoreError
+from jaxrl_llm.training.groups import GroupScores
 from jaxrl_llm.training.schedule import FILE, Schedule
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
@@ -28,7 +30,7 @@ from jaxrl_llm.training.window import Window
 
 PROMPTS = [Prompt(i, (1, 2 + i), "test", str(i)) for i in range(17)]
 SIZE, SAMPLES, LONGEST = 3, 2, 12
-EXECUTOR = ThreadPoolExecutor(1)
+EXECUTOR, EXECUTOR_OF_SCORES = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
 
 
 class Turns(PartialEngine):
@@ -46,7 +48,7 @@ class Turns(PartialEngine):
     def sample(self, requests):
         return self.sample_until(requests, len(requests))
 
-    def sample_until(self, requests, needed, stop=None):
+    def sample_until(self, requests, needed, stop=None, listener=None):
         self.most = max(self.most, len(requests))
         drawn = [list(r.drawn.tokens) if r.drawn else [] for r in requests]
         versions = [list(r.drawn.versions) if r.drawn else [] for r in requests]
@@ -59,22 +61,24 @@ class Turns(PartialEngine):
         def is_open(i):
             return len(drawn[i]) < lengths[i]
 
+        def answer(i):
+            return Completion(
+                np.array(drawn[i], np.int32),
+                np.zeros(len(drawn[i]), np.float32),
+                np.array(versions[i], np.int32),
+                "" if is_open(i) else ends[i],
+            )
+
         while any(is_open(i) for i in range(needed)) and not (stop and stop.is_set):
             for i in [i for i in range(len(requests)) if is_open(i)][: self.slots]:
                 drawn[i].append((requests[i].seed + len(drawn[i])) % 100)
                 versions[i].append(self.version)
+                if listener and not is_open(i):
+                    listener(i, answer(i))
             if stop is not None:
                 time.sleep(0.0001)  # others get to say that it is to stop
                 stop.count_turn()
-        return [
-            Completion(
-                np.array(drawn[i], np.int32),
-                np.zeros(len(drawn[i]), np.float32),
-                np.array(versions[i], np.int32),
-                "" if len(drawn[i]) < lengths[i] else ends[i],
-            )
-            for i in range(len(requests))
-        ]
+        return [answer(i) for i in range(len(requests))]
 
 
 def open_window(
@@ -105,8 +109,8 @@ def open_window(
     )
     rollout = Mock(
         spec=RolloutStage,
-        sample=lambda states, needed, stop: sample_states(
-            engine, states, sampling, needed=needed, stop=stop
+        sample=lambda states, needed, stop, on_end: sample_states(
+            engine, states, sampling, needed=needed, stop=stop, on_end=on_end
         ),
         gather=lambda states: as_rollouts(states, decode=str),
         examine=lambda rollouts: rollouts,
@@ -118,7 +122,7 @@ def open_window(
         config=config,
         total_steps=steps,
         rollout=rollout,
-        scoring=Mock(spec=ScoringStage, start=start, keep=keep and kept),
+        scoring=Mock(spec=ScoringStage, start=start, keep=keep and kept, in_background=True),
         prompt_batches=batches(PROMPTS, batch_size=SIZE, seed=0),
         prompts=PROMPTS,
         schedule=schedule or schedule_of(engine),
@@ -231,9 +235,9 @@ def test_later_prompts_fill_the_places_of_those_that_end():
         class Counting(Turns):
             count = 0
 
-            def sample_until(self, requests, needed, stop=None):
+            def sample_until(self, requests, needed, stop=None, listener=None):
                 before = [len(r.drawn.tokens) if r.drawn else 0 for r in requests]
-                answers = super().sample_until(requests, needed, stop)
+                answers = super().sample_until(requests, needed, stop, listener)
                 grown = [len(a.tokens) - b for a, b in zip(answers, before, strict=True)]
                 self.count += max(grown)
                 return answers
@@ -303,6 +307,43 @@ def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
     assert drawn(train(resumed, engine, 3, 4, pause)) == drawn(expected[2:])
     assert (tmp_path / FILE).read_text() == rows
     train(resumed, engine, 5, 5, pause)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_groups_are_scored_before_the_sampling_ends(beside):
+    """While one is scored, others wait, and are scored together after it."""
+    engine, window = Turns(2, 1.0), None
+    calls, open_ones, first = [], [], Future()
+
+    def start(rollouts, clock):
+        scores = [Score(float(len(e.tokens)), {}, None) for e in rollouts.episodes]
+        calls.append(len(scores))
+        open_ones.append(sum(s.episode is None for g in window._groups for s in g.states))
+        if len(calls) == 1:
+            EXECUTOR_OF_SCORES.submit(lambda: (time.sleep(0.05), first.set_result(scores)))
+            return first
+        future = Future()
+        future.set_result(scores)
+        return future
+
+    window = open_window(engine, staleness=2, beside=beside)
+    window._scores = GroupScores(start, window.rollout.gather)
+    taken = train(window, engine, 1, 5)
+    assert open_ones[0] > 0 and max(calls) > SAMPLES
+    for rollouts, scores, _ in taken:
+        assert [s.score for s in scores] == [len(e.tokens) for e in rollouts.episodes]
+
+
+def test_a_reward_function_that_fails_ends_the_step():
+    engine = Turns(2, 1.0)
+    window = open_window(engine, staleness=2)
+
+    def start(rollouts, clock):
+        raise ScoreError("no score")
+
+    window._scores = GroupScores(start, window.rollout.gather)
+    with pytest.raises(ScoreError, match="no score"):
+        train(window, engine, 1, 1)
 
 
 def test_a_schedule_that_does_not_fit_is_told(tmp_path):

@@ -23,9 +23,11 @@ from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import (
     EngineError,
     EngineSettings,
+    Listener,
     Stop,
     check_needed,
     check_request,
+    listened,
     results_of,
     streamed,
 )
@@ -144,15 +146,18 @@ class NativeEngine:
         return results_of(self._submit(requests))
 
     def sample_until(
-        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+        self,
+        requests: Sequence[Request],
+        needed: int,
+        stop: Stop | None = None,
+        listener: Listener | None = None,
     ) -> list[Completion]:
         """Sample until the first requests have their answers; the others come as they stand.
 
-        They stand where the chunk ended that completed the last of the first ones, so that the
-        same requests under the same weights give the same tokens; or, if it came before, where the
-        chunk ended in which `stop` was set. A turn is a chunk, and the prompts read before it.
+        They stand where the chunk ended that completed the last of the first ones, or in which
+        `stop` was set: the same requests and weights give the same tokens. A turn is a chunk.
         """
-        return results_of(self._submit(requests, needed=needed, stop=stop))
+        return results_of(listened(self._submit(requests, needed=needed, stop=stop), listener))
 
     def load(
         self, params: Any, version: int, *, recompute: bool = False, donate: bool = False
@@ -237,9 +242,8 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         """Return what the engine does and has done."""
         scheduler, shapes = self._runner.scheduler, self.programs.sizes
-        used = sum(pages.count - pages.available for pages in scheduler.pages)
+        in_use = sum(pages.count - pages.available for pages in scheduler.pages) * PAGE
         waiting = len(scheduler.waiting) + len(self._incoming)
-        in_use = used * PAGE
         return EngineStats(
             len(scheduler.running), waiting, in_use, shapes.capacity, *scheduler.counts
         )

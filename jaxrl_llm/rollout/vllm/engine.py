@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,13 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import (
     EngineError,
     EngineSettings,
+    Listener,
     Stop,
     check_needed,
     check_request,
+    listened,
     results_of,
     streamed,
-    wait_for_first,
 )
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
@@ -35,9 +36,9 @@ from jaxrl_llm.rollout.vllm.environment import (
     is_cpu_build,
     prefixes,
 )
-from jaxrl_llm.rollout.vllm.pending import PendingRequest
+from jaxrl_llm.rollout.vllm.pending import PendingRequest, first_answers
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.replica import Replica, VllmStats
 from jaxrl_llm.rollout.vllm.sync import SidecarGroup, send_weights
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 
@@ -45,18 +46,6 @@ MOST_TOP_LOGPROBS = 20
 MOST_BIAS = 100.0  # vLLM cuts what is larger
 
 log = logging.getLogger(__name__)
-
-
-class VllmStats(NamedTuple):
-    """What the engine does now, and has done since it was made.
-
-    Attributes:
-        outstanding: requests without an answer.
-        restarts: how often a sidecar was started again.
-    """
-
-    outstanding: int
-    restarts: int
 
 
 class VllmEngine:
@@ -149,7 +138,11 @@ class VllmEngine:
         return results_of([self._submit(request).future for request in requests])
 
     def sample_until(
-        self, requests: Sequence[Request], needed: int, stop: Stop | None = None
+        self,
+        requests: Sequence[Request],
+        needed: int,
+        stop: Stop | None = None,
+        listener: Listener | None = None,
     ) -> list[Completion]:
         """Sample until the first requests have their answers, or `stop` is set, which counts none.
 
@@ -159,17 +152,8 @@ class VllmEngine:
         for request in requests:
             self._check(request)
         pending = [self._submit(request, lambda _: None) for request in requests]
-        try:
-            wait_for_first([one.future for one in pending[:needed]], stop)
-            with self._state:
-                drawn = [one.drawn() for one in pending]
-            return [
-                one.future.result() if one.future.done() else answer
-                for one, answer in zip(pending, drawn, strict=True)
-            ]
-        finally:
-            for one in pending:
-                one.future.cancel()
+        listened([one.future for one in pending], listener)
+        return first_answers(pending, needed, stop, self._state)
 
     def load(self, params: Any, version: int) -> Receipt:
         """Send weights to all sidecars, with checksums; what runs is paused meanwhile.

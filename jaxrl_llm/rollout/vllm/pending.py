@@ -1,12 +1,14 @@
 """A request on its way through a sidecar, and the pieces of its answer that have come."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from threading import Condition
 from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.rollout.engine import Stop, wait_for_first
 from jaxrl_llm.rollout.types import Completion, Request
 
 GOLDEN = 0x9E3779B1  # a stream that goes on elsewhere draws other numbers than before
@@ -104,3 +106,26 @@ class PendingRequest:
             versions=np.concatenate([piece.versions for piece in self.pieces]),
             top=tuple(np.concatenate(parts) for parts in zip(*tops, strict=True)) if tops else None,
         )
+
+
+def first_answers(
+    pending: Sequence[PendingRequest], needed: int, stop: Stop | None, pieces: Condition
+) -> list[Completion]:
+    """Wait for the first answers, or until it is to stop; give the others up as they stand.
+
+    Args:
+        pending: all requests.
+        needed: how many have to be answered.
+        stop: ends the wait before.
+        pieces: is held while pieces come.
+    """
+    futures = [one.future for one in pending]
+    try:
+        wait_for_first(futures[:needed], stop)
+        with pieces:
+            drawn = [one.drawn() for one in pending]
+        answers = zip(futures, drawn, strict=True)
+        return [future.result() if future.done() else left for future, left in answers]
+    finally:
+        for future in futures:
+            future.cancel()

@@ -2,10 +2,22 @@
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.rollout.vllm.pending import PendingRequest
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
+
+
+class VllmStats(NamedTuple):
+    """What the engine does now, and has done since it was made.
+
+    Attributes:
+        outstanding: requests without an answer.
+        restarts: how often a sidecar was started again.
+    """
+
+    outstanding: int
+    restarts: int
 
 
 @dataclasses.dataclass(eq=False)

@@ -21,6 +21,7 @@ from jaxrl_llm.rollout.engine import Engine, EngineError, Stop
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler
 from jaxrl_llm.rollout.sampling import (
     EpisodeState,
+    OnEnd,
     Rollouts,
     as_rollouts,
     begin_episodes,
@@ -59,8 +60,8 @@ class RolloutStage:
         engine: holds the policy.
         tokenizer: the policy's.
         policy: (trained parameters, step) -> the policy, an adapter merged into it.
-        sample: (states, needed, stop) -> draws answers, until the first `needed` are whole or
-            `stop` is set.
+        sample: (states, needed, stop, on_end) -> draws answers, until the first `needed` are whole
+            or `stop` is set; `on_end` is called with each that has ended.
         gather: states that are whole -> answers.
         examine: a step's answers -> the same, with metrics of how they were sampled.
         sample_greedy: (a step's answers, step) -> one greedy answer to each of their prompts.
@@ -78,7 +79,7 @@ class RolloutStage:
     engine: Engine
     tokenizer: Any
     policy: Callable[[Any, int], Policy]
-    sample: Callable[[Sequence[EpisodeState], int, Stop | None], None]
+    sample: Callable[[Sequence[EpisodeState], int, Stop | None, OnEnd | None], None]
     gather: Callable[[Sequence[EpisodeState]], Rollouts]
     examine: Callable[[Rollouts], Rollouts]
     sample_greedy: Callable[[Rollouts, int], Rollouts]
@@ -176,13 +177,13 @@ class Sampler(NamedTuple):
     """How a run samples: plain answers, or episodes of many turns.
 
     Attributes:
-        run: (states, sampling, needed, stop) -> draws them, until the first `needed` are whole or
-            `stop` is set.
+        run: (states, sampling, needed, stop, on_end) -> draws them, until the first `needed` are
+            whole or `stop` is set; `on_end` is called with each that has ended.
         gather: states that are whole -> answers.
         examine: answers -> the same, with metrics of how they were sampled.
     """
 
-    run: Callable[[Sequence[EpisodeState], SamplingParams, int, Stop | None], None]
+    run: Callable[[Sequence[EpisodeState], SamplingParams, int, Stop | None, OnEnd | None], None]
     gather: Callable[[Sequence[EpisodeState]], Rollouts]
     examine: Callable[[Rollouts], Rollouts]
 
@@ -196,7 +197,7 @@ class Sampler(NamedTuple):
     ) -> Rollouts:
         """Draw G answers for each prompt."""
         states = begin_episodes(prompts, samples, seed)
-        self.run(states, sampling, len(states), None)
+        self.run(states, sampling, len(states), None, None)
         return self.examine(self.gather(states))
 
 
@@ -204,10 +205,14 @@ def plain_sampler(engine: Engine, decode: Callable[[Any], str], awake: Awake) ->
     """Return what samples plain answers."""
 
     def run(
-        states: Sequence[EpisodeState], sampling: SamplingParams, needed: int, stop: Stop | None
+        states: Sequence[EpisodeState],
+        sampling: SamplingParams,
+        needed: int,
+        stop: Stop | None,
+        on_end: OnEnd | None,
     ) -> None:
         with awake():
-            sample_states(engine, states, sampling, needed=needed, stop=stop)
+            sample_states(engine, states, sampling, needed=needed, stop=stop, on_end=on_end)
 
     return Sampler(run, functools.partial(as_rollouts, decode=decode), lambda rollouts: rollouts)
 
@@ -218,11 +223,21 @@ def episode_sampler(
     """Return the same for episodes of many turns, which keep a journal of what tools answer."""
 
     def run(
-        states: Sequence[EpisodeState], sampling: SamplingParams, needed: int, stop: Stop | None
+        states: Sequence[EpisodeState],
+        sampling: SamplingParams,
+        needed: int,
+        stop: Stop | None,
+        on_end: OnEnd | None,
     ) -> None:
         with awake():
             episodes.sample_states(
-                engine, states, sampling, needed=needed, stop=stop, journal=journals.path
+                engine,
+                states,
+                sampling,
+                needed=needed,
+                stop=stop,
+                on_end=on_end,
+                journal=journals.path,
             )
 
     return Sampler(run, episodes.as_rollouts, episodes.examine)
@@ -240,7 +255,7 @@ def awake(engine: Engine) -> Iterator[None]:
 
 def training_sampler(
     config: TrainConfig, sampler: Sampler, stops: tuple[int, ...]
-) -> Callable[[Sequence[EpisodeState], int, Stop | None], None]:
+) -> Callable[[Sequence[EpisodeState], int, Stop | None, OnEnd | None], None]:
     """Return the function that draws answers to train on, or goes on with them."""
     rollout = config.rollout
     sampling = SamplingParams(
@@ -250,7 +265,7 @@ def training_sampler(
         top_k=rollout.top_k,
         stop_ids=stops,
     )
-    return lambda states, needed, stop: sampler.run(states, sampling, needed, stop)
+    return lambda states, *until: sampler.run(states, sampling, *until)
 
 
 def canary_sampler(

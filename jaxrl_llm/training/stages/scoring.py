@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class ScoringStage:
         add_greedy_scores: (batch, rollouts, step, clock) -> the batch with `greedy_scores`, and
             metrics; the same batch where no function asks for them.
         score_validation: rollouts -> one score for each answer.
+        in_background: whether answers are scored elsewhere than on the devices.
     """
 
     start: Callable[[Rollouts, Clock], Future[list[Score]]]
@@ -55,6 +56,7 @@ class ScoringStage:
     add_penalty: Callable[[Batch], Batch]
     add_greedy_scores: Callable[[Batch, Rollouts, int, Clock], tuple[Batch, Metrics]]
     score_validation: Scoring
+    in_background: bool
 
 
 def build_scoring(
@@ -62,7 +64,6 @@ def build_scoring(
     functions: AlgorithmFunctions,
     reward_model: RewardModel | None,
     rollout: RolloutStage,
-    executor: Executor,
     stack: contextlib.ExitStack,
 ) -> ScoringStage:
     """Start the reward functions, and build what is done with their scores.
@@ -72,7 +73,6 @@ def build_scoring(
         functions: that it names.
         reward_model: that scores answers, if one does.
         rollout: samples greedy answers.
-        executor: scores answers while the devices work.
         stack: ends the scoring processes at the run's end.
     """
     score, score_validation = make_scoring(
@@ -89,6 +89,8 @@ def build_scoring(
     in_background = (
         reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
     )
+    executor = ThreadPoolExecutor(1, "scoring")
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
     start = submit_scores if in_background else score_now
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
 
@@ -107,6 +109,7 @@ def build_scoring(
         if "greedy_scores" in functions.needs
         else without_greedy_scores,
         score_validation=score_validation,
+        in_background=in_background,
     )
 
 
