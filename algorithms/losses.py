@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.losses_covariance import (
     select_kl_cov,
 )
 from jaxrl_llm.algorithms.losses_sequence import gmpo, gspo
+from jaxrl_llm.algorithms.losses_stale import a3po
 from jaxrl_llm.algorithms.losses_token import (
     TokenLoss,
     cispo,
@@ -29,6 +30,7 @@ from jaxrl_llm.algorithms.losses_token import (
 
 __all__ = [
     "TokenLoss",
+    "a3po",
     "cispo",
     "clip_cov",
     "dppo_kl",

@@ -53,7 +53,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     check_producers(config, needs)
     check_scores_are_used(config.algorithm, needs)
     check_skipped_pass(config.algorithm, needs)
-    check_staleness(config, needs)
+    check_staleness(config, needs, policy)
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
@@ -221,15 +221,25 @@ def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> Non
         )
 
 
-def check_staleness(config: TrainConfig, needs: frozenset[str]) -> None:
-    """Refuse what compares answers of several policies, and warn of a trust region around one."""
+def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyObjective) -> None:
+    """Refuse what compares answers of several policies, and warn of a trust region around one.
+
+    A loss that asks for ages and the engine's log-probs weighs tokens of older policies by itself.
+    """
     staleness = config.rollout.staleness
+    weighs = policy.asks_for() >= {"ages", "rollout_logprobs"}
+    if weighs and policy.corrected:
+        raise ConfigError(
+            "algorithm.loss asks for 'ages' and 'rollout_logprobs', so that algorithm.correction "
+            "would weigh tokens a second time: set algorithm.use_rollout_logprobs to true, which "
+            "also skips the pass for the old log-probs"
+        )
     if staleness and "greedy_scores" in needs:
         raise ConfigError(
             f"rollout.staleness={staleness}, but a function asks for 'greedy_scores': greedy "
             "answers of the newest policy are no baseline for answers of older ones"
         )
-    if staleness and config.algorithm.use_rollout_logprobs:
+    if staleness and config.algorithm.use_rollout_logprobs and not weighs:
         log.warning(
             "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
             "policies that are up to %d updates old (docs/async.md)",

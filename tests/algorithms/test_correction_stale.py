@@ -1,11 +1,11 @@
-"""Corrections by age and by the second moment, against loops written from their definitions."""
+"""What weighs tokens of older policies, against loops written from their definitions."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import correction
+from jaxrl_llm.algorithms import correction, losses
 
 
 def dropped_one_by_one(old, rollout, mask, threshold):
@@ -66,3 +66,56 @@ def test_what_is_out_of_range_is_refused(name, keywords):
     given = {"reject_old": (one.astype(int), one > 0), "second_moment_mask": (one, one, one > 0)}
     with pytest.raises(ValueError, match=f"{next(iter(keywords))}: got -1"):
         getattr(correction, name)(*given[name], **keywords)
+
+
+def decoupled(logprobs, rollout, prox, advantage):
+    """Decoupled PPO of one token: the loss, and its derivative by the log-prob."""
+    weight = min(np.exp(prox - rollout), 2.0)
+    ratio = np.exp(logprobs - prox)
+    held = min(max(ratio, 0.8), 1.2)
+    loss = max(-advantage * ratio, -advantage * held)
+    slope = -advantage * ratio if loss == -advantage * ratio else 0.0
+    if advantage < 0 and loss > -3 * advantage:
+        loss, slope = -3 * advantage, 0.0
+    return weight * loss, weight * slope
+
+
+def test_a3po_is_decoupled_ppo_around_an_interpolated_policy(fields):
+    rng = np.random.default_rng(0)
+    shape = fields["logprobs"].shape
+    ages = jnp.asarray(rng.integers(0, 5, shape))
+    rollout = fields["logprobs"] + jnp.asarray(rng.normal(0, 1.0, shape), jnp.float32)
+    given = rollout, ages, fields["advantages"]
+
+    def total(logprobs):
+        loss = losses.a3po(logprobs, *given).loss
+        return loss.sum(), loss
+
+    slopes, loss = jax.jit(jax.grad(total, has_aux=True))(fields["logprobs"])
+    slopes_seen = set()
+    for place in np.ndindex(shape):
+        new, old, advantage = (
+            float(values[place]) for values in (fields["logprobs"], rollout, given[2])
+        )
+        age = int(ages[place])
+        prox = old + (new - old) * (age / (age + 1))
+        expected, slope = decoupled(new, old, prox, advantage)
+        assert float(loss[place]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert float(slopes[place]) == pytest.approx(slope, rel=1e-5, abs=1e-6)
+        slopes_seen.add(slope == 0)
+    assert slopes_seen == {True, False}
+
+
+def test_a3po_of_fresh_tokens_is_ppo_around_the_engine_s_log_probs(fields):
+    given = fields["logprobs"], fields["rollout_logprobs"]
+    ages = jnp.zeros(given[0].shape, jnp.int32)
+    expected = losses.ppo_clip(*given, fields["advantages"]).loss
+    actual = losses.a3po(*given, ages, fields["advantages"]).loss
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_a3po_refuses_a_cap_of_nothing(fields):
+    with pytest.raises(ValueError, match=r"cap: got 0.0, expected a weight above 0"):
+        losses.a3po(
+            *[fields["logprobs"]] * 2, jnp.zeros((6, 5), int), fields["advantages"], cap=0.0
+        )

@@ -132,6 +132,7 @@ def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monk
     ("overrides", "text"),
     [
         (["algorithm.correction=[]"], "takes tokens of older policies for the newest's"),
+        (["algorithm.loss=a3po"], "algorithm.correction would weigh tokens a second time"),
         (["rollout.nodes=1", "cluster={nodes: 1}"], "needs rollout.nodes: 0"),
         (["rollout.turns=2"], "is of an engine with devices of its own"),
         (["rollout.turns=2", "rollout.at_push=finish"], "expected null with rollout.at_push"),
@@ -147,8 +148,17 @@ def test_what_staleness_can_not_have_is_refused(run, overrides, text):
 
 
 def test_a_trust_region_around_old_policies_is_warned_of(run, caplog):
-    run("rollout.staleness=1", "algorithm.use_rollout_logprobs=true", "steps=1").ok()
+    given = ["rollout.staleness=1", "algorithm.use_rollout_logprobs=true", "steps=1"]
+    run(*given).ok()
     assert "the loss clips around policies that are up to 1 updates old" in caplog.text
+
+
+def test_a3po_needs_no_pass_for_the_old_log_probs(run, workshop, caplog):
+    given = ["algorithm.loss=a3po", "algorithm.use_rollout_logprobs=true", "steps=4"]
+    lines = run(*words(workshop, 2, *given)).ok().metrics[1:]
+    assert "the loss clips around" not in caplog.text
+    assert lines[0]["actor/prox_weight"] == 1 and lines[-1]["async/age/max"] > 0
+    assert lines[-1]["actor/prox_weight"] != 1
 
 
 OWN_DEVICES = (
