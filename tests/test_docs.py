@@ -578,7 +578,7 @@ def diagnostics():
         if name.startswith("select_"):
             continue
         function = getattr(losses, name)
-        marks = {"mask": ones > 0, "high_covariance": ones > 0}
+        marks = {"mask": ones > 0, "high_covariance": ones > 0, "ages": ones.astype(int)}
         more = {"beta": 1.0} if name == "dro" else {}
         result = function(*(marks.get(field, ones) for field in asks_for(function)), **more)
         names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}
@@ -588,6 +588,7 @@ def diagnostics():
 def ages():
     """Return the names that a step logs whose tokens are of several versions."""
     rows = {"mask": np.ones((1, 2), bool), "ages": np.array([[0, 1]]), "versions": np.eye(1, 2)}
+    rows |= {name: np.zeros((1, 2), np.float32) for name in ("old_logprobs", "rollout_logprobs")}
     return set(age_metrics(Batch(np.ones((1, 2), np.int32), np.array([2], np.int32), rows)))
 
 
@@ -608,5 +609,7 @@ def test_every_documented_metric_exists(written):
     elsewhere = ("train/", "cluster/", "async/")
     assert {n for n in nowhere if not n.startswith(elsewhere)} == {
         "perf/max_memory_allocated_gb",
+        "timing_s/pause",  # where the engine has devices of its own
+        "timing_s/engine_idle",
         "perf/dropped_log_records",  # where there are trackers
     }

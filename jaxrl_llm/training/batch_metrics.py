@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.correction import mismatch_metrics
+from jaxrl_llm.algorithms.ratios import LARGEST_LOG_RATIO
 from jaxrl_llm.cluster import context
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.bin_packing import padding, plan_microbatches
@@ -100,7 +101,10 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def age_metrics(batch: Batch) -> dict[str, float]:
-    """Return how old the tokens of a batch are, in updates."""
+    """Return how old the tokens of a batch are, in updates, and how far the policy has moved since.
+
+    The latter only where a pass has computed `old_logprobs`.
+    """
     mask = batch["mask"]
     ages, rows = batch["ages"][mask], np.flatnonzero(mask.any(1))
     policies = [len(np.unique(batch["versions"][row, mask[row]])) for row in rows]
@@ -110,6 +114,21 @@ def age_metrics(batch: Batch) -> dict[str, float]:
         "async/age/max": float(ages.max()),
         **{f"async/age/share/{age}": float(share) for age, share in enumerate(shares)},
         "async/policies_per_answer/mean": float(np.mean(policies)),
+        **_divergence_by_age(batch),
+    }
+
+
+def _divergence_by_age(batch: Batch) -> dict[str, float]:
+    old, rollout = batch.fields.get("old_logprobs"), batch["rollout_logprobs"]
+    if old is None or old is rollout:
+        return {}
+    mask = batch["mask"]
+    ages = batch["ages"][mask]
+    log_ratio = np.clip(old[mask] - rollout[mask], -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    sums = np.bincount(ages, np.expm1(log_ratio) - log_ratio)
+    counts = np.bincount(ages)
+    return {
+        f"async/k3_kl/age/{age}": float(sums[age] / counts[age]) for age in np.flatnonzero(counts)
     }
 
 

@@ -156,12 +156,15 @@ class Window:
         metrics, turns = {}, 0 if self.rollout.runs_beside else None
         if self._beside is not None:
             (ended, stop), self._beside, begun = self._beside, None, time.monotonic()
-            with clock("pause"):
-                if stop is not None and stop.turns is None:
-                    stop.set()
-                idle = begun - ended.result()
+            if stop is not None and stop.turns is None:
+                stop.set()
+            idle = begun - ended.result()
             turns = 0 if stop is None else stop.taken
-            metrics = {"timing_s/engine_idle": max(0.0, idle), "async/turns": float(turns)}
+            metrics = {
+                "timing_s/pause": time.monotonic() - begun,
+                "timing_s/engine_idle": max(0.0, idle),
+                "async/turns": float(turns),
+            }
             self._scores.add(self._groups, clock)
         drawn = {
             group.ordinal: [WHOLE if s.episode is not None else s.drawn for s in group.states]

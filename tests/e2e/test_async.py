@@ -62,6 +62,14 @@ def test_a_step_without_a_fresh_token_is_checked_by_others(run, workshop):
     assert max(checked[1:3]) < 1e-5
 
 
+def test_the_policy_has_moved_further_from_older_tokens(stale):
+    """And hardly at all from those that it has drawn itself."""
+    lines = [line for line in stale.metrics if "async/k3_kl/age/2" in line]
+    assert lines and all(line["async/k3_kl/age/2"] > 1e-5 for line in lines)
+    fresh = [line["async/k3_kl/age/0"] for line in stale.metrics if "async/k3_kl/age/0" in line]
+    assert fresh and max(fresh) < 1e-9
+
+
 def test_old_tokens_are_weighed_by_the_default_correction(stale):
     assert max(line["rollout_corr/weight/max"] for line in stale.metrics[1:]) > 1.01
 
