@@ -1,14 +1,21 @@
-"""Where a synchronous step's time goes on 8, 64 and 512 H200, simulated, and which placement wins.
+"""Where a step's time goes on 8, 64 and 512 H200, simulated, and which placement wins.
 
-    python -m benchmarks.cluster.scaling        the tables, as Markdown; a minute of one CPU core
+    python -m benchmarks.cluster.scaling            the tables, as Markdown; a minute of one core
+    python -m benchmarks.cluster.scaling --stale    with answers that are begun before their step
 
 Nothing is run: engines are simulated answer by answer (`planning.sampling`), the rest is summed up
 from the planner's assumptions (`planning.timeline`). Colocated GPUs sample and train in turn; of
 disaggregated ones some train and the others sample, and they wait for each other. Of all divisions
 and sizes of engines the shortest steps are shown; last the shortest of any division if sampling
-and training overlapped, which the library does not do.
+and training overlapped without a tail.
+
+With `--stale` (`planning.window`) the same for each `rollout.staleness` K: the mean of some steps
+in the middle of a run, answers in flight read again at each push. Disaggregated engines go on while a
+step is trained. Each K has the division that is best for it, with the engines of the synchronous
+step. Two minutes.
 """
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +42,10 @@ from jaxrl_llm.planning.timeline import (
     sync_seconds,
     train_seconds,
 )
+from jaxrl_llm.planning.window import WindowSettings, simulate_window
 
+KS, MIDDLE = (0, 1, 2, 3), 4
+"""Values of K, and the steps of which a mean is taken."""
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "plan"
 GPU = GPUS["H200"]
 PROMPT, LONGEST, GROUP = 512, 16384, 16
@@ -203,6 +213,77 @@ def table(cases: list[tuple[Model, int, int]]) -> None:
                 print(markdown_row(cells), flush=True)
 
 
+class Stale(NamedTuple):
+    """A step with stale answers: seconds that the trainer waits, and in all, and what is read."""
+
+    placement: Placement
+    generation: float
+    step: float
+    reread: float
+    age: float
+
+
+def simulate_stale(
+    model: Model, spec: ModelSpec, answers: int, where: Placement, staleness: int
+) -> Stale:
+    """Simulate some steps of a run with this K."""
+    lengths = np.stack(
+        [
+            draw_lengths(seed, answers, median=MEDIAN, sigma=SIGMA, most=LONGEST - PROMPT)
+            for seed in range(MIDDLE + 2 * staleness)
+        ]
+    )
+    middle = slice(staleness, staleness + MIDDLE)
+    trained = sum(
+        train_seconds(spec, step, PROMPT, mesh_of(model, where.trainers), GPU, update=update)
+        for step in lengths[middle]
+        for update in (False, True)
+    )
+    trained /= MIDDLE
+    settings = WindowSettings(
+        staleness,
+        PROMPT,
+        LONGEST,
+        GROUP,
+        where.engines,
+        slots_of(model, spec, lengths[0], where),
+        engine_speed(spec, GPU, where.tensor, PROMPT),
+        0.0 if where.colocated else trained,
+    )
+    steps = simulate_window(lengths, settings)[middle]
+    waits, reread, age = (float(np.mean(values)) for values in zip(*steps, strict=True))
+    push = push_of(spec, where, copies=1, senders=where.trainers)
+    return Stale(where, waits, waits + trained + push, reread / lengths[middle].sum(1).mean(), age)
+
+
+def stale_table(cases: list[tuple[Model, int, int]]) -> None:
+    """Print the best steps for each K, colocated and disaggregated."""
+    heads = ["model", "responses", "GPUs", "K", "placement", "engines", "trainer waits, s"]
+    heads += ["step, s", "step / synchronous colocated", "read again / drawn", "mean age"]
+    print(markdown_head(heads))
+    for model, gpus, prompts in cases:
+        spec, size = read_spec(str(CONFIGS / model.name)), prompts * GROUP
+        lengths = draw_lengths(0, size, median=MEDIAN, sigma=SIGMA, most=LONGEST - PROMPT)
+        rows = [simulate(model, spec, lengths, where) for where in placements(model, gpus)]
+        synchronous = None
+        for apart in (False, True):
+            group = [row for row in rows if row.placement.colocated != apart]
+            if not group:
+                continue
+            best = min(group, key=lambda row: row.step.total).placement
+            divisions = [row.placement for row in group if row.placement.tensor == best.tensor]
+            for staleness in KS:
+                tried = [simulate_stale(model, spec, size, where, staleness) for where in divisions]
+                step = min(tried, key=lambda one: one.step)
+                synchronous = synchronous or step.step
+                where = step.placement
+                name = f"{where.trainers} train, {where.samplers} sample" if apart else "colocated"
+                cells = [model.name, str(size), str(gpus), str(staleness), name]
+                cells += [f"{where.engines} of {where.tensor}", f"{step.generation:.0f}"]
+                cells += [f"{step.step:.0f}", f"{step.step / synchronous:.2f}"]
+                print(markdown_row([*cells, f"{step.reread:.2f}", f"{step.age:.2f}"]), flush=True)
+
+
 def pushes() -> None:
     """Print what pushes to engines of one GPU each take, by who sends."""
     print(
@@ -218,6 +299,14 @@ def pushes() -> None:
 
 def main() -> None:
     """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stale", action="store_true", help="for each rollout.staleness")
+    if parser.parse_args().stale:
+        print(f"{describe_run('cluster.scaling', ['--stale'])}, simulated\n")
+        stale_table(CASES)
+        return
     print(f"{describe_run('cluster.scaling')}, simulated\n")
     table(CASES)
     print("\nThe 4,096 answers of 64 GPUs on fewer and on more:\n")

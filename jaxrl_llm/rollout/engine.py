@@ -168,6 +168,15 @@ class PartialEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class CountingEngine(Protocol):
+    """An engine that says what it does."""
+
+    def stats(self) -> Any:
+        """Return what the engine does now, and has done since it was made."""
+        ...
+
+
 def check_needed(needed: int, requests: int) -> None:
     """Refuse a number of requests that can't be waited for.
 

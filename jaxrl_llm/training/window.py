@@ -22,8 +22,9 @@ import numpy as np
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
+from jaxrl_llm.monitoring.stall import reporting_stall
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import Stop
+from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.groups import Group, GroupScores
@@ -227,9 +228,21 @@ class Window:
         finishes = self.config.rollout.at_push == "finish" and not self.rollout.runs_beside
         if all_ends or finishes:
             needed = len(states)
-        with clock("gen"):
+        waited_for = states[:needed]
+        with clock("gen"), reporting_stall(lambda: self._describe_wait(waited_for)):
             self.rollout.sample(states, needed, None, self._score_soon())
         self._scores.add(self._groups, clock)
+
+    def _describe_wait(self, states: Sequence[EpisodeState]) -> str:
+        """Return what a step waits for; how far answers have come is known where they end."""
+        open_ones = [state for state in states if state.episode is None]
+        prompts = sorted({state.prompt.index for state in open_ones})
+        engine = self.rollout.engine
+        stats = f"; the engine: {engine.stats()}" if isinstance(engine, CountingEngine) else ""
+        return (
+            f"{len(open_ones)} of {len(states)} answers to sample, to the prompts of rows "
+            f"{', '.join(map(str, prompts[:8]))}{' …' if len(prompts) > 8 else ''}{stats}"
+        )
 
     def _score_soon(self) -> Callable[[EpisodeState], None] | None:
         """Return what is told of each answer that ends, to score groups before the sampling ends.

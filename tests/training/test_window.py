@@ -4,6 +4,7 @@ import json
 import random
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,15 +12,18 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from scipy import stats
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, batches
 from jaxrl_llm.monitoring.clock import Clock
+from jaxrl_llm.monitoring.stall import reporting_stall
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
 from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.training import window as window_module
 from jaxrl_llm.training.experience import ScoreError
 from jaxrl_llm.training.groups import GroupScores
 from jaxrl_llm.training.schedule import FILE, Schedule
@@ -115,6 +119,7 @@ def open_window(
         gather=lambda states: as_rollouts(states, decode=str),
         examine=lambda rollouts: rollouts,
         sample_canaries=lambda prompts, step: f"canaries of step {step}",
+        engine=engine,
         runs_beside=beside,
         episodes=None,
     )
@@ -361,6 +366,44 @@ def test_a_schedule_that_does_not_fit_is_told(tmp_path):
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"schedule\.jsonl is no schedule of a run"):
         schedule_of(engine, replayed=str(path))
+
+
+def test_trained_lengths_are_sampled_lengths():
+    """Kolmogorov-Smirnov, against training on the first groups that end and dropping the others."""
+    engine = Turns(4, 3.0)
+    rng, sampled = np.random.default_rng(0), []
+    for _ in range(600):
+        sampled.append([engine.length(int(seed)) for seed in rng.integers(0, 2**31, 2 * SIZE)])
+    sampled = np.array(sampled)
+    first_to_end = np.sort(sampled, axis=1)[:, :SIZE]
+    window = open_window(engine, staleness=2, steps=100)
+    trained = [len(e.tokens) for r, *_ in train(window, engine, 1, 100) for e in r.episodes]
+    assert stats.ks_2samp(trained, sampled.ravel()).pvalue > 0.01
+    assert stats.ks_2samp(first_to_end.ravel(), sampled.ravel()).pvalue < 1e-6
+
+
+def test_what_a_step_waits_for_is_told(monkeypatch, caplog):
+    class Slow(Turns):
+        def sample(self, requests):
+            time.sleep(0.2)
+            return super().sample(requests)
+
+        def stats(self):
+            return "all running"
+
+    monkeypatch.setattr(window_module, "reporting_stall", partial(reporting_stall, every_s=0.05))
+    engine = Slow(4, 1.0)
+    train(open_window(engine), engine, 1, 1)
+    rows = ", ".join(str(p.index) for p in sorted_prompts())
+    assert (
+        f"waiting for 0 s: 6 of 6 answers to sample, to the prompts of rows {rows}" in caplog.text
+    )
+    assert "the engine: all running" in caplog.text
+
+
+def sorted_prompts():
+    """Return the prompts of the first step."""
+    return sorted(next(batches(PROMPTS, batch_size=SIZE, seed=0)), key=lambda p: p.index)
 
 
 def test_too_many_refused_groups_end_the_step_with_what_to_do():
