@@ -10,8 +10,8 @@ and sizes of engines the shortest steps are shown; last the shortest of any divi
 and training overlapped without a tail.
 
 With `--stale` (`planning.window`) the same for each `rollout.staleness` K: the mean of some steps
-in the middle of a run, answers in flight read again at each push. Disaggregated engines go on while a
-step is trained. Each K has the division that is best for it, with the engines of the synchronous
+in the middle of a run, answers in flight read again at each push. Disaggregated engines go on while
+a step is trained. Each K has the division that is best for it, with the engines of the synchronous
 step. Two minutes.
 """
 

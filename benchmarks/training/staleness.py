@@ -2,6 +2,8 @@
 
     python -m benchmarks.training.staleness
     python -m benchmarks.training.staleness --staleness 0 2 --slots 32 --prompts 16 --sigma 1.5
+    JAX_NUM_CPU_DEVICES=2 python -m benchmarks.training.staleness --own-devices --prompts 4
+    JAX_NUM_CPU_DEVICES=2 python -m benchmarks.training.staleness --own-devices --reward-s 2
 
 Trains the small model of configs/quickstart from random weights, once for each K. Each answer has a
 length of its own, which is drawn from its seed: log-normal with a mean of 40 tokens, cut at 240. A
@@ -13,17 +15,24 @@ measured are the first steps, which compile and fill the window (`--warm`, or mo
 is compiled any more), and the last ones, which begin nothing new. The same steps are measured at
 every K, but not the same tokens are drawn in them: over few steps a window may fill or empty, and
 the seconds say little where drawn / trained is not near 1.
+
+With `--own-devices` the engine has the second device where K is above 0, and samples while the
+first one trains; at K = 0 one device does both. Devices of a CPU share its cores. With `--reward-s`
+scoring a step's answers takes so many seconds, in which nothing is computed; then the runs do not
+take turns.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,13 +44,14 @@ import numpy as np
 from benchmarks.tables import describe_run, markdown_table
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.train import TrainConfig, load_config
-from jaxrl_llm.rollout.engine import PartialEngine
+from jaxrl_llm.rollout.engine import Listener, PartialEngine, Stop
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.training import build
 from jaxrl_llm.training.run import open_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart"
 MEAN, LONGEST = 40, 240
+REWARD_WORKERS = 8
 HEADS = ["K", "s a step: mean", "median", "generation: mean", "median", "tokens/s"]
 HEADS += ["drawn / trained", "mean age", "step / K = 0", "generation / K = 0"]
 
@@ -63,6 +73,14 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     """Return how many characters an answer has: it varies, so that there is something to learn."""
     del data_source, ground_truth, extra_info
     return len(set(solution_str)) / 100
+
+
+def slow_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any, *, seconds: float
+) -> float:
+    """Return the same after so many seconds."""
+    time.sleep(seconds)
+    return score(data_source, solution_str, ground_truth, extra_info)
 
 
 class PrescribedLengths:
@@ -119,6 +137,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="of a step, 8 answers each; even")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths")
     parser.add_argument("--steps", type=int, default=40, help="in all")
+    parser.add_argument("--own-devices", action="store_true", help="for the engine where K > 0")
+    parser.add_argument("--reward-s", type=float, help="seconds to score a step's answers")
     parser.add_argument("--warm", type=int, default=8, help="first steps that are left out")
     args = parser.parse_args()
     args.staleness = sorted({0, *args.staleness})
@@ -129,6 +149,16 @@ def arguments() -> argparse.Namespace:
 
 def settings(staleness: int, args: argparse.Namespace, folder: Path) -> TrainConfig:
     """Return the config of a run: the quickstart's, with two updates a step as there."""
+    reward: dict[str, Any] = {"function": score, "workers": 0}
+    if args.reward_s:
+        each = args.reward_s * REWARD_WORKERS / (args.prompts * 8)
+        function = {"fn": f"{__file__}:slow_score", "seconds": each}
+        reward = {"function": function, "workers": REWARD_WORKERS}
+    own = {
+        "mesh.train.devices": 1,
+        "mesh.rollout.first_device": int(args.own_devices and staleness > 0),
+        "mesh.rollout.devices": 1,
+    }
     return load_config(
         "quickstart",
         {
@@ -144,7 +174,8 @@ def settings(staleness: int, args: argparse.Namespace, folder: Path) -> TrainCon
             "rollout.max_new_tokens": LONGEST,
             "rollout.max_running_sequences": args.slots,
             "rollout.dump_every": 0,
-            "reward": {"function": score, "workers": 0},
+            "reward": reward,
+            **own,
             "batch.prompts_per_step": args.prompts,
             "batch.prompts_per_minibatch": args.prompts // 2,
             "batch.max_tokens_per_device": 2048,
@@ -172,11 +203,12 @@ def train(args: argparse.Namespace, folder: Path) -> dict[int, Steps]:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # the table alone is there
         stack.enter_context(mock.patch.object(build, "make_engine", make))
         runs = {k: stack.enter_context(open_run(settings(k, args, folder))) for k in lines}
-        for _ in range(args.steps):
-            for (staleness, run), engine in zip(runs.items(), engines, strict=True):
-                before, step = engine.drawn, run.step()
-                tokens = {"trained": step.batch["mask"].sum(), "drawn": engine.drawn - before}
-                lines[staleness].append({**step.metrics, **tokens})
+        turns = [[staleness] * args.steps for staleness in runs]
+        for staleness in itertools.chain(*(turns if args.reward_s else zip(*turns, strict=True))):
+            engine = engines[list(runs).index(staleness)]
+            before, step = engine.drawn, runs[staleness].step()
+            tokens = {"trained": step.batch["mask"].sum(), "drawn": engine.drawn - before}
+            lines[staleness].append({**step.metrics, **tokens})
     return lines
 
 

@@ -371,10 +371,8 @@ def test_a_schedule_that_does_not_fit_is_told(tmp_path):
 def test_trained_lengths_are_sampled_lengths():
     """Kolmogorov-Smirnov, against training on the first groups that end and dropping the others."""
     engine = Turns(4, 3.0)
-    rng, sampled = np.random.default_rng(0), []
-    for _ in range(600):
-        sampled.append([engine.length(int(seed)) for seed in rng.integers(0, 2**31, 2 * SIZE)])
-    sampled = np.array(sampled)
+    seeds = np.random.default_rng(0).integers(0, 2**31, (600, 2 * SIZE))
+    sampled = np.vectorize(engine.length)(seeds)
     first_to_end = np.sort(sampled, axis=1)[:, :SIZE]
     window = open_window(engine, staleness=2, steps=100)
     trained = [len(e.tokens) for r, *_ in train(window, engine, 1, 100) for e in r.episodes]
