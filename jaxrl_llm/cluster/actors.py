@@ -150,6 +150,43 @@ def exiting_on_device_error() -> Iterator[None]:
         os._exit(1)
 
 
+class LeftSampling:
+    """A sampling on an engine, which ends when the trainer says so.
+
+    Attributes:
+        stop: ends it.
+        first_whole: set once the answers that are waited for are whole.
+    """
+
+    def __init__(self) -> None:
+        """Wait for nothing yet; call it within an event loop."""
+        from jaxrl_llm.rollout.engine import Stop
+
+        self.stop, self.first_whole = Stop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def run(
+        self, engine: Any, requests: "Sequence[Request]", needed: int
+    ) -> "list[Completion]":
+        """Sample until it is stopped, or all is whole."""
+        left = set(range(needed))
+
+        def tell(number: int, answer: "Completion") -> None:
+            del answer
+            left.discard(number)
+            if not left:
+                self._loop.call_soon_threadsafe(self.first_whole.set)
+
+        if not left:
+            self.first_whole.set()
+        try:
+            return await asyncio.to_thread(
+                engine.sample_until, requests, len(requests), self.stop, tell
+            )
+        finally:
+            self.first_whole.set()
+
+
 class EngineHost(_Process):
     """An asynchronous actor with an engine on devices of its own.
 
@@ -174,6 +211,7 @@ class EngineHost(_Process):
         self._sync = -1
         self._receipt: Any = None
         self._loading = threading.Lock()
+        self._left = (-1, None)  # the newest sampling that can be left, with its number
         self._resources = contextlib.ExitStack()  # as long as the process lives
         self._coordinator.register_engine.remote(index, self.info())
 
@@ -194,6 +232,38 @@ class EngineHost(_Process):
         await self.load(sync, version)
         with exiting_on_device_error():
             return await asyncio.to_thread(self._engine.sample, requests)
+
+    async def sample_until(
+        self, number: int, requests: "Sequence[Request]", needed: int, sync: int, version: int
+    ) -> "list[Completion]":
+        """Sample until `stop` is called with the same number; return all answers as they stand.
+
+        Args:
+            number: of the call, higher than those before.
+            requests: to answer.
+            needed: the first so many are those that `first_whole` waits for.
+            sync: of the weights.
+            version: of the weights.
+        """
+        sampling = self._sampling(number)
+        await self.load(sync, version)
+        with exiting_on_device_error():
+            return await sampling.run(self._engine, requests, needed)
+
+    async def first_whole(self, number: int) -> None:
+        """Wait until the answers are whole that `sample_until` needs."""
+        await self._sampling(number).first_whole.wait()
+
+    async def stop(self, number: int) -> None:
+        """Let `sample_until` return."""
+        self._sampling(number).stop.set()
+
+    def _sampling(self, number: int) -> LeftSampling:
+        newest, sampling = self._left
+        if sampling is None or number > newest:
+            sampling = LeftSampling()
+            self._left = number, sampling
+        return sampling
 
     async def generate(self, request: "Request", sync: int, version: int) -> "Completion":
         """Sample one answer, beside others, under the weights of a sync."""

@@ -323,10 +323,21 @@ def stale_answers_are_corrected(config: TrainConfig) -> Iterator[str]:
 
 
 def stale_answers_have_their_engine(config: TrainConfig) -> Iterator[str]:
-    """Require an engine that can leave answers before their end."""
+    """Refuse engines on nodes of their own where they could not leave answers before their end."""
     rollout = config.rollout
-    if rollout.staleness and rollout.nodes:
-        yield f"rollout.staleness={rollout.staleness} needs rollout.nodes: 0, got {rollout.nodes}"
+    if not rollout.staleness or not rollout.nodes:
+        return
+    processes = training_processes(config.cluster) if config.cluster else 1
+    if processes > 1:
+        yield (
+            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs one "
+            f"training process, got {processes} (cluster.nodes · cluster.processes_per_node)"
+        )
+    if rollout.has_episodes and rollout.order == "free":
+        yield (
+            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs "
+            "rollout.order: lockstep, got free: turns in flight could not be left"
+        )
 
 
 def schedules_are_of_stale_answers(config: TrainConfig) -> Iterator[str]:
@@ -343,6 +354,8 @@ def schedules_are_of_stale_answers(config: TrainConfig) -> Iterator[str]:
                 f"rollout.{name} needs an engine that draws the same tokens again: rollout.engine: "
                 f"native and rollout.order: lockstep, got {rollout.engine} and {rollout.order}"
             )
+    if rollout.turns is not None and rollout.nodes:
+        yield f"rollout.turns needs rollout.nodes: 0, got {rollout.nodes}"
     if rollout.turns is not None and rollout.at_push == "finish":
         yield "rollout.turns: expected null with rollout.at_push: finish, which takes all turns"
 

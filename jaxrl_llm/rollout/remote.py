@@ -13,12 +13,15 @@ from ray.exceptions import RayError, RayTaskError
 from jaxrl_llm.cluster.context import JobContext
 from jaxrl_llm.cluster.weights import plan_transfer, publish
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError, check_request
+from jaxrl_llm.rollout.engine import EngineError, Listener, Stop, check_needed, check_request
 from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding import distributed
 
 T = TypeVar("T")
+
+POLL_S, STOP_S = 0.02, 5.0
+"""Seconds between two looks at whether to stop, and until hosts are told so once more."""
 
 
 class RemoteEngine:
@@ -43,6 +46,7 @@ class RemoteEngine:
         self._plan = plan_transfer(spec, dtype)
         self._router = Router(len(job.engine_hosts))
         self._sync_numbers, self._object_keys = itertools.count(), itertools.count()
+        self._samplings = itertools.count()
         self._loaded: tuple[int, int] | None = None  # number of the weight sync, and version
         self._references: list[Any] = []
 
@@ -76,6 +80,24 @@ class RemoteEngine:
             self._check(request)
         weights = self._require_weights()
         return self._on_first_process(lambda: self._sample(requests, weights))
+
+    def sample_until(
+        self,
+        requests: Sequence[Request],
+        needed: int,
+        stop: Stop | None = None,
+        listener: Listener | None = None,
+    ) -> list[Completion]:
+        """Sample until the first requests have their answers, or `stop` is set, which counts none.
+
+        How far the other answers have come then is left to chance. The listener is not called.
+        """
+        del listener  # answers come when all hosts have stopped
+        check_needed(needed, len(requests))
+        for request in requests:
+            self._check(request)
+        weights = self._require_weights()
+        return self._on_first_process(lambda: self._sample_until(requests, needed, stop, weights))
 
     async def generate(self, request: Request) -> Completion:
         """Sample one answer; only where one process trains. Cancelling does not reach the host."""
@@ -133,20 +155,43 @@ class RemoteEngine:
         return made[0] if made else ray.get(ray.get(coordinator.get.remote(key)))
 
     def _sample(self, requests: Sequence[Request], weights: tuple[int, int]) -> list[Completion]:
+        shares = self._share(requests)
+        tasks = [
+            host.sample.remote([requests[i] for i in share], *weights) for host, share in shares
+        ]
+        return in_order(shares, get_results(tasks))
+
+    def _sample_until(
+        self,
+        requests: Sequence[Request],
+        needed: int,
+        stop: Stop | None,
+        weights: tuple[int, int],
+    ) -> list[Completion]:
+        number, shares = next(self._samplings), self._share(requests)
+        tasks = [
+            host.sample_until.remote(
+                number, [requests[i] for i in share], sum(i < needed for i in share), *weights
+            )
+            for host, share in shares
+        ]
+        waiting = [host.first_whole.remote(number) for host, _ in shares]
+        while waiting and not (stop is not None and stop.is_set):
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
+        left = tasks
+        while left:  # one that was lost meanwhile has to be told again
+            for host, _ in shares:
+                host.stop.remote(number)
+            _, left = ray.wait(left, num_returns=len(left), timeout=STOP_S)
+        return in_order(shares, get_results(tasks))
+
+    def _share(self, requests: Sequence[Request]) -> list[tuple[Any, list[int]]]:
+        """Return each host that has something to do, with the numbers of its requests."""
         hosts = self._job.engine_hosts
         router = Router(len(hosts))  # caches are empty after a weight sync, in a new job, too
         chosen = [router.choose(r.prompt, _max_tokens(r)) for r in requests]
         shares = [[i for i, c in enumerate(chosen) if c == host] for host in range(len(hosts))]
-        tasks = [
-            host.sample.remote([requests[i] for i in share], *weights)
-            for host, share in zip(hosts, shares, strict=True)
-            if share
-        ]
-        answered = zip((share for share in shares if share), get_results(tasks), strict=True)
-        completions = {
-            i: a for share, answers in answered for i, a in zip(share, answers, strict=True)
-        }
-        return [completions[i] for i in range(len(requests))]
+        return [(host, share) for host, share in zip(hosts, shares, strict=True) if share]
 
     def _require_weights(self) -> tuple[int, int]:
         if self._loaded is None:
@@ -159,6 +204,18 @@ class RemoteEngine:
         check_request(
             request, max_tokens=self.max_tokens, vocab_size=size, limits={"top_logprobs": size}
         )
+
+
+def in_order(
+    shares: Sequence[tuple[Any, list[int]]], answers: Sequence[list[Completion]]
+) -> list[Completion]:
+    """Return the answers of all hosts in the order of the requests."""
+    completions = {
+        number: answer
+        for (_, share), own in zip(shares, answers, strict=True)
+        for number, answer in zip(share, own, strict=True)
+    }
+    return [completions[number] for number in range(len(completions))]
 
 
 def get_results(tasks: Sequence[Any]) -> list[Any]:

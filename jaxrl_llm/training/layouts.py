@@ -43,14 +43,16 @@ class Layouts(NamedTuple):
 def runs_beside(config: TrainConfig, layouts: Layouts) -> bool:
     """Return whether a run's engine samples while its models are trained.
 
-    It does where answers may be stale, and the engine has devices of its own: a mesh apart from all
-    others, or vLLM's.
+    It does where answers may be stale, and the engine has devices of its own: nodes, a mesh apart
+    from all others, or vLLM's.
 
     Raises:
         ConfigError: it does not, but the config gives it turns to take; or several processes train,
             which would have to take the same turns.
     """
     rollout = config.rollout
+    if rollout.nodes:
+        return rollout.staleness > 0
     if rollout.engine == "vllm":
         return rollout.staleness > 0 and not rollout.vllm.sleep
     others = {

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 WHOLE = -1
 """Stands for the tokens of an answer that is whole."""
 
+TRAINERS, OWN, NODES = "on the trainer's devices", "on devices of its own", "on nodes"
+"""Where an engine is. One on nodes draws what its messages leave it time for."""
+
 FILE = "schedule.jsonl"
 """A run's own schedule, in its folder."""
 
@@ -30,15 +33,16 @@ class Row(NamedTuple):
 
     Attributes:
         step: whose update made the weights.
-        turns: that the engine took while the step was trained; None where it took none, or does
-            not count them.
+        engine: `TRAINERS` or `OWN` devices, or `NODES`.
+        turns: that it took while the step was trained, on devices of its own.
         slots: sequences that it ran at once.
         drawn: tokens of each answer of each group that is begun and not trained, by the group's
             ordinal; `WHOLE` where it is whole.
     """
 
     step: int
-    turns: int | None
+    engine: str
+    turns: int
     slots: int
     drawn: Mapping[int, list[int]]
 

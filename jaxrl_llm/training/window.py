@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.groups import Group, GroupScores
-from jaxrl_llm.training.schedule import WHOLE, Row, Schedule
+from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError
@@ -154,24 +154,23 @@ class Window:
         """
         if not self.config.rollout.staleness:
             return {}
-        metrics, turns = {}, 0 if self.rollout.runs_beside else None
+        metrics, turns = {}, 0
         if self._beside is not None:
             (ended, stop), self._beside, begun = self._beside, None, time.monotonic()
             if stop is not None and stop.turns is None:
                 stop.set()
             idle = begun - ended.result()
-            turns = 0 if stop is None else stop.taken
-            metrics = {
-                "timing_s/pause": time.monotonic() - begun,
-                "timing_s/engine_idle": max(0.0, idle),
-                "async/turns": float(turns),
-            }
+            metrics["timing_s/pause"] = time.monotonic() - begun
+            metrics["timing_s/engine_idle"] = max(0.0, idle)
+            if self._engine == OWN:
+                turns = 0 if stop is None else stop.taken
+                metrics["async/turns"] = float(turns)
             self._scores.add(self._groups, clock)
         drawn = {
             group.ordinal: [WHOLE if s.episode is not None else s.drawn for s in group.states]
             for group in self._groups
         }
-        self.schedule.record(Row(step, turns, self.schedule.slots, drawn))
+        self.schedule.record(Row(step, self._engine, turns, self.schedule.slots, drawn))
         return metrics | self._waiting_metrics()
 
     def get_state(self) -> dict[str, Any]:
@@ -276,16 +275,21 @@ class Window:
         Raises:
             TrainingError: episodes of several turns, which have no limits, are to be replayed.
         """
-        same_engine = self.rollout.runs_beside == (row.turns is not None)
-        if same_engine and row.slots == self.schedule.slots:
+        if (row.engine, row.slots) == (self._engine, self.schedule.slots) and row.engine != NODES:
             return False
         if self.rollout.episodes is not None and self.schedule.replays:
             raise TrainingError(
-                f"the schedule was recorded with rollout.max_running_sequences={row.slots}, "
-                f"engine devices of its own: {row.turns is not None}: expected the same, as the "
-                "run has episodes of several turns"
+                f"the schedule was recorded with rollout.max_running_sequences={row.slots} and an "
+                f"engine {row.engine}, here are {self.schedule.slots} and one {self._engine}: "
+                "expected the same, as the run has episodes of several turns, and not on nodes"
             )
         return self.rollout.episodes is None
+
+    @property
+    def _engine(self) -> str:
+        if self.config.rollout.nodes:
+            return NODES
+        return OWN if self.rollout.runs_beside else TRAINERS
 
     def _go_on_beside(self, row: Row | None) -> None:
         """Let an engine with devices of its own go on while the models are trained."""

@@ -141,7 +141,7 @@ def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monk
     [
         (["algorithm.correction=[]"], "takes tokens of older policies for the newest's"),
         (["algorithm.loss=a3po"], "algorithm.correction would weigh tokens a second time"),
-        (["rollout.nodes=1", "cluster={nodes: 1}"], "needs rollout.nodes: 0"),
+        (["rollout.nodes=1", "cluster={nodes: 2}"], "needs one training process, got 2"),
         (["rollout.turns=2"], "is of an engine with devices of its own"),
         (["rollout.turns=2", "rollout.at_push=finish"], "expected null with rollout.at_push"),
         (["rollout.turns=2", "rollout.engine=vllm"], "draws the same tokens again"),

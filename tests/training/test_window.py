@@ -107,7 +107,7 @@ def open_window(
         rollout=SimpleNamespace(
             samples_per_prompt=SAMPLES,
             staleness=staleness,
-            **{"at_push": "reread", "turns": None, **keys},
+            **{"at_push": "reread", "turns": None, "nodes": 0, **keys},
         ),
         algorithm=SimpleNamespace(max_generation_batches=limit),
     )

@@ -43,6 +43,30 @@ def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undis
     assert counted(job.run_dir, "restarts")[-1] == 0
 
 
+def test_engines_sample_while_a_step_is_trained_and_a_lost_one_is_replaced(
+    workshop, launch, processes
+):
+    """Its answers in flight are drawn by the next; the schedule gives the same tokens here."""
+    words = (*EXACTLY, *TWO_ENGINES, *EPOCH, "rollout.staleness=2", "rollout.max_new_tokens=40")
+    words += ("rollout.max_running_sequences=8", "model.random_init=true")
+    words += (f"model.path={workshop.root}/random", "validation.before=false")
+    job = launch(*words)
+    job.until(lambda: job.steps() >= 3)
+    victim = job.until(lambda: processes.titles("ray::EngineHost.sample_until"))
+    os.kill(next(iter(victim)), signal.SIGKILL)
+    job.ok()
+    assert counted(job.run_dir, "engine_restarts")[-1] == 1
+    lines = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("async/age/max", 0) for line in lines) == 2
+    assert max(line["async/in_flight_tokens"] for line in lines) > 0
+    recorded = f"rollout.schedule={job.run_dir}/schedule.jsonl"
+    own = [word for word in words if word not in TWO_ENGINES]
+    again = workshop(*own, recorded, "mesh.train={fsdp: 2}", devices=2).ok()
+    same = ("async/age/mean", "response_length/mean", "prompt_length/mean")
+    for line, other in zip(lines, again.metrics, strict=True):
+        assert [line.get(name) for name in same] == [other.get(name) for name in same]
+
+
 def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed, processes):
     """An engine that stands still ends nothing, so that the training process waits for it."""
     words = (*EXACTLY, *TWO_ENGINES, *EPOCH)
