@@ -356,6 +356,13 @@ def schedules_are_of_stale_answers(config: TrainConfig) -> Iterator[str]:
             )
     if rollout.turns is not None and rollout.nodes:
         yield f"rollout.turns needs rollout.nodes: 0, got {rollout.nodes}"
+    if rollout.at_push == "keep" and (rollout.engine != "native" or rollout.nodes):
+        yield (
+            f"rollout.at_push: keep needs rollout.engine: native and rollout.nodes: 0, got "
+            f"{rollout.engine} and {rollout.nodes}"
+        )
+    if rollout.at_push == "keep" and rollout.schedule is not None:
+        yield "rollout.schedule: expected null with rollout.at_push: keep, which a cache decides"
     if rollout.turns is not None and rollout.at_push == "finish":
         yield "rollout.turns: expected null with rollout.at_push: finish, which takes all turns"
 

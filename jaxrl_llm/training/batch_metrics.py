@@ -184,11 +184,20 @@ def load_balance(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, 
     return metrics | {"perf/padding": padding(sizes, planned, shape)}
 
 
-def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, float]:
+def check_agreement(
+    batch: Batch, step: int, tolerance: float, *, keeps_cache: bool = False
+) -> dict[str, float]:
     """Compare the engine's log-probs with the trainer's `logprobs`: they must agree at every step.
 
     Compared are tokens of the weights that were pushed last, so that a push that did not work is
     seen here; and what `mask` takes for drawn, but no weights have drawn.
+
+    Args:
+        batch: with `logprobs`.
+        step: for the message.
+        tolerance: the largest mean difference, in nats.
+        keeps_cache: whether answers go on with keys and values of weights before; then only those
+            are compared that were wholly drawn by the newest.
 
     Raises:
         TrainingError: a mean absolute difference above `tolerance`.
@@ -196,6 +205,8 @@ def check_agreement(batch: Batch, step: int, tolerance: float) -> dict[str, floa
     mask = batch["mask"]
     difference = np.abs(batch["logprobs"] - batch["rollout_logprobs"])
     newest = mask & ((batch["ages"] == 0) | (batch["versions"] == NOT_DRAWN))
+    if keeps_cache:
+        newest &= ~(batch["ages"] > 0).any(1, keepdims=True)
     own = {"actor/entropy": float(batch["entropy"][mask].mean())}
     if newest.any():
         mean = check_difference(float(difference[newest].mean()), step, tolerance)

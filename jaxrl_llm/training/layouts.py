@@ -62,10 +62,12 @@ def runs_beside(config: TrainConfig, layouts: Layouts) -> bool:
         for device in getattr(layouts, name).mesh.devices.flat
     }
     beside = rollout.staleness > 0 and others.isdisjoint(layouts.rollout.mesh.devices.flat)
-    if rollout.turns is not None and not beside:
+    keys = {"turns": rollout.turns is not None, "at_push": rollout.at_push == "keep"}
+    for key in (key for key, is_set in keys.items() if is_set and not beside):
         raise ConfigError(
-            f"rollout.turns={rollout.turns} is of an engine with devices of its own: give it such "
-            "by mesh.rollout.first_device and mesh.rollout.devices, and the others by mesh.train"
+            f"rollout.{key}={getattr(rollout, key)} is of an engine with devices of its own: give "
+            "it such by mesh.rollout.first_device and mesh.rollout.devices, and the others by "
+            "mesh.train"
         )
     if beside and distributed.process_count() > 1:
         raise ConfigError(

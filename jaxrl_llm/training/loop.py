@@ -215,7 +215,10 @@ def update_models(
             metrics |= means
         if policy_stats:
             probe = batch.add(**policy_stats)
-            metrics |= check_agreement(probe, step, agreement_tolerance(config.rollout))
+            keeps_cache = config.rollout.at_push == "keep"
+            metrics |= check_agreement(
+                probe, step, agreement_tolerance(config.rollout), keeps_cache=keeps_cache
+            )
             batch = batch.add(old_logprobs=policy_stats["logprobs"])
     return states, batch, metrics
 

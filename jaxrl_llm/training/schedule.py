@@ -146,7 +146,8 @@ def open_schedule(config: RolloutConfig, folder: Path, done: int) -> Schedule:
     Raises:
         ConfigError: the schedule to replay can't be read.
     """
-    repeats = config.engine == "native" and (config.order == "lockstep" or not config.has_episodes)
+    repeats = config.engine == "native" and config.at_push != "keep"
+    repeats &= config.order == "lockstep" or not config.has_episodes
     with config_errors_at("rollout.schedule"):
         return Schedule(
             folder if config.staleness and distributed.is_first() else None,

@@ -25,6 +25,7 @@ from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.stall import reporting_stall
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
+from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.groups import Group, GroupScores
@@ -133,7 +134,9 @@ class Window:
         metrics = self._metrics(taken, dropped)
         rollouts = self.rollout.examine(rollouts)
         canaries = None
-        if all((episode.versions < step - 1).all() for episode in rollouts.episodes):
+        fresh = np.all if self.rollout.keeps_cache else np.any
+        drawn = (e.versions[e.versions != NOT_DRAWN] for e in rollouts.episodes)
+        if not any(len(versions) and fresh(versions == step - 1) for versions in drawn):
             with clock("gen"):
                 prompts = [group.states[0].prompt for group in taken]
                 canaries = self.rollout.sample_canaries(prompts, step)

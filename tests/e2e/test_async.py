@@ -117,7 +117,7 @@ def test_killed_at_random_moments_it_trains_each_answer_once(stale, workshop, sa
 def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monkeypatch, fault):
     """The checksum is right, so that only its log-probs tell."""
     if fault == "pages of older weights":
-        monkeypatch.setattr(ModelRunner, "reset_prefix_cache", lambda self: None)
+        monkeypatch.setattr(ModelRunner, "reset_prefix_cache", lambda *given, **keys: None)
         monkeypatch.setattr(ModelRunner, "free_cache", lambda self: None)
     else:
         step = ModelRunner.step
@@ -142,6 +142,8 @@ def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monk
         (["algorithm.correction=[]"], "takes tokens of older policies for the newest's"),
         (["algorithm.loss=a3po"], "algorithm.correction would weigh tokens a second time"),
         (["rollout.nodes=1", "cluster={nodes: 2}"], "needs one training process, got 2"),
+        (["rollout.at_push=keep"], "is of an engine with devices of its own"),
+        (["rollout.at_push=keep", "rollout.engine=vllm"], "at_push: keep needs rollout.engine: na"),
         (["rollout.turns=2"], "is of an engine with devices of its own"),
         (["rollout.turns=2", "rollout.at_push=finish"], "expected null with rollout.at_push"),
         (["rollout.turns=2", "rollout.engine=vllm"], "draws the same tokens again"),
@@ -226,6 +228,18 @@ def test_the_schedule_of_a_run_that_was_killed_replays_it(run, workshop, same, u
     ages = ("async/age/mean", "response_length/mean", "critic/score/mean")
     for line, expected in zip(other.metrics, killed.metrics, strict=True):
         assert [line.get(name) for name in ages] == [expected.get(name) for name in ages]
+
+
+def test_answers_may_keep_their_cache_over_a_push(run, workshop):
+    """Their later tokens are not what the trainer computes; answers of one policy are."""
+    given = [*words(workshop, 2, *OWN_DEVICES), "rollout.at_push=keep", "rollout.turns=2"]
+    lines = run(*given, "rollout.logprob_tolerance=1e-5", devices=2).ok().metrics[1:]
+    assert max(line["async/in_flight_tokens"] for line in lines) > 0
+    assert max(line.get("async/policies_per_answer/mean", 0) for line in lines) > 1
+    seen = ("training/rollout_logprobs_diff_mean", "async/canary_diff_mean")
+    assert all(any(name in line for name in seen) for line in lines)
+    fresh = [line["async/k3_kl/age/0"] for line in lines if "async/k3_kl/age/0" in line]
+    assert max(fresh) > 1e-9
 
 
 @pytest.mark.parametrize("devices", [1, 2])

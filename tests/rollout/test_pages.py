@@ -16,9 +16,9 @@ class Pool:
         self.pages, self.content = PagePool(count, size=SIZE), {}
         self.live = []  # [table, tokens, cached] of each sequence
 
-    def start(self, tokens):
+    def start(self, tokens, version=None):
         table = PageTable()
-        cached = self.pages.match_prefix(table, tokens[:-1])
+        cached = self.pages.match_prefix(table, tokens[:-1], version)
         if not self.pages.allocate(table, len(tokens) - 1):
             self.pages.free(table)
             return
@@ -81,19 +81,23 @@ OPERATION = st.one_of(
     st.tuples(st.just("start"), TOKENS),
     st.tuples(st.just("extend"), st.integers(0, 9), st.lists(st.integers(0, 1), max_size=5)),
     st.tuples(st.just("end"), st.integers(0, 9), st.booleans()),
-    st.tuples(st.just("forget")),
+    st.tuples(st.just("forget"), st.booleans()),
+    st.tuples(st.just("go on"), TOKENS, st.integers(0, 3)),
 )
 
 
 @settings(max_examples=300)
 @given(count=st.integers(4, 12), operations=st.lists(OPERATION, max_size=60))
 def test_each_sequence_reads_its_own_tokens(count, operations):
-    pool = Pool(count)
+    pool, version = Pool(count), 0
     for name, *arguments in operations:
         if name == "start":
             pool.start(arguments[0])
         elif name == "forget":
-            pool.pages.reset_prefix_cache()
+            version += 1
+            pool.pages.reset_prefix_cache(version, keep=arguments[0])
+        elif name == "go on":
+            pool.start(arguments[0], max(0, version - arguments[1]))
         elif pool.live:
             sequence = pool.live[arguments[0] % len(pool.live)]
             if name == "extend":
@@ -172,3 +176,27 @@ def test_pages_of_requests_that_wait_go_last():
     assert pool.allocate(table, 6)
     cached = [pool.match_prefix(PageTable(), tokens) for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9))]
     assert cached == [6, 0]
+
+
+def test_kept_pages_are_of_who_was_begun_under_their_weights():
+    pages = PagePool(6, size=SIZE)
+    for version in (1, 2):
+        pages.reset_prefix_cache(version, keep=True)
+        table = PageTable()
+        pages.match_prefix(table, (1, 1, 1))
+        pages.allocate(table, SIZE)
+        pages.cache_prefix(table, (1, 1, version))
+        pages.free(table)
+    pages.reset_prefix_cache(3, keep=True)
+
+    def matched(last, version):
+        table = PageTable()
+        count = pages.match_prefix(table, (1, 1, last), version)
+        pages.free(table)
+        return count
+
+    assert [matched(1, 1), matched(2, 2)] == [SIZE, SIZE]
+    assert [matched(1, 2), matched(1, 3), matched(1, None)] == [2, 0, 0]
+    pages.reset_prefix_cache(4)
+    assert [matched(1, 1), matched(2, 2)] == [0, 0]
+    assert pages.available == 6

@@ -1,11 +1,13 @@
 """Hundreds of requests while callers give up and weights change: nothing lost, nothing stale."""
 
 import asyncio
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
 
+from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
@@ -229,6 +231,19 @@ def test_weights_in_the_middle_of_an_answer(
         assert_logprobs(weights, next_logits, request, pieces[0])
         with pytest.raises(AssertionError):  # it goes on with the keys and values it has
             assert_logprobs(weights, next_logits, request, answer)
+        cramped.load(params, version=10)
+        (part,) = cramped.sample_until([request], 1, Stop(turns=1))
+        assert len(part.tokens) == 3
+        cramped.load(other_params, version=11, keep=True)
+        before = cramped.stats().reused_tokens
+        (kept,) = cramped.sample([dataclasses.replace(request, drawn=part)])
+        assert cramped.stats().reused_tokens - before == len(request.prompt) + 3 - 1
+        for one, other in zip(kept[:3], answer[:3], strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        (fresh,) = cramped.sample([dataclasses.replace(request, prompt=(4, 8, 15, 17))])
+        assert fresh.versions.tolist() == [11] * 24
+        fresh_request = dataclasses.replace(request, prompt=(4, 8, 15, 17))
+        assert_logprobs(weights, next_logits, fresh_request, fresh)  # with none of these
 
 
 def test_rows_of_who_was_preempted_do_not_outlive_their_weights(

@@ -121,6 +121,7 @@ def open_window(
         sample_canaries=lambda prompts, step: f"canaries of step {step}",
         engine=engine,
         runs_beside=beside,
+        keeps_cache=False,
         episodes=None,
     )
     return Window(

@@ -128,11 +128,12 @@ class SamplingConfig(Section):
             "K updates old"
         ),
     )
-    at_push: Literal["reread", "finish"] = Field(
+    at_push: Literal["reread", "keep", "finish"] = Field(
         default="reread",
         description=(
             "what becomes of answers in flight when new weights are pushed: reread, they go on "
-            "under these, after their tokens are read again; finish, they end before the push"
+            "under these, after their tokens are read again; keep, they do so with the keys and "
+            "values that the weights before have computed; finish, they end before the push"
         ),
     )
     turns: int | None = Field(

@@ -34,9 +34,9 @@ from jaxrl_llm.rollout.engine import (
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
-from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
+from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs, sizes_with_cache
 from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
-from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes, count_parts
+from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.rollout.types import Completion, Receipt, Request
 from jaxrl_llm.sharding.layout import Layout
 
@@ -105,7 +105,7 @@ class NativeEngine:
             check_fp8(model, layout.mesh.devices.flat[0])
         if kernel is not None and not isinstance(model, PagedModel):
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
-        sizes = _choose_sizes(model, settings, layout, steps, copies=2 if kernel is None else 1)
+        sizes = sizes_with_cache(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
         self.programs = Programs(
             model,
@@ -160,7 +160,13 @@ class NativeEngine:
         return results_of(listened(self._submit(requests, needed=needed, stop=stop), listener))
 
     def load(
-        self, params: Any, version: int, *, recompute: bool = False, donate: bool = False
+        self,
+        params: Any,
+        version: int,
+        *,
+        recompute: bool = False,
+        donate: bool = False,
+        keep: bool = False,
     ) -> Receipt:
         """Copy weights into the engine's layout and dtype, between two chunks.
 
@@ -172,6 +178,7 @@ class NativeEngine:
             recompute: read what is in flight again; else it keeps the keys and values that it has
                 of the weights before.
             donate: delete each array of `params` once it is copied.
+            keep: keys and values of answers that were left before their end, for when these go on.
         """
         with self._claimed():
             first = self._params is None and self._version < 0
@@ -181,7 +188,7 @@ class NativeEngine:
             receipt = Receipt(version, int(self.programs.weights.checksum(self._params)), moved)
             if recompute:
                 self._runner.preempt_all()
-            self._runner.reset_prefix_cache()
+            self._runner.reset_prefix_cache(version, keep=keep)
             if first and not self._is_warm:
                 self.programs.warm_up()
         return receipt
@@ -367,34 +374,3 @@ class NativeEngine:
         with self._state:
             incoming, self._incoming, self._partial = self._incoming, [], []
         return self._runner.abort_all() + incoming
-
-
-def _choose_sizes(
-    model: Model, settings: EngineSettings, layout: Layout, steps: int, *, copies: int
-) -> Sizes:
-    """Choose the shapes of the programs, with as many pages as the cache has room for.
-
-    There are two copies of what is cached where pages are gathered into rows, else one.
-    """
-    sizes = choose_sizes(
-        parts=count_parts(layout, settings.max_running_sequences),
-        max_running_sequences=settings.max_running_sequences,
-        max_tokens=settings.max_tokens,
-        steps=steps,
-    )
-    if settings.cache_gb is None:
-        return sizes
-    kind = settings.kv_cache_dtype
-    page_bytes = Programs(model, layout, sizes, settings.dtype, kv_cache_dtype=kind).page_bytes()
-    affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
-    running = settings.max_running_sequences
-    useful = sizes.pages * max(running, settings.cached_sequences or 0) // running
-    sizes = sizes._replace(pages=min(affordable, useful))
-    needed = -(-settings.max_tokens // PAGE) + 1
-    if sizes.pages < needed:
-        raise ValueError(
-            f"a cache of {settings.cache_gb} GB holds {sizes.pages * PAGE} tokens: expected at "
-            f"least {needed * copies * page_bytes / 1e9:.3g} GB, for a sequence of "
-            f"{settings.max_tokens} tokens"
-        )
-    return sizes

@@ -76,14 +76,16 @@ class ModelRunner:
             self.scheduler.preempt(sequence)
         self.rows, self._placed = None, []
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, version: int, *, keep: bool = False) -> None:
         """Let no sequence to come use what was computed so far, and gather all rows anew.
+
+        With `keep`, those use it that were begun under the weights that have computed it.
 
         Who is preempted now and read again later is newer in its pages than in its old row.
         """
         self.rows = None
         for pages in self.scheduler.pages:
-            pages.reset_prefix_cache()
+            pages.reset_prefix_cache(version, keep=keep)
 
     def free_cache(self) -> None:
         """Free the cache; what runs waits again."""

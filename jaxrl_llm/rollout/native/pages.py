@@ -36,7 +36,7 @@ class PageTable:
         borrowed: a page of the tree of which the first tokens are used; its place is that of the
             first page of its own, until that has been written.
         own: pages that only this sequence uses.
-        epoch: how often pages had been forgotten when it began.
+        epoch: of the tree in which it began.
     """
 
     shared: list[Node] = field(default_factory=list)
@@ -66,8 +66,8 @@ class PagePool:
         """All pages are free."""
         self.count, self.size = count, size
         self._free = list(range(count))[::-1]
-        self._root = Node(None, (), -1)
-        self._epoch = 0
+        self._epoch, self._trees = 0, {0: Node(None, (), -1)}
+        self._versions = dict[int, int]()  # of the weights, to the epochs of their trees
         self._idle: OrderedDict[Node, None] = OrderedDict()  # of the tree, used by nobody
 
     @property
@@ -75,10 +75,16 @@ class PagePool:
         """Return the number of pages that are free or used by nobody."""
         return len(self._free) + len(self._idle)
 
-    def match_prefix(self, table: PageTable, tokens: Sequence[int]) -> int:
-        """Let a sequence that holds nothing use what there is of its tokens; return how many."""
-        table.epoch = self._epoch
-        node, matched = self._root, 0
+    def match_prefix(
+        self, table: PageTable, tokens: Sequence[int], version: int | None = None
+    ) -> int:
+        """Let a sequence that holds nothing use what there is of its tokens; return how many.
+
+        One that was begun under weights whose pages are kept uses these, by the version.
+        """
+        epoch = self._epoch if version is None else self._versions.get(version, self._epoch)
+        table.epoch = epoch if epoch in self._trees else self._epoch
+        node, matched = self._trees[table.epoch], 0
         while child := node.children.get(tuple(tokens[matched : matched + self.size])):
             if len(child.tokens) < self.size:
                 break
@@ -92,10 +98,10 @@ class PagePool:
         table.borrowed = self._acquire(best)
         return matched + alike[best]
 
-    def touch(self, tokens: Sequence[int]) -> None:
+    def touch(self, tokens: Sequence[int], version: int | None = None) -> None:
         """Count the pages that a sequence could use as used now: they are the last to go."""
         table = PageTable()
-        self.match_prefix(table, tokens)
+        self.match_prefix(table, tokens, version)
         self.free(table)
 
     def pages_needed(self, table: PageTable, length: int) -> int:
@@ -129,7 +135,7 @@ class PagePool:
 
         Not those of a sequence that began before pages were forgotten.
         """
-        if table.epoch != self._epoch or table.borrowed is not None:
+        if table.epoch not in self._trees or table.borrowed is not None:
             return
         while len(tokens) >= (len(table.shared) + 1) * self.size:
             start = len(table.shared) * self.size
@@ -145,21 +151,31 @@ class PagePool:
             self._release(node)
         table.shared, table.borrowed, table.own = [], None, []
 
-    def reset_prefix_cache(self) -> None:
-        """Let nobody use what is there now; those who do go on."""
-        self._free += [node.page for node in self._idle]
-        self._idle.clear()
-        nodes = [self._root]
-        while nodes:
-            node = nodes.pop()
-            node.is_in_tree = False
-            nodes += node.children.values()
-        self._root = Node(None, (), -1)
+    def reset_prefix_cache(self, version: int | None = None, *, keep: bool = False) -> None:
+        """Let nobody use what is there now; those who do go on.
+
+        Args:
+            version: of the weights that compute what comes.
+            keep: let those use it who were begun under the weights that have computed it.
+        """
+        if not keep:
+            self._free += [node.page for node in self._idle]
+            self._idle.clear()
+            nodes = list(self._trees.values())
+            while nodes:
+                node = nodes.pop()
+                node.is_in_tree = False
+                nodes += node.children.values()
+            self._trees, self._versions = {}, {}
+        self._trees = {epoch: root for epoch, root in self._trees.items() if root.children}
         self._epoch += 1
+        self._trees[self._epoch] = Node(None, (), -1)
+        if version is not None:
+            self._versions[version] = self._epoch
 
     def _insert(self, table: PageTable, tokens: tuple[int, ...]) -> Node:
         """Move a sequence's first own page to the tree, or take the one that is there."""
-        parent = table.shared[-1] if table.shared else self._root
+        parent = table.shared[-1] if table.shared else self._trees[table.epoch]
         page = table.own.pop(0)
         if tokens in parent.children:
             self._free.append(page)

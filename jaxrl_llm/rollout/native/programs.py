@@ -13,6 +13,7 @@ from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compi
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
@@ -27,7 +28,14 @@ from jaxrl_llm.rollout.native.decode import (
     scatter_pages,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.native.sizes import FEWEST_ROWS, PAGE, Sizes, touched
+from jaxrl_llm.rollout.native.sizes import (
+    FEWEST_ROWS,
+    PAGE,
+    Sizes,
+    choose_sizes,
+    count_parts,
+    touched,
+)
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
@@ -298,3 +306,34 @@ class Programs:
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
         return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
+
+
+def sizes_with_cache(
+    model: Model, settings: EngineSettings, layout: Layout, steps: int, *, copies: int
+) -> Sizes:
+    """Choose the shapes of the programs, with as many pages as the cache has room for.
+
+    There are two copies of what is cached where pages are gathered into rows, else one.
+    """
+    sizes = choose_sizes(
+        parts=count_parts(layout, settings.max_running_sequences),
+        max_running_sequences=settings.max_running_sequences,
+        max_tokens=settings.max_tokens,
+        steps=steps,
+    )
+    if settings.cache_gb is None:
+        return sizes
+    kind = settings.kv_cache_dtype
+    page_bytes = Programs(model, layout, sizes, settings.dtype, kv_cache_dtype=kind).page_bytes()
+    affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
+    running = settings.max_running_sequences
+    useful = sizes.pages * max(running, settings.cached_sequences or 0) // running
+    sizes = sizes._replace(pages=min(affordable, useful))
+    needed = -(-settings.max_tokens // PAGE) + 1
+    if sizes.pages < needed:
+        raise ValueError(
+            f"a cache of {settings.cache_gb} GB holds {sizes.pages * PAGE} tokens: expected at "
+            f"least {needed * copies * page_bytes / 1e9:.3g} GB, for a sequence of "
+            f"{settings.max_tokens} tokens"
+        )
+    return sizes

@@ -66,6 +66,12 @@ class SequenceState:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def first_version(self) -> int | None:
+        """Return the version of the weights that drew the first token, if it was begun before."""
+        drawn = self.request.drawn
+        return int(drawn.versions[0]) if drawn is not None and len(drawn.versions) else None
+
+    @property
     def left(self) -> int:
         """Return how many tokens may follow."""
         return self.request.sampling.max_new_tokens - self.generated
@@ -185,7 +191,7 @@ class Scheduler:
         for sequence in sequences:
             self.waiting.append(sequence)
             for pages in self.pages:
-                pages.touch(sequence.tokens[:-1])
+                pages.touch(sequence.tokens[:-1], sequence.first_version)
 
     def drop_cancelled(self) -> None:
         """Forget the sequences whose callers gave up."""
@@ -264,7 +270,7 @@ class Scheduler:
         end = len(sequence.tokens) - 1 + min(self.steps, sequence.left)
         for part in self._parts_with_room(sequence):
             pages, table = self.pages[part], PageTable()
-            cached = pages.match_prefix(table, sequence.tokens[:-1])
+            cached = pages.match_prefix(table, sequence.tokens[:-1], sequence.first_version)
             others = self._running_in(part)  # a page for each of them, which grow too
             if pages.pages_needed(table, end) + others <= pages.available:
                 pages.allocate(table, end)
@@ -283,7 +289,8 @@ class Scheduler:
             others, table = self._running_in(part), PageTable()
             if others < self.max_running_sequences:
                 several = len(self.pages) > 1
-                cached = pages.match_prefix(table, sequence.tokens[:-1]) if several else 0
+                known = sequence.tokens[:-1] if several else []
+                cached = pages.match_prefix(table, known, sequence.first_version)
                 pages.free(table)
                 parts.append((-cached, others, part))
         return [part for *_, part in sorted(parts)]

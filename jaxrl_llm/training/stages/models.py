@@ -97,6 +97,7 @@ def build_models(
 
 def old_logprob_pass(config: TrainConfig, actor: Role) -> ModelPass:
     """Return the pass that adds `old_logprobs`, and compares the engine's with the trainer's."""
+    rollout = config.rollout
     add = old_logprob_step(
         actor.infer,
         use_rollout_logprobs=config.algorithm.use_rollout_logprobs,
@@ -106,7 +107,8 @@ def old_logprob_pass(config: TrainConfig, actor: Role) -> ModelPass:
     def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
         with on_device(states[actor.name].params) as params:
             batch, probe = add(params, batch)
-        return batch, check_agreement(probe, step, agreement_tolerance(config.rollout))
+        tolerance, keeps_cache = agreement_tolerance(rollout), rollout.at_push == "keep"
+        return batch, check_agreement(probe, step, tolerance, keeps_cache=keeps_cache)
 
     return ModelPass("old_log_prob", run)
 

@@ -74,6 +74,7 @@ class RolloutStage:
         episodes: samples episodes of many turns; None where answers are plain.
         runs_beside: whether the engine may sample while the models are trained, as its devices are
             not theirs.
+        keeps_cache: whether answers that go on after a push keep their keys and values.
     """
 
     engine: Engine
@@ -90,6 +91,7 @@ class RolloutStage:
     awake: Awake
     episodes: EpisodeSampler | None = None
     runs_beside: bool = False
+    keeps_cache: bool = False
 
     def sync_weights(self, params: Any, version: int) -> dict[str, float]:
         """Give the engine the trained parameters, and compare its echo with what was sent.
@@ -99,7 +101,8 @@ class RolloutStage:
         """
         with on_device(params) as trained:
             merged = self.merge_for_engine(trained)
-            receipt = self.engine.load(merged, version=version)
+            options = {"keep": True} if self.keeps_cache else {}
+            receipt = self.engine.load(merged, version=version, **options)
             echoed = receipt.checksum  # None: the engine has compared by itself
             sent = None if echoed is None else int(self.engine_checksum(merged))
         if (receipt.version, echoed) != (version, sent):
@@ -170,6 +173,7 @@ def build_rollout(
         awake=opened,
         episodes=episodes,
         runs_beside=runs_beside,
+        keeps_cache=config.rollout.at_push == "keep",
     )
 
 
