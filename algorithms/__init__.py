@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from jaxrl_llm.algorithms.losses import (
         TokenLoss,
+        a3po,
         cispo,
         clip_cov,
         dppo_kl,
