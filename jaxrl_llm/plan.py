@@ -84,6 +84,7 @@ def plan_run(
     if compiled_for:
         lines += ["", *report.describe_kernels(steps)]
     lines += ["", *report.describe_time(steps, shapes, gpu)]
+    lines += report.describe_window(steps, shapes)
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 

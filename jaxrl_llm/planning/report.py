@@ -1,17 +1,22 @@
 """A plan as text."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.planning.advice import Remedy
 from jaxrl_llm.planning.estimate import BANDWIDTH, COMPUTE, LINKS
+from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
 from jaxrl_llm.planning.memory import PhaseMemory, RunShapes, longest
 from jaxrl_llm.planning.program import NOTHING, OperationCounts
 from jaxrl_llm.planning.steps import CompiledStep
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.layouts import runs_beside
 
 GIB = 2**30
+TOKEN_BYTES = 12
+"""Of a drawn token in the host's memory and in a checkpoint: its id, log-prob and version."""
 LEAST_SHARE = 1e-3
 """Share of the bytes that a step sends below which a collective is not listed."""
 
@@ -151,3 +156,37 @@ def describe_time(steps: Sequence[CompiledStep], shapes: RunShapes, gpu: str) ->
         "traffic overlap, communication does not; balanced experts; nothing for scores and saving;",
         f"every answer has {answer} tokens, so that a sequence has {whole}",
     ]
+
+
+def describe_window(steps: Sequence[CompiledStep], shapes: RunShapes) -> list[str]:
+    """Say what answers that are begun before their step take, if there are any."""
+    config = shapes.config
+    rollout, longest_answer = config.rollout, config.rollout.max_new_tokens
+    if not rollout.staleness:
+        return []
+    step = config.batch.prompts_per_step * rollout.samples_per_prompt
+    held = (rollout.staleness + 1) * step
+    size = held * longest_answer * TOKEN_BYTES / GIB
+    lines = [
+        f"window    rollout.staleness: {rollout.staleness}: at most {held} answers are held on the "
+        f"host, {size:.2f} GiB with every token"
+    ]
+    by_step = {s.step: s.time.total for s in steps}
+    if rollout.at_push == "reread":
+        slots = min(rollout.max_running_sequences, held)
+        runs = math.ceil(slots * longest(config) / shapes.engine.prefill_tokens)
+        reading = runs * by_step[StepId(ENGINE, StepKind.PREFILL)]
+        lines.append(
+            f"{'':10}reading {slots} answers in flight again after a weight sync: {reading:.1f} s "
+            "at most"
+        )
+    sampling, training = (
+        sum(s.time.total * s.runs for s in steps if (s.step.role == ENGINE) == is_engine)
+        for is_engine in (True, False)
+    )
+    if runs_beside(config, shapes.layouts):
+        lines.append(
+            f"{'':10}the engine's {sampling:.1f} s and the trainer's {training:.1f} s overlap: a "
+            f"step takes {max(sampling, training):.1f} s at least"
+        )
+    return lines

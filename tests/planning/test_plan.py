@@ -311,7 +311,9 @@ def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     configure()
     monkeypatch.setattr(planner, "simulate_devices", lambda devices: None)
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8"]
-    assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3"]) == 0
+    apart = ["mesh.train={fsdp: 2, tensor: 2, devices: 4}", "rollout.staleness=2"]
+    apart += ["mesh.rollout={data: 2, tensor: 2, first_device: 4, devices: 4}"]
+    assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3", *apart]) == 0
     text = capsys.readouterr().out
     for word in (
         "reference weights",
@@ -320,6 +322,9 @@ def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
         "all-reduce",
         "the CPU's compiler",
         "heads are 8 wide",
+        "rollout.staleness: 2: at most 96 answers are held on the host, 0.00 GiB",
+        "reading 16 answers in flight again after a weight sync",
+        "s overlap: a step takes",
     ):
         assert word in text, word
     assert planner.main([*command, "mesh.train.fsdp=3"]) == 2
