@@ -150,7 +150,7 @@ def exiting_on_device_error() -> Iterator[None]:
         os._exit(1)
 
 
-class LeftSampling:
+class InterruptibleSampling:
     """A sampling on an engine, which ends when the trainer says so.
 
     Attributes:
@@ -211,7 +211,7 @@ class EngineHost(_Process):
         self._sync = -1
         self._receipt: Any = None
         self._loading = threading.Lock()
-        self._left = (-1, None)  # the newest sampling that can be left, with its number
+        self._interruptible = (-1, None)  # the newest sampling that can be left, with its number
         self._resources = contextlib.ExitStack()  # as long as the process lives
         self._coordinator.register_engine.remote(index, self.info())
 
@@ -258,11 +258,11 @@ class EngineHost(_Process):
         """Let `sample_until` return."""
         self._sampling(number).stop.set()
 
-    def _sampling(self, number: int) -> LeftSampling:
-        newest, sampling = self._left
+    def _sampling(self, number: int) -> InterruptibleSampling:
+        newest, sampling = self._interruptible
         if sampling is None or number > newest:
-            sampling = LeftSampling()
-            self._left = number, sampling
+            sampling = InterruptibleSampling()
+            self._interruptible = number, sampling
         return sampling
 
     async def generate(self, request: "Request", sync: int, version: int) -> "Completion":

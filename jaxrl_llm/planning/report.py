@@ -12,7 +12,7 @@ from jaxrl_llm.planning.memory import PhaseMemory, RunShapes, longest
 from jaxrl_llm.planning.program import NOTHING, OperationCounts
 from jaxrl_llm.planning.steps import CompiledStep
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.layouts import runs_beside
+from jaxrl_llm.training.layouts import overlaps_training
 
 GIB = 2**30
 TOKEN_BYTES = 12
@@ -184,7 +184,7 @@ def describe_window(steps: Sequence[CompiledStep], shapes: RunShapes) -> list[st
         sum(s.time.total * s.runs for s in steps if (s.step.role == ENGINE) == is_engine)
         for is_engine in (True, False)
     )
-    if runs_beside(config, shapes.layouts):
+    if overlaps_training(config, shapes.layouts):
         lines.append(
             f"{'':10}the engine's {sampling:.1f} s and the trainer's {training:.1f} s overlap: a "
             f"step takes {max(sampling, training):.1f} s at least"

@@ -116,8 +116,8 @@ class WindowSettings(NamedTuple):
         engines: how many.
         slots: of each engine.
         speed: of each engine.
-        beside: seconds for which the engines go on while a step is trained; 0: they have no devices
-            of their own.
+        overlap: seconds for which the engines go on while a step is trained; 0: they have no
+            devices of their own.
     """
 
     staleness: int
@@ -127,7 +127,7 @@ class WindowSettings(NamedTuple):
     engines: int
     slots: int
     speed: EngineSpeed
-    beside: int | float = 0.0
+    overlap: int | float = 0.0
 
 
 def simulate_window(lengths: np.ndarray, settings: WindowSettings) -> list[WindowStep]:
@@ -148,7 +148,7 @@ def simulate_window(lengths: np.ndarray, settings: WindowSettings) -> list[Windo
         rows = np.flatnonzero(drawn[:end] < total[:end])
         before, reread = drawn[rows].copy(), 0
         seconds = 0.0
-        if len(rows) and (settings.beside or rows[0] < (step + 1) * size):
+        if len(rows) and (settings.overlap or rows[0] < (step + 1) * size):
             places = assign_engines(groups[rows], settings.most, settings.engines)
             is_first = np.diff(places * (groups[-1] + 1) + groups[rows], prepend=-1) != 0
             unread = before + settings.prompt * is_first
@@ -164,7 +164,7 @@ def simulate_window(lengths: np.ndarray, settings: WindowSettings) -> list[Windo
                 run = run_engine(
                     requests.of(part),
                     needed=len(part),
-                    until=seconds + settings.beside,
+                    until=seconds + settings.overlap,
                     **fixed,
                 )
                 drawn[rows[part]] += run.drawn

@@ -25,7 +25,7 @@ from jaxrl_llm.runs.resume import ResumedRun, resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts, runs_beside
+from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts, overlaps_training
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
@@ -61,7 +61,7 @@ def build_stages(
     stack.enter_context(compiling_on_demand())
     log.info("loading %s", config.model.path)
     layouts = open_training_layouts(config)
-    beside = runs_beside(config, layouts)
+    overlaps = overlaps_training(config, layouts)
     rows = read_checked_rows(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
     check_longest_sequence(config, model.model)
@@ -82,7 +82,7 @@ def build_stages(
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
 
     rollout = build_rollout(
-        config, model, layouts.train, engine, tokens, episodes, runs_beside=beside
+        config, model, layouts.train, engine, tokens, episodes, overlaps_training=overlaps
     )
     forward = ForwardConfig(model=model.model)
     reward_shape = microbatch_shape(config, forward, layouts.reward_model)

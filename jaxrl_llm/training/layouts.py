@@ -40,7 +40,7 @@ class Layouts(NamedTuple):
         return getattr(self, meshes.get(role, role))
 
 
-def runs_beside(config: TrainConfig, layouts: Layouts) -> bool:
+def overlaps_training(config: TrainConfig, layouts: Layouts) -> bool:
     """Return whether a run's engine samples while its models are trained.
 
     It does where answers may be stale, and the engine has devices of its own: nodes, a mesh apart
@@ -61,20 +61,20 @@ def runs_beside(config: TrainConfig, layouts: Layouts) -> bool:
         if name != "rollout"
         for device in getattr(layouts, name).mesh.devices.flat
     }
-    beside = rollout.staleness > 0 and others.isdisjoint(layouts.rollout.mesh.devices.flat)
+    overlaps = rollout.staleness > 0 and others.isdisjoint(layouts.rollout.mesh.devices.flat)
     keys = {"turns": rollout.turns is not None, "at_push": rollout.at_push == "keep"}
-    for key in (key for key, is_set in keys.items() if is_set and not beside):
+    for key in (key for key, is_set in keys.items() if is_set and not overlaps):
         raise ConfigError(
             f"rollout.{key}={getattr(rollout, key)} is of an engine with devices of its own: give "
             "it such by mesh.rollout.first_device and mesh.rollout.devices, and the others by "
             "mesh.train"
         )
-    if beside and distributed.process_count() > 1:
+    if overlaps and distributed.process_count() > 1:
         raise ConfigError(
             f"rollout.staleness={rollout.staleness} with a mesh of the engine's own (mesh.rollout) "
             f"needs one training process, got {distributed.process_count()}"
         )
-    return beside
+    return overlaps
 
 
 def open_layouts(

@@ -141,7 +141,7 @@ class TrainingLoop:
         rollouts = collected.rollouts
         described = run.executor.submit(batch_metrics, run.balance, batch, rollouts, scores)
         states, batch, updated = update_models(stages, states, batch, step, coefs, clock)
-        left = self.window.leave(step, clock)
+        left = self.window.interrupt(step, clock)
         with clock("update_weights"):
             synced = stages.rollout.sync_weights(states["actor"].params, step)
         kl, kl_coef = algorithm.control_kl(batch, coefs.kl_coef)

@@ -5,9 +5,9 @@ keeps. A group is begun while there are fewer than (K+1)·P that are not trained
 more than K updates old, no answer is dropped for its age or its length, and memory is bounded. K is
 `rollout.staleness`; at K = 0 a step samples its own prompts, and nothing else.
 
-A step has two parts. In `take` the engine samples until the step's groups are whole. Until `leave`,
-before the next weights are pushed, an engine with devices of its own goes on with the others. What
-is in flight then is plain data: the engine is empty.
+A step has two parts. In `take` the engine samples until the step's groups are whole. Until
+`interrupt`, before the next weights are pushed, an engine with devices of its own goes on with the
+others. What is in flight then is plain data: the engine is empty.
 """
 
 import base64
@@ -53,7 +53,7 @@ class Collected(NamedTuple):
     canaries: Rollouts | None = None
 
 
-class Beside(NamedTuple):
+class OverlappedSampling(NamedTuple):
     """A sampling that goes on while the models are trained.
 
     Attributes:
@@ -85,7 +85,7 @@ class Window:
         prompt_batches: iterator over lists of P prompts, with `get_state`.
         prompts: all prompts, in the order of the data.
         schedule: of the run.
-        executor: two threads: of an engine beside training, and of groups that become whole.
+        executor: two threads: for sampling while a step is trained, and for groups that end.
     """
 
     config: TrainConfig
@@ -96,7 +96,7 @@ class Window:
     prompts: Sequence[Prompt]
     schedule: Schedule
     executor: Executor
-    _beside: Beside | None = None
+    _overlapped: OverlappedSampling | None = None
     _scores: GroupScores = field(init=False)
     _groups: list[Group] = field(default_factory=list)
     _upcoming: list[Prompt] = field(default_factory=list)
@@ -140,12 +140,12 @@ class Window:
             with clock("gen"):
                 prompts = [group.states[0].prompt for group in taken]
                 canaries = self.rollout.sample_canaries(prompts, step)
-        self._go_on_beside(row)
+        self._continue_sampling(row)
         return Collected(
             rollouts, lambda: [s for group in taken for s in group.result()], metrics, canaries
         )
 
-    def leave(self, step: int, clock: Clock) -> Metrics:
+    def interrupt(self, step: int, clock: Clock) -> Metrics:
         """Leave what is in flight, and write down how far it has come.
 
         Args:
@@ -158,8 +158,8 @@ class Window:
         if not self.config.rollout.staleness:
             return {}
         metrics, turns = {}, 0
-        if self._beside is not None:
-            (ended, stop), self._beside, begun = self._beside, None, time.monotonic()
+        if self._overlapped is not None:
+            (ended, stop), self._overlapped, begun = self._overlapped, None, time.monotonic()
             if stop is not None and stop.turns is None:
                 stop.set()
             idle = begun - ended.result()
@@ -227,7 +227,7 @@ class Window:
         """Sample until the first groups, or all, are whole; begin to score those that are."""
         states = [state for group in self._groups for state in group.states]
         needed = sum(len(group.states) for group in self._groups[:size])
-        finishes = self.config.rollout.at_push == "finish" and not self.rollout.runs_beside
+        finishes = self.config.rollout.at_push == "finish" and not self.rollout.overlaps_training
         if all_ends or finishes:
             needed = len(states)
         waited_for = states[:needed]
@@ -292,14 +292,14 @@ class Window:
     def _engine(self) -> str:
         if self.config.rollout.nodes:
             return NODES
-        return OWN if self.rollout.runs_beside else TRAINERS
+        return OWN if self.rollout.overlaps_training else TRAINERS
 
-    def _go_on_beside(self, row: Row | None) -> None:
+    def _continue_sampling(self, row: Row | None) -> None:
         """Let an engine with devices of its own go on while the models are trained."""
         states = [state for group in self._groups for state in group.states]
         states = [state for state in states if state.episode is None]
         by_length = row is not None and self._follows_lengths(row)
-        if not self.rollout.runs_beside or not states or by_length:
+        if not self.rollout.overlaps_training or not states or by_length:
             return
         rollout, stop = self.config.rollout, None
         if rollout.at_push != "finish":
@@ -309,7 +309,7 @@ class Window:
             self.rollout.sample(states, len(states), stop, self._score_soon())
             return time.monotonic()
 
-        self._beside = Beside(self.executor.submit(go_on), stop)
+        self._overlapped = OverlappedSampling(self.executor.submit(go_on), stop)
 
     def _filter(self, step: int, size: int, dropped: Dropped, clock: Clock) -> bool:
         """Drop the groups that the filter refuses; return whether the step has all that it needs.

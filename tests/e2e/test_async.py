@@ -180,12 +180,12 @@ OWN_DEVICES = (
 
 
 @pytest.fixture(scope="module")
-def beside(run, workshop):
+def overlapped(run, workshop):
     return run(*words(workshop, 2, *OWN_DEVICES, "validation.every=2"), devices=2).ok()
 
 
-def test_an_engine_with_devices_of_its_own_samples_while_the_step_is_trained(beside):
-    lines = beside.metrics[1:]
+def test_an_engine_with_devices_of_its_own_samples_while_the_step_is_trained(overlapped):
+    lines = overlapped.metrics[1:]
     assert sum(line.get("async/turns", 0) for line in lines) > 0
     assert max(line["async/in_flight_tokens"] for line in lines) > 0
     assert max(line.get("async/age/max", 0) for line in lines) == 2

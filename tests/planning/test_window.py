@@ -11,14 +11,14 @@ SECOND = EngineSpeed(step=1.0)
 STEPS = 6
 
 
-@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("overlap", [0, 3])
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_it_is_the_window_of_the_training_loop(staleness, slots, beside):
+def test_it_is_the_window_of_the_training_loop(staleness, slots, overlap):
     """The same seconds until a step's answers are whole, tokens that are read again, and ages."""
     engine = Turns(slots, 2.0)
     window = open_window(
-        engine, staleness=staleness, steps=STEPS, beside=beside > 0, turns=beside or None
+        engine, staleness=staleness, steps=STEPS, overlaps=overlap > 0, turns=overlap or None
     )
     reread, taken = [], []
     for step in range(1, STEPS + 1):
@@ -31,7 +31,7 @@ def test_it_is_the_window_of_the_training_loop(staleness, slots, beside):
         for number, step in enumerate(episodes)
     ]
     simulated = simulate_window(
-        lengths, WindowSettings(staleness, 0, 99, SAMPLES, 1, slots, SECOND, float(beside))
+        lengths, WindowSettings(staleness, 0, 99, SAMPLES, 1, slots, SECOND, float(overlap))
     )
     assert lengths.shape == (STEPS, SIZE * SAMPLES)
     assert [step.age for step in simulated] == pytest.approx(ages)

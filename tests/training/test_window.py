@@ -86,7 +86,7 @@ class Turns(PartialEngine):
 
 
 def open_window(
-    engine, *, staleness=0, steps=5, keep=None, limit=9, beside=False, schedule=None, **keys
+    engine, *, staleness=0, steps=5, keep=None, limit=9, overlaps=False, schedule=None, **keys
 ):
     """Return a window over a fake engine; `keep` takes a group's prompt."""
     sampling = SamplingParams(max_new_tokens=LONGEST)
@@ -120,7 +120,7 @@ def open_window(
         examine=lambda rollouts: rollouts,
         sample_canaries=lambda prompts, step: f"canaries of step {step}",
         engine=engine,
-        runs_beside=beside,
+        overlaps_training=overlaps,
         keeps_cache=False,
         episodes=None,
     )
@@ -150,7 +150,7 @@ def train(window, engine, first, last, pause=lambda: None):
         is_stale = all(step - 1 not in episode.versions for episode in rollouts.episodes)
         assert canaries == (f"canaries of step {step}" if is_stale else None)
         pause()
-        metrics |= window.leave(step, Clock())
+        metrics |= window.interrupt(step, Clock())
         taken.append((rollouts, scores(), metrics))
     return taken
 
@@ -169,16 +169,16 @@ CASES = {
     "skew": st.sampled_from([0.2, 1.0, 6.0]),
     "refused": st.sampled_from([None, frozenset(), frozenset({0, 3, 5, 8, 13})]),
 }
-BESIDE = {"beside": st.booleans(), "at_push": st.sampled_from(["reread", "finish"])}
+OVERLAP = {"overlaps": st.booleans(), "at_push": st.sampled_from(["reread", "finish"])}
 
 
-@hypothesis.given(**CASES, **BESIDE)
+@hypothesis.given(**CASES, **OVERLAP)
 def test_every_kept_prompt_is_trained_once_in_order_and_no_token_is_too_old(
-    staleness, slots, skew, refused, beside, at_push
+    staleness, slots, skew, refused, overlaps, at_push
 ):
     engine = Turns(slots, skew)
     keep = None if refused is None else (lambda index: index not in refused)
-    window = open_window(engine, staleness=staleness, keep=keep, beside=beside, at_push=at_push)
+    window = open_window(engine, staleness=staleness, keep=keep, overlaps=overlaps, at_push=at_push)
     taken = train(window, engine, 1, 5)
     order = [p.index for batch in batches(PROMPTS, batch_size=1, seed=0, epochs=4) for p in batch]
     expected = [index for index in order if keep is None or keep(index)]
@@ -260,7 +260,7 @@ def test_turns_decide_what_is_drawn_and_not_time():
 
     def run(pause):
         engine = Turns(4, 1.0)
-        window = open_window(engine, staleness=2, beside=True, turns=3)
+        window = open_window(engine, staleness=2, overlaps=True, turns=3)
         return drawn(train(window, engine, 1, 5, pause))
 
     plain = run(lambda: None)
@@ -274,11 +274,11 @@ def test_a_schedule_replays_a_run(tmp_path_factory, staleness, skew, refused):
     keep = None if refused is None else (lambda index: index not in refused)
     dice, folder = random.Random(0), tmp_path_factory.mktemp("run")
 
-    def run(slots, *, beside=True, **given):
+    def run(slots, *, overlaps=True, **given):
         engine = Turns(slots, skew)
         schedule = schedule_of(engine, **given)
         window = open_window(
-            engine, staleness=staleness, keep=keep, beside=beside, schedule=schedule
+            engine, staleness=staleness, keep=keep, overlaps=overlaps, schedule=schedule
         )
         return drawn(train(window, engine, 1, 5, lambda: time.sleep(dice.uniform(0, 0.003))))
 
@@ -287,14 +287,14 @@ def test_a_schedule_replays_a_run(tmp_path_factory, staleness, skew, refused):
     assert run(4, replayed=str(recorded), folder=again) == expected
     assert (again / FILE).read_text() == recorded.read_text()
     assert run(3, replayed=str(recorded)) == expected
-    assert run(4, replayed=str(recorded), beside=False) == expected
+    assert run(4, replayed=str(recorded), overlaps=False) == expected
 
 
 def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
     def begin(done=0):
         engine = Turns(4, 1.0)
         schedule = schedule_of(engine, tmp_path, done=done)
-        return engine, open_window(engine, staleness=2, beside=True, schedule=schedule)
+        return engine, open_window(engine, staleness=2, overlaps=True, schedule=schedule)
 
     def pause():
         time.sleep(random.uniform(0, 0.003))
@@ -315,8 +315,8 @@ def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
     train(resumed, engine, 5, 5, pause)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_groups_are_scored_before_the_sampling_ends(beside):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_groups_are_scored_before_the_sampling_ends(overlaps):
     """While one is scored, others wait, and are scored together after it."""
     engine, window = Turns(2, 1.0), None
     calls, open_ones, first = [], [], Future()
@@ -332,7 +332,7 @@ def test_groups_are_scored_before_the_sampling_ends(beside):
         future.set_result(scores)
         return future
 
-    window = open_window(engine, staleness=2, beside=beside)
+    window = open_window(engine, staleness=2, overlaps=overlaps)
     window._scores = GroupScores(start, window.rollout.gather)
     taken = train(window, engine, 1, 5)
     assert open_ones[0] > 0 and max(calls) > SAMPLES

@@ -70,10 +70,10 @@ class RolloutStage:
             trainer.
         merge_for_engine: trained parameters -> the model's, with an adapter merged into it.
         engine_checksum: of a model's parameters, as the engine should hold them.
-        awake: gives the engine its cache within a `with`; nothing is done to one that runs beside.
+        awake: gives the engine its cache within a `with`; one that overlaps training keeps it.
         episodes: samples episodes of many turns; None where answers are plain.
-        runs_beside: whether the engine may sample while the models are trained, as its devices are
-            not theirs.
+        overlaps_training: whether the engine may sample while the models are trained, as its
+            devices are not theirs.
         keeps_cache: whether answers that go on after a push keep their keys and values.
     """
 
@@ -90,7 +90,7 @@ class RolloutStage:
     engine_checksum: Callable[[Any], Any]
     awake: Awake
     episodes: EpisodeSampler | None = None
-    runs_beside: bool = False
+    overlaps_training: bool = False
     keeps_cache: bool = False
 
     def sync_weights(self, params: Any, version: int) -> dict[str, float]:
@@ -121,7 +121,7 @@ def build_rollout(
     tokens: PolicyTokens,
     episodes: EpisodeSampler | None,
     *,
-    runs_beside: bool = False,
+    overlaps_training: bool = False,
 ) -> RolloutStage:
     """Build what samples from an engine.
 
@@ -132,11 +132,11 @@ def build_rollout(
         engine: of the run.
         tokens: the policy's tokenizer and stop tokens.
         episodes: samples episodes of many turns; None: answers are plain.
-        runs_beside: whether the engine may sample while the models are trained.
+        overlaps_training: whether the engine may sample while the models are trained.
     """
     tokenizer, stops = tokens
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    opened = contextlib.nullcontext if runs_beside else functools.partial(awake, engine)
+    opened = contextlib.nullcontext if overlaps_training else functools.partial(awake, engine)
     sampler = plain = plain_sampler(engine, decode, opened)
     if episodes is not None:
         sampler = episode_sampler(engine, episodes, Journals(Path(config.run_dir)), opened)
@@ -172,7 +172,7 @@ def build_rollout(
         ),
         awake=opened,
         episodes=episodes,
-        runs_beside=runs_beside,
+        overlaps_training=overlaps_training,
         keeps_cache=config.rollout.at_push == "keep",
     )
 
