@@ -69,9 +69,7 @@ def build_stages(
     stack.callback(engine.close)
     models, trainable = build_models(config, functions, model, layouts)
     compile_first_step(config, functions, model.model, models, layouts)
-    with config_errors_at("model.path"):
-        tokenizer = load_tokenizer(config.model.path)
-        tokens = PolicyTokens(tokenizer, stop_ids(tokenizer, config.model.path))
+    tokenizer, _ = tokens = load_policy_tokens(config.model.path)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
@@ -84,8 +82,7 @@ def build_stages(
     rollout = build_rollout(
         config, model, layouts.train, engine, tokens, episodes, overlaps_training=overlaps
     )
-    forward = ForwardConfig(model=model.model)
-    reward_shape = microbatch_shape(config, forward, layouts.reward_model)
+    reward_shape = microbatch_shape(config, ForwardConfig(model=model.model), layouts.reward_model)
     reward_model = open_scoring_model(
         config, tokenizer, model.model, layouts.reward_model, reward_shape
     )
@@ -104,6 +101,13 @@ def build_stages(
     window = open_window(config, opened, rollout, scoring, prompts, folder, stack)
     stages = Stages(rollout, scoring, models, algorithm, run)
     return stages, Progress(opened.step, opened.states, coefs), window
+
+
+def load_policy_tokens(path: str) -> PolicyTokens:
+    """Load a policy's tokenizer, and what ends its answers."""
+    with config_errors_at("model.path"):
+        tokenizer = load_tokenizer(path)
+        return PolicyTokens(tokenizer, stop_ids(tokenizer, path))
 
 
 def open_window(

@@ -287,6 +287,7 @@ LOSSES = {
     losses.gmpo: {},
     losses.clip_cov: {},
     losses.kl_cov: {},
+    losses.a3po: {},
     values.squared_value_loss: {},
     values.clipped_value_loss: {},
     values.implicit_reward_loss: {"beta": 0.5},
@@ -348,6 +349,7 @@ def mini_batch(function):
     }
     fields = {k: jnp.asarray(v, jnp.float32) for k, v in token.items()}
     fields["mask"] = jnp.asarray(mask)
+    fields["ages"] = jnp.asarray(rng.integers(0, 3, shape))
     about = fields["logprobs"], fields["advantages"], fields["mask"]
     if function is losses.clip_cov:
         drawn = {"key": jax.random.key(0), "ratio": 0.2, "low": -0.5, "high": 5.0}
@@ -433,7 +435,9 @@ def test_micro_batches_change_no_corrected_update(params, one_device, function):
     rollout = old + rng.normal(scale=0.1, size=old.shape).astype(np.float32)
     weights = correction.truncated_token(*map(jnp.asarray, (old, rollout, mask)), cap=1.1)
     marked = mask & (rng.uniform(size=mask.shape) < 0.2)
+    ages = rng.integers(0, 3, old.shape).astype(np.int32)
     batch = batch.add(correction=np.asarray(weights), high_covariance=marked)
+    batch = batch.add(rollout_logprobs=rollout, ages=ages)
     objective = PolicyObjective(loss=partial(function, **LOSSES[function]), corrected=True)
     runs = [
         build(params, one_device, tokens=tokens, reduce=token_mean, objective=objective)

@@ -164,7 +164,7 @@ def assert_logprobs(weights, next_logits, request, answer):
         mine = answer.versions == version
         after = log_softmax(next_logits(weights[version % 2], tokens)[first:-1])
         expected = after[np.arange(len(answer.tokens)), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=1e-5)
+        np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=5e-5)
 
 
 def soon_idle(engine):

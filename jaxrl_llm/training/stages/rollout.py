@@ -141,22 +141,10 @@ def build_rollout(
     if episodes is not None:
         sampler = episode_sampler(engine, episodes, Journals(Path(config.run_dir)), opened)
     merge, base = merge_for_engine(model, config.model.dtype), base_model(model.model)
-
-    def policy(params: Any, step: int) -> Policy:  # without `model`, which has weights
-        return Policy(
-            model=base,
-            params=merge(params),
-            tokenizer=tokenizer,
-            stops=stops,
-            layout=layout,
-            dtype=config.model.dtype,
-            step=step,
-        )
-
     return RolloutStage(
         engine=engine,
         tokenizer=tokenizer,
-        policy=policy,
+        policy=policy_maker(base, merge, tokens, layout, config.model.dtype),
         sample=training_sampler(config, sampler, stops),
         gather=sampler.gather,
         examine=sampler.examine,
@@ -175,6 +163,33 @@ def build_rollout(
         overlaps_training=overlaps_training,
         keeps_cache=config.rollout.at_push == "keep",
     )
+
+
+def policy_maker(
+    model: Model, merge: Callable[[Any], Any], tokens: PolicyTokens, layout: Layout, dtype: str
+) -> Callable[[Any, int], Policy]:
+    """Return the function from trained parameters and a step to the policy.
+
+    Args:
+        model: without weights.
+        merge: trained parameters -> the model's.
+        tokens: the policy's tokenizer and stop tokens.
+        layout: of training.
+        dtype: of computing.
+    """
+
+    def policy(params: Any, step: int) -> Policy:
+        return Policy(
+            model=model,
+            params=merge(params),
+            tokenizer=tokens.tokenizer,
+            stops=tokens.stops,
+            layout=layout,
+            dtype=dtype,
+            step=step,
+        )
+
+    return policy
 
 
 class Sampler(NamedTuple):
