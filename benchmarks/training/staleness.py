@@ -2,7 +2,6 @@
 
     python -m benchmarks.training.staleness
     python -m benchmarks.training.staleness --staleness 0 2 --slots 32 --prompts 16 --sigma 1.5
-    python -m benchmarks.training.staleness --hidden 512 --layers 8 --slots 8 --prompts 4 --steps 20
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.training.staleness --own-devices --prompts 4
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.training.staleness --own-devices --reward-s 2
 
@@ -17,9 +16,6 @@ is compiled any more), and the last ones, which begin nothing new. The same step
 every K, but not the same tokens are drawn in them: over few steps a window may fill or empty, and
 the seconds say little where drawn / trained is not near 1.
 
-With `--hidden` and `--layers` the model is larger. Decoding then takes as long as reading the
-weights does, for few sequences and for some, as it does on a GPU.
-
 With `--own-devices` the engine has the second device where K is above 0, and samples while the
 first one trains; at K = 0 one device does both. Devices of a CPU share its cores. With `--reward-s`
 scoring a step's answers takes so many seconds, in which nothing is computed; then the runs do not
@@ -31,10 +27,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import platform
-import shutil
 import statistics
 import sys
 import tempfile
@@ -143,8 +137,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="of a step, 8 answers each; even")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths")
     parser.add_argument("--steps", type=int, default=40, help="in all")
-    parser.add_argument("--hidden", type=int, default=64, help="width of the model")
-    parser.add_argument("--layers", type=int, default=2, help="of the model")
     parser.add_argument("--own-devices", action="store_true", help="for the engine where K > 0")
     parser.add_argument("--reward-s", type=float, help="seconds to score a step's answers")
     parser.add_argument("--warm", type=int, default=8, help="first steps that are left out")
@@ -172,7 +164,7 @@ def settings(staleness: int, args: argparse.Namespace, folder: Path) -> TrainCon
         {
             "run_dir": str(folder / f"k{staleness}"),
             "steps": args.steps,
-            "model.path": str(folder / "model"),
+            "model.path": str(MODEL),
             "model.random_init": True,
             "model.warm_start": None,
             "data.train": str(folder / "data/train.parquet"),
@@ -192,16 +184,6 @@ def settings(staleness: int, args: argparse.Namespace, folder: Path) -> TrainCon
             "log.tensorboard": False,
         },
     )
-
-
-def write_model(args: argparse.Namespace, folder: Path) -> None:
-    """Write the quickstart's model with the width and the layers that are asked for."""
-    shutil.copytree(MODEL, folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden}
-    config |= {"num_hidden_layers": args.layers, "layer_types": ["full_attention"] * args.layers}
-    path.write_text(json.dumps(config))
 
 
 def train(args: argparse.Namespace, folder: Path) -> dict[int, Steps]:
@@ -287,7 +269,6 @@ def main() -> None:
     take_huge_pages()
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
-        write_model(args, Path(folder) / "model")
         lines = train(args, Path(folder))
     check_equal_work(lines)
     versions = f"Python {platform.python_version()}, jax {jax.__version__}"
