@@ -27,6 +27,22 @@ def words(workshop, staleness, *more):
     return (*given, model, "steps=6", f"rollout.staleness={staleness}", *more)
 
 
+def killed_after(steps, given, workshop, until):
+    """Run to the end, killed at a random moment after each of some steps."""
+    dice, run_dir = random.Random(0), workshop.folder()
+    given = [*given, f"reward.function={workshop.mine('few_tokens_slowly')}"]
+    path = run_dir / "metrics.jsonl"
+    for step in steps:
+        process = workshop.start(*given, run_dir=run_dir)
+        assert until(
+            lambda step=step: path.exists() and path.read_bytes().count(b"\n") > step, process
+        )
+        time.sleep(dice.uniform(0, 0.2))
+        process.kill()
+        process.communicate()
+    return workshop.finish(workshop.start(*given, run_dir=run_dir), run_dir).ok()
+
+
 @pytest.fixture(scope="module")
 def stale(run, workshop):
     return run(*words(workshop, 2, "validation.every=2")).ok()
@@ -95,22 +111,9 @@ def test_validation_changes_nothing(stale, run, workshop):
 
 
 def test_killed_at_random_moments_it_trains_each_answer_once(stale, workshop, same, until):
-    dice, run_dir = random.Random(0), workshop.folder()
-    given = [*words(workshop, 2, "validation.every=2")]
-    slow = f"reward.function={workshop.mine('few_tokens_slowly')}"
-    for step in (2, 3, 5):
-        process = workshop.start(*given, slow, run_dir=run_dir)
-        path = run_dir / "metrics.jsonl"
-        assert until(
-            lambda path=path, step=step: path.exists() and path.read_bytes().count(b"\n") > step,
-            process,
-        )
-        time.sleep(dice.uniform(0, 0.2))
-        process.kill()
-        process.communicate()
-    result = workshop.finish(workshop.start(*given, slow, run_dir=run_dir), run_dir).ok()
+    result = killed_after((2, 3, 5), words(workshop, 2, "validation.every=2"), workshop, until)
     assert result.learned == stale.learned
-    same(workshop.params(run_dir), workshop.params(stale.run_dir))
+    same(workshop.params(result.run_dir), workshop.params(stale.run_dir))
 
 
 @pytest.mark.parametrize("fault", ["pages of older weights", "older weights", "in a step of old"])
@@ -205,25 +208,13 @@ def test_turns_of_the_engine_decide_what_is_drawn_and_not_time(run, workshop, sa
 def test_the_schedule_of_a_run_that_was_killed_replays_it(run, workshop, same, until, monkeypatch):
     """Bit for bit; with other slots, the same tokens."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    dice, run_dir = random.Random(0), workshop.folder()
     given = [*words(workshop, 2, *OWN_DEVICES), "checkpoint.every=2"]
-    slow = f"reward.function={workshop.mine('few_tokens_slowly')}"
-    for step in (2, 5):
-        process = workshop.start(*given, slow, run_dir=run_dir)
-        path = run_dir / "metrics.jsonl"
-        assert until(
-            lambda path=path, step=step: path.exists() and path.read_bytes().count(b"\n") > step,
-            process,
-        )
-        time.sleep(dice.uniform(0, 0.2))
-        process.kill()
-        process.communicate()
-    killed = workshop.finish(workshop.start(*given, slow, run_dir=run_dir), run_dir).ok()
+    killed = killed_after((2, 5), given, workshop, until)
     assert "goes on otherwise" not in killed.err
-    replay = [*given, f"rollout.schedule={run_dir}/schedule.jsonl"]
+    replay = [*given, f"rollout.schedule={killed.run_dir}/schedule.jsonl"]
     again = run(*replay, devices=2).ok()
     assert again.learned == killed.learned
-    same(workshop.params(again.run_dir), workshop.params(run_dir))
+    same(workshop.params(again.run_dir), workshop.params(killed.run_dir))
     other = run(*replay, "rollout.max_running_sequences=6", devices=2).ok()
     ages = ("async/age/mean", "response_length/mean", "critic/score/mean")
     for line, expected in zip(other.metrics, killed.metrics, strict=True):
