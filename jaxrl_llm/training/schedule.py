@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.rollout import RolloutConfig
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.update import TrainingError
@@ -83,7 +83,7 @@ class Schedule:
         self._path = folder and folder / FILE
         rows = _read(self._path) if self._path is not None and self._path.exists() else {}
         if replayed is not None:
-            self._followed = _read(Path(replayed))
+            self._followed = _read(Path(replayed), key="rollout.schedule: ")
         else:  # at no step done, the rows are of a run that was begun with another config, maybe
             later = {step: row for step, row in rows.items() if step > done}
             self._followed = later if done and repeats else {}
@@ -146,20 +146,23 @@ def open_schedule(config: RolloutConfig, folder: Path, done: int) -> Schedule:
     Raises:
         ConfigError: the schedule to replay can't be read.
     """
+    # of several processes, which take the same turns by themselves, only the first has the rows
     repeats = config.engine == "native" and config.at_push != "keep"
+    repeats &= distributed.process_count() == 1
     repeats &= config.order == "lockstep" or not config.has_episodes
-    with config_errors_at("rollout.schedule"):
-        return Schedule(
-            folder if config.staleness and distributed.is_first() else None,
-            slots=config.max_running_sequences,
-            done=done,
-            replayed=config.schedule,
-            repeats=repeats,
-        )
+    return Schedule(
+        folder if config.staleness and distributed.is_first() else None,
+        slots=config.max_running_sequences,
+        done=done,
+        replayed=config.schedule,
+        repeats=repeats,
+    )
 
 
-def _read(path: Path) -> dict[int, Row]:
+def _read(path: Path, *, key: str = "") -> dict[int, Row]:
     """Read the rows of a file, by step; the last line may have been cut off by the run's end.
+
+    A message begins with the key that has named it.
 
     Raises:
         ConfigError: it can't be read.
@@ -168,5 +171,5 @@ def _read(path: Path) -> dict[int, Row]:
         lines = path.read_text().splitlines(keepends=True)
         rows: list[Any] = [Row.of_json(line) for line in lines if line.endswith("\n")]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is no schedule of a run ({FILE}): {error}") from error
+        raise ConfigError(f"{key}{path} is no schedule of a run ({FILE}): {error}") from error
     return {row.step: row for row in rows}

@@ -266,7 +266,9 @@ class Window:
         for place, group in enumerate(self._groups):
             limits: list[int] = [WHOLE] * len(group.states)
             if row is not None and place >= size:
-                limits = row.drawn.get(group.ordinal, [0] * len(group.states))
+                limits = row.drawn.get(group.ordinal, [])
+            if len(limits) != len(group.states):  # not in the row, or of a schedule that is refused
+                limits = [0] * len(group.states)
             for state, limit in zip(group.states, limits, strict=True):
                 state.limit = None if limit == WHOLE else limit
 
