@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.gather import SplitMatrix, split_matrix
@@ -157,3 +157,36 @@ def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]
     body = {name: arrays for name, arrays in params.items() if name != "head"}
     head = {"score": jnp.zeros((spec.hidden_size, 1), dtype), "score_bias": jnp.zeros(1, dtype)}
     return head | body, dataclasses.replace(spec, value_head=True, reward_head=False)
+
+
+def with_reward_head(
+    params: Params, spec: ModelSpec, *, key: PRNGKeyArray
+) -> tuple[Params, ModelSpec]:
+    """Turn a language model into a reward model whose head is drawn from N(0, `init_std`²).
+
+    Args:
+        params: Parameters nested as `declare(spec)`, in any layout.
+        spec: A model without a value head or reward head.
+        key: Of the draw.
+
+    Returns:
+        Parameters nested as the new spec declares, and that spec. The output projection is left
+        out; the other arrays are shared with `params`. What is new is on the default device, for
+        the caller to lay out.
+
+    Raises:
+        ValueError: The model has a value head or a reward head already.
+
+    >>> from jaxrl_llm.models.parameters import init_params
+    >>> spec = tiny_spec()
+    >>> key = jax.random.key(0)
+    >>> scorer, scorer_spec = with_reward_head(init_params(spec, key=key), spec, key=key)
+    >>> scorer["score"].shape, scorer_spec.reward_head
+    ((4, 1), True)
+    """
+    if spec.value_head or spec.reward_head:
+        raise ValueError("the model ends in another head already; expected a language model")
+    dtype = params["final_norm"].dtype
+    body = {name: arrays for name, arrays in params.items() if name != "head"}
+    draw = spec.init_std * jax.random.normal(key, (spec.hidden_size, 1), dtype)
+    return {"score": draw} | body, dataclasses.replace(spec, reward_head=True)

@@ -89,7 +89,7 @@ def tokenize_prompts(
     prompts = []
     for index, row in enumerate(rows):
         tokens = encode(row["prompt"])
-        if _fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
+        if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
             prompts.append(
                 Prompt(
                     index=index,
@@ -100,7 +100,7 @@ def tokenize_prompts(
                     messages=row["prompt"],
                 )
             )
-    return prompts, _dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
+    return prompts, count_dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
 
 
 def as_prompts(
@@ -189,12 +189,13 @@ def tokenize_examples(
         prompt = encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {}))
         response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
         tokens = (*prompt, *response, tokenizer.eos_token_id)
-        if _fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
+        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
             examples.append(Example(tokens=tokens, response_start=len(prompt)))
-    return examples, _dropped(len(rows), len(examples), "max_tokens", max_tokens)
+    return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
 
 
-def _fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) -> bool:
+def fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) -> bool:
+    """Return whether a row is short enough; raise ValueError unless longer ones are dropped."""
     if length > limit and not filter_overlong:
         raise ValueError(
             f"dataset row {index}: expected at most {name}={limit} tokens, got {length}; raise it,"
@@ -203,7 +204,8 @@ def _fits(length: int, limit: int, index: int, name: str, filter_overlong: bool)
     return length <= limit
 
 
-def _dropped(rows: int, kept: int, name: str, limit: int) -> int:
+def count_dropped(rows: int, kept: int, name: str, limit: int) -> int:
+    """Return how many rows were dropped, and log it; raise ValueError where none is left."""
     if not kept:
         raise ValueError(f"dataset: none of {rows} rows is left under {name}={limit}")
     if kept < rows:

@@ -145,11 +145,13 @@ def pack_rows(
     rows: Sequence[Sequence[int]],
     shape: RowShape,
     mask: Bool[np.ndarray, "B T"] | None = None,
+    second_start: Int[np.ndarray, " B"] | None = None,
 ) -> Rows:
     """Lay the sequences of one micro-batch out in rows, with positions and segments.
 
     Sequence slots follow the order of the flattened `rows`. A token is scored at the place before
-    its own, so the places of `scored` are one before those of `mask`.
+    its own, so the places of `scored` are one before those of `mask`. Where `second_start` is
+    given, each sequence is two that know nothing of each other, the second from there on.
     """
     row = np.zeros(shape.sequences, np.int32)
     start = np.zeros(shape.sequences, np.int32)
@@ -164,6 +166,10 @@ def pack_rows(
     members = np.array([i for m in rows for i in m], np.int32)
     steps = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), (slot, tokens.shape[1]))
     numbers = np.broadcast_to(np.arange(1, slot + 1, dtype=np.int32)[:, None], steps.shape)
+    if second_start is not None:
+        second = second_start[members][:, None]
+        is_second = steps >= second
+        steps, numbers = steps - second * is_second, 2 * numbers - ~is_second
     where = (row[:slot], start[:slot], size[:slot])
     return Rows(
         pack(tokens[members].astype(np.int32), *where, shape),

@@ -158,6 +158,32 @@ def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[R
     return rows
 
 
+def preference_rows(paths: Sequence[str]) -> list[Row]:
+    """Read pairs, or answers with a label, from parquet and jsonl files.
+
+    Args:
+        paths: files of rows in any form that `jaxrl_llm.data.preferences.normalize_row` takes,
+            read in the order given.
+
+    Returns:
+        The rows of all the files, in one form.
+
+    Raises:
+        ValueError: as for `verl_rows`.
+
+    >>> preference_rows(["no.jsonl"])
+    Traceback (most recent call last):
+    ValueError: no.jsonl: no such file
+    """
+    from jaxrl_llm.data.preferences import normalize_row
+
+    return [
+        normalize_row(row, f"{path}, row {number}")
+        for path in paths
+        for number, row in enumerate(read_rows(path))
+    ]
+
+
 def load_rows(
     spec: FunctionSpec, paths: Sequence[str], *, check: Callable[[Any, str], None]
 ) -> Sequence[Row]:
@@ -198,17 +224,17 @@ def check_prompt_row(row: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: train.jsonl, row 0: field 'prompt': expected a list of messages, got '2+2='
     """
-    _check_messages(row, where)
+    check_messages(row, where)
     source = row.get("data_source")
     if not isinstance(source, str) or not source:
-        raise _field_error(where, "data_source", source, "a non-empty string")
+        raise field_error(where, "data_source", source, "a non-empty string")
     reward = row.get("reward_model")
     if not isinstance(reward, dict):
-        raise _field_error(where, "reward_model", reward, "an object with a 'ground_truth'")
+        raise field_error(where, "reward_model", reward, "an object with a 'ground_truth'")
     if reward.get("ground_truth") is None:
-        raise _field_error(where, "reward_model.ground_truth", None, "the reference answer")
+        raise field_error(where, "reward_model.ground_truth", None, "the reference answer")
     if not isinstance(row.get("extra_info"), dict | None):
-        raise _field_error(where, "extra_info", row["extra_info"], "an object or nothing")
+        raise field_error(where, "extra_info", row["extra_info"], "an object or nothing")
 
 
 def check_example_row(row: Any, where: str) -> None:
@@ -219,32 +245,35 @@ def check_example_row(row: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: sft.jsonl, row 0: field 'response': expected a non-empty string, got 4
     """
-    _check_messages(row, where)
+    check_messages(row, where)
     response = row.get("response")
     if not isinstance(response, str) or not response:
-        raise _field_error(where, "response", response, "a non-empty string")
+        raise field_error(where, "response", response, "a non-empty string")
 
 
-def _check_messages(row: Any, where: str) -> None:
+def check_messages(row: Any, where: str) -> None:
+    """Raise ValueError unless a row's prompt is a list of messages with role and content."""
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a row as a dict, got {_abbreviated(row)}")
+        raise ValueError(f"{where}: expected a row as a dict, got {abbreviated(row)}")
     messages = row.get("prompt")
     if not isinstance(messages, list) or not messages:
-        raise _field_error(where, "prompt", messages, "a list of messages")
+        raise field_error(where, "prompt", messages, "a list of messages")
     for number, message in enumerate(messages):
         name = f"prompt[{number}]"
         if not isinstance(message, dict):
-            raise _field_error(where, name, message, "an object with 'role' and 'content'")
+            raise field_error(where, name, message, "an object with 'role' and 'content'")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise _field_error(where, f"{name}.{key}", message.get(key), "a string")
+                raise field_error(where, f"{name}.{key}", message.get(key), "a string")
 
 
-def _field_error(where: str, name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{where}: field {name!r}: expected {expected}, got {_abbreviated(value)}")
+def field_error(where: str, name: str, value: Any, expected: str) -> ValueError:
+    """Return the error of a field that does not hold what is expected."""
+    return ValueError(f"{where}: field {name!r}: expected {expected}, got {abbreviated(value)}")
 
 
-def _abbreviated(value: Any) -> str:
+def abbreviated(value: Any) -> str:
+    """Return a value as text of at most 80 characters."""
     if value is None:
         return "nothing"
     text = repr(value)

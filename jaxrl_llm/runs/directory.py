@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.sources import UserFunction, user_functions
 from jaxrl_llm.config.train import TrainConfig
@@ -77,7 +78,9 @@ class RunFolder(NamedTuple):
 
 
 @contextlib.contextmanager
-def run_folder(run_dir: str | Path, config: TrainConfig | SftConfig) -> Iterator[RunFolder]:
+def run_folder(
+    run_dir: str | Path, config: TrainConfig | SftConfig | PreferConfig
+) -> Iterator[RunFolder]:
     """Hold a run's folder, for one run at a time, and keep compiled programs.
 
     A folder in which no run has begun, as where it is refused, is left as it was before.
@@ -138,7 +141,9 @@ def _remove_empty(paths: Iterable[Path]) -> None:
 
 
 def _check_unchanged(
-    folder: Path, config: TrainConfig | SftConfig, functions: Mapping[str, UserFunction]
+    folder: Path,
+    config: TrainConfig | SftConfig | PreferConfig,
+    functions: Mapping[str, UserFunction],
 ) -> None:
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
@@ -148,7 +153,9 @@ def _check_unchanged(
 
 
 def _record(
-    folder: Path, config: TrainConfig | SftConfig, functions: Mapping[str, UserFunction]
+    folder: Path,
+    config: TrainConfig | SftConfig | PreferConfig,
+    functions: Mapping[str, UserFunction],
 ) -> None:
     """Write what a run is made with, and can be repeated by."""
     write_text(folder / "config.yaml", to_yaml(config))

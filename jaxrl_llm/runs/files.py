@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree, read_yaml
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RunFiles:
-    """The folder of a run of `train` or `sft`: finished, crashed, or still going on.
+    """The folder of a run of `train`, `sft` or `prefer`: finished, crashed, or still going on.
 
     Args:
         folder: of the run.
@@ -29,10 +30,12 @@ class RunFiles:
         self.folder = Path(folder)
 
     @property
-    def config(self) -> TrainConfig | SftConfig:
+    def config(self) -> TrainConfig | SftConfig | PreferConfig:
         """The resolved config. Functions of a notebook are there by name alone."""
         tree = read_yaml(self.folder / "config.yaml")
-        return from_tree(TrainConfig if "rollout" in tree else SftConfig, tree)
+        kinds = {"rollout": TrainConfig, "reference": PreferConfig}  # by a key that it alone has
+        kind: Any = next((kind for key, kind in kinds.items() if key in tree), SftConfig)
+        return from_tree(kind, tree)
 
     @property
     def metrics(self) -> MetricsTable:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import batches
@@ -129,9 +130,18 @@ class ResumedRun(NamedTuple):
     preemption: Preemption
 
 
-def open_watchdog(config: TrainConfig | SftConfig) -> Watchdog:
+def open_watchdog(config: TrainConfig | SftConfig | PreferConfig) -> Watchdog:
     """Return the watchdog that ends a run that hangs; on a cluster the launcher does it."""
     return Watchdog(config.stall_timeout_s if context.current() is None else None)
+
+
+def _title_and_size(config: TrainConfig | SftConfig | PreferConfig) -> tuple[str, int]:
+    """Return what a run does, and how many items a step of it has."""
+    if isinstance(config, TrainConfig):
+        return "training", config.batch.prompts_per_step
+    if isinstance(config, SftConfig):
+        return "supervised training", config.batch.examples_per_step
+    return "training on preferences", config.batch.pairs_per_step
 
 
 def check_finished(step: int, total: int) -> None:
@@ -142,7 +152,7 @@ def check_finished(step: int, total: int) -> None:
 
 
 def resume_run(
-    config: TrainConfig | SftConfig,
+    config: TrainConfig | SftConfig | PreferConfig,
     folder: Path,
     models: Mapping[str, TrainableModel],
     items: Sequence[Any],
@@ -162,8 +172,7 @@ def resume_run(
         best: metric by which the best checkpoint is kept besides the newest.
         frozen: parameters of models that the run does not train, by their config key.
     """
-    is_rl = isinstance(config, TrainConfig)
-    size = config.batch.prompts_per_step if is_rl else config.batch.examples_per_step
+    title, size = _title_and_size(config)
     with config_errors_at("data.train"):
         stream = batches(
             items,
@@ -188,7 +197,7 @@ def resume_run(
     )
     stack.callback(log.close)
     total = config.steps or len(items) * config.epochs // size
-    display = open_display("training" if is_rl else "supervised training", total, step)
+    display = open_display(title, total, step)
     stack.callback(display.close)
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
     return ResumedRun(

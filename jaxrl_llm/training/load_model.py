@@ -12,6 +12,7 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.heads import with_reward_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_arrays, load_params
@@ -79,6 +80,24 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
         split = layout.of(declare(spec))
         draw = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)
         return laid_out(model_of(spec), draw(jax.random.key(seed)), layout)
+
+
+def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
+    """Load a reward model, or a language model with a new reward head in place of its own.
+
+    Raises:
+        ConfigError: the directory can't be read, or holds a critic or a model of one's own.
+    """
+    if config.function is not None:
+        raise ConfigError("model.function gives no reward model: name a Hugging Face directory")
+    with config_errors_at("model.path"):
+        spec = read_spec(config.path)
+        if spec.reward_head:
+            return read_model(config.path, spec, layout)
+        base = open_model(config, layout, seed=seed)
+        params, spec = with_reward_head(base.params, spec, key=jax.random.key(seed))
+        log.info("a reward model starts from %s, with a new head", config.path)
+        return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
 
 
 def open_own_model(

@@ -81,9 +81,8 @@ def _laid_out(
     batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
 ) -> tuple[np.ndarray, MicroBatch]:
     indices = np.array([i for row in members for i in row], np.int32)
-    rows = pack_rows(
-        batch.tokens, batch.sequence_lengths, members, bucket, batch.fields.get("mask")
-    )
+    marks = (batch.fields.get(name) for name in ("mask", "second_start"))
+    rows = pack_rows(batch.tokens, batch.sequence_lengths, members, bucket, *marks)
     return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
 
 

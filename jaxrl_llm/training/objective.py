@@ -101,7 +101,7 @@ class PolicyObjective:
         if self.entropy:
             metrics["entropy_loss"] = _total(stats.entropy, weights, mask)
             loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
-        loss, routed = _balanced(loss, router, coefs)
+        loss, routed = with_balance(loss, router, coefs)
         return loss, metrics | routed | policy_stats | {"loss": loss}
 
 
@@ -127,11 +127,11 @@ class ValueObjective:
         loss = _total(regression.loss, micro.fields["weights"], mask)
         mean = _total(values, micro.fields["token_weights"], mask)
         metrics = {"vf_loss": loss, "vpred_mean": mean} | _diagnostics(regression, micro)
-        loss, routed = _balanced(loss, router, coefs)
+        loss, routed = with_balance(loss, router, coefs)
         return loss, metrics | routed
 
 
-def _balanced(
+def with_balance(
     loss: Array, router: RouterStats | None, coefs: Fields
 ) -> tuple[Float32[Array, ""], Fields]:
     """Add the load-balance loss of the experts, if there are any, and return what they did."""

@@ -110,8 +110,10 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
         return make_config(spec) | {"dtype": dtype.name, "torch_dtype": dtype.name}
     origin = read_spec(source)
     new_head = spec.value_head and not origin.value_head
+    new_score = spec.reward_head and not origin.reward_head
     critic = dataclasses.replace(origin, value_head=True, reward_head=False)
-    if spec != (critic if new_head else origin):
+    scorer = dataclasses.replace(origin, reward_head=True)
+    if spec != (critic if new_head else scorer if new_score else origin):
         raise ValueError(
             f"the model's spec is not that of its source {source}: "
             f"got {spec}, the source has {origin}"
@@ -119,6 +121,9 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     config = read_json(resolve(source) / "config.json")
     if new_head:
         config |= _value_config(_family_of(config)[0])
+    if new_score:
+        config |= {"architectures": [_family_of(config)[0].reward_model], **ONE_LABEL}
+        config |= {"pad_token_id": _unused_token(config)}
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0
     # transformers 4 knows only the first
@@ -170,6 +175,15 @@ def _value_config(family: Family) -> dict[str, Any]:
             "config.json; expected a model without a value head"
         )
     return {"architectures": [family.value_model], **VALUE_CONFIG}
+
+
+def _unused_token(config: dict[str, Any]) -> int | None:
+    """Return a token for padding that ends no answer, or transformers would score the one before.
+
+    None, where the config names none: a batch then holds one sequence.
+    """
+    pad, ends = config.get("pad_token_id"), config.get("eos_token_id")
+    return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
 
 def _differing(spec: ModelSpec, other: ModelSpec) -> dict[str, Any]:

@@ -1,0 +1,408 @@
+"""Training on preferences: the update of RL with a loss of pairs or of labelled answers."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
+from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
+from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
+from jaxrl_llm.config.fields import asks_for, check_fields
+from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.generated import prepare_files
+from jaxrl_llm.data.preferences import (
+    Preference,
+    normalize_row,
+    preference_batch,
+    rotate_answers,
+    tokenize_preferences,
+)
+from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.models.lora import combine_params
+from jaxrl_llm.models.model import decoder_spec, is_adapted, model_of
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
+from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.logs import quiet_libraries
+from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.runs.directory import RunFolder, run_folder
+from jaxrl_llm.runs.export import save_model
+from jaxrl_llm.runs.resume import (
+    ResumedRun,
+    TrainableModel,
+    check_finished,
+    open_watchdog,
+    resume_run,
+)
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.load_model import (
+    LoadedModel,
+    forward_config,
+    merged_into_base,
+    open_model,
+    open_scorer,
+)
+from jaxrl_llm.training.microbatches import BucketPrograms
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.preference_objective import (
+    OF_LABELLED,
+    OF_REFERENCE,
+    OF_ROWS,
+    PREFERENCE_FIELDS,
+    SCORES,
+    PreferenceObjective,
+)
+from jaxrl_llm.training.reference import Reference, open_reference
+from jaxrl_llm.training.router import router_hooks
+from jaxrl_llm.training.update import Learner, TrainState, check_skipped
+from jaxrl_llm.types import Batch
+
+logger = logging.getLogger(__name__)  # `log` is the run's
+
+NO_COEFS = {"kl_coef": 0.0, "entropy_coef": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceData:
+    """The tokenized rows of a run.
+
+    Attributes:
+        train: to learn from.
+        validation: held out; may be empty.
+        width: tokens of the longest row, two answers with their prompts for a pair.
+        max_tokens: of one answer with its prompt.
+    """
+
+    train: list[Preference]
+    validation: list[Preference]
+    width: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceRun:
+    """A run on preferences that is ready to take its steps.
+
+    Attributes:
+        config: of the run.
+        data: its rows, with log-probs under the reference where the loss asks for them.
+        learner: the updates.
+        model: as it was loaded.
+        reference: None where the loss asks for none, or where the rows bring its log-probs along.
+        opened: where the run stands, and its files.
+        schedule: updates -> learning rate.
+    """
+
+    config: PreferConfig
+    data: PreferenceData
+    learner: Learner
+    model: LoadedModel
+    reference: Reference | None
+    opened: ResumedRun
+    schedule: Callable[[Any], Any]
+
+
+def run_prefer(config: PreferConfig) -> None:
+    """Train on a config's preferences, then export the model."""
+    distributed.initialize()
+    with distributed.abort_together((Preempted,)):
+        quiet_libraries()
+        loss = load_preference_loss(config)
+        optimizer, schedule = make_optimizer(config.optim)
+        if config.steps is not None:
+            check_learning_rates(schedule, config.optim, config.steps)
+        prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
+        if distributed.run_on_first(Path(config.export_to).exists):
+            raise ConfigError(
+                f"export_to: {config.export_to!r} exists; remove it or name another one"
+            )
+        with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
+            folder = stack.enter_context(run_folder(config.run_dir, config))
+            watchdog = stack.enter_context(open_watchdog(config))
+            run = _open(config, loss, optimizer, schedule, folder, stack)
+            state = _train(run, folder.path, watchdog)
+            _export(config, state, run.model)
+
+
+def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
+    """Return the loss that a config names.
+
+    Raises:
+        ConfigError: there is no such function, or it asks for a field that there is not.
+    """
+    loss = load_function(config.loss, kinds.PREFERENCES, passed=None, key="loss")
+    check_fields(loss, "loss", available=PREFERENCE_FIELDS)
+    names = set(asks_for(loss))
+    of_pairs = PREFERENCE_FIELDS - OF_LABELLED
+    if names & of_pairs and names & OF_LABELLED:
+        raise ConfigError(
+            f"loss: {config.loss.fn} asks for {sorted(names & of_pairs)} of pairs and for "
+            f"{sorted(names & OF_LABELLED)} of answers with a label; a run has one kind"
+        )
+    if names & SCORES and (config.model.lora or config.model.adapter):
+        raise ConfigError(
+            f"loss: {config.loss.fn} trains a reward model, whose head an adapter can't hold: "
+            "remove model.lora and model.adapter"
+        )
+    return loss
+
+
+def _open(
+    config: PreferConfig,
+    loss: Callable[..., Any],
+    optimizer: Any,
+    schedule: Callable[[Any], Any],
+    folder: RunFolder,
+    stack: contextlib.ExitStack,
+) -> PreferenceRun:
+    stack.enter_context(reporting_compilation())
+    stack.enter_context(compiling_on_demand())
+    logger.info("training on preferences: making ready the weights of %s", config.model.path)
+    has_own_axes = config.model.function is not None
+    layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
+    data = read_preferences(config, loss)
+    is_scorer = bool(set(asks_for(loss)) & SCORES)
+    model = (open_scorer if is_scorer else open_model)(config.model, layout, seed=config.seed)
+    forward = forward_config(config.model, model.model, layout)
+    shape = packed_shape(
+        layout,
+        model.model,
+        tokens=config.batch.max_tokens_per_device,
+        longest=data.width,
+        sequences=config.batch.pairs_per_step,
+    )
+    forward = forward.over(shape)
+    learner = Learner(
+        PreferenceObjective(loss=loss),
+        forward,
+        optimizer,
+        reduce=sequence_mean_token_mean,
+        shape=shape,
+        mesh=layout.mesh,
+        params_like=model.like,
+        frozen=model.frozen,
+        hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
+    )
+    reference, data = _with_reference(config, data, model, learner, layout)
+    opened = resume_run(
+        config, folder.path, {"actor": TrainableModel(model, learner)}, data.train, stack
+    )
+    folder.record()
+    return PreferenceRun(
+        config=config,
+        data=data,
+        learner=learner,
+        model=model,
+        reference=reference,
+        opened=opened,
+        schedule=schedule,
+    )
+
+
+def read_preferences(config: PreferConfig, loss: Callable[..., Any]) -> PreferenceData:
+    """Read and tokenize the rows of a run.
+
+    Raises:
+        ConfigError: they can't be read, or the loss asks for what they have not.
+    """
+    with config_errors_at("model.path"):
+        tokenizer = load_tokenizer(config.model.path)
+
+    def read(key: str, paths: Sequence[str]) -> list[Preference]:
+        try:
+            rows = load_rows(config.data.dataset, paths, check=normalize_row)
+            items, _ = tokenize_preferences(
+                [normalize_row(row, f"row {number}") for number, row in enumerate(rows)],
+                tokenizer,
+                max_tokens=config.data.max_tokens,
+                filter_overlong=config.data.filter_overlong,
+                template_kwargs=config.data.chat_template_kwargs,
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+        check_rows(items[0], loss, f"{key}: loss {config.loss.fn!r}")
+        return items
+
+    train = read("data.train", config.data.train)
+    held_out = read("data.validation", config.data.validation) if config.data.validation else []
+    count = 2 if train[0].is_pair else 1
+    most = config.data.max_tokens
+    return PreferenceData(train=train, validation=held_out, width=count * most, max_tokens=most)
+
+
+def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
+    """Raise ConfigError unless rows like this one have what a loss asks for."""
+    names = set(asks_for(loss))
+    if item.is_pair != bool(names - OF_LABELLED):
+        expected, got = ("pairs", "answers with a label")[:: 1 if names - OF_LABELLED else -1]
+        raise ConfigError(f"{where} is of {expected}, but the rows are {got}")
+    for name in sorted(names & OF_ROWS - set(item.columns)):
+        raise ConfigError(f"{where} asks for {name!r}, but the rows have no such column")
+
+
+def _with_reference(
+    config: PreferConfig, data: PreferenceData, model: LoadedModel, learner: Learner, layout: Layout
+) -> tuple[Reference | None, PreferenceData]:
+    """Return the reference if the loss asks for one, and the rows with its log-probs."""
+    names = learner.objective.asks_for()
+    asked = names & OF_REFERENCE
+    if not asked and "kl_baseline" not in names:
+        return None, data
+    brings = asked <= set(data.train[0].columns) and "kl_baseline" not in names
+    if brings and (not data.validation or asked <= set(data.validation[0].columns)):
+        logger.info("the rows bring the reference's log-probs along")
+        return None, data
+    reference = open_reference(config, model, learner, layout)
+    size = config.batch.pairs_per_step
+    logger.info("log-probs of %d rows under the reference", len(data.train) + len(data.validation))
+    train, validation = (
+        reference.annotate(items, width=data.width, size=size)
+        for items in (data.train, data.validation)
+    )
+    whole = PreferenceData(
+        train=train, validation=validation, width=data.width, max_tokens=data.max_tokens
+    )
+    return reference, whole
+
+
+def _train(run: PreferenceRun, folder: Path, watchdog: Any) -> TrainState:
+    """Take the steps that are left; return the state after the last one."""
+    config, opened, learner = run.config, run.opened, run.learner
+    state, total, step = opened.states["actor"], opened.total_steps, opened.step
+    left, compiled = range(step + 1, total + 1), CompileCounter()
+    profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
+    validate = _validation(run)
+    if step == 0 and validate and config.validation.before:
+        metrics = validate(state)
+        opened.log.write(0, metrics)
+        opened.display.line(_line(0, total, metrics))
+    for step in left:
+        watchdog.beat()
+        profiler.turn_to(step)
+        clock, items = Clock(), next(opened.stream)
+        updates = int(state.updates)
+        batch = _batch(run, items, state, clock)
+        with clock("update_actor"):
+            state, updated = learner.update(state, batch, NO_COEFS)
+            updated = jax.device_get(updated)
+        check_skipped(int(updated["skipped"]), config.optim.max_skipped)
+        metrics = _named("train", updated) | {"train/lr": float(run.schedule(updates))}
+        if validate and is_due(step, config.validation.every, total):
+            with clock("testing"):
+                metrics |= validate(state)
+        metrics |= clock.metrics() | compiled.metrics()
+        opened.log.write(step, metrics)
+        is_shown = is_due(step, max(1, total // 10), total)
+        opened.display.advance(_line(step, total, metrics) if is_shown else "")
+        opened.display.plot(step, metrics)
+        BACKGROUND.release()
+        if _save(run, state, step):
+            break
+    profiler.close()
+    compiled.close()
+    opened.checkpoints.wait()
+    check_finished(step, total)
+    BACKGROUND.clear()
+    return state
+
+
+def _save(run: PreferenceRun, state: TrainState, step: int) -> bool:
+    """Save where that is due; return whether the run was told to end."""
+    opened = run.opened
+    opened.checkpoints.check()
+    ending = opened.preemption.requested()
+    if ending or is_due(step, run.config.checkpoint.every, opened.total_steps):
+        extra = {
+            "data": opened.stream.get_state(),
+            "metrics_bytes": opened.log.position(step),
+            "origin": opened.start_digests,
+        }
+        opened.checkpoints.save(step, {"actor": state}, extra)
+    return ending
+
+
+def _batch(run: PreferenceRun, items: list[Preference], state: TrainState, clock: Clock) -> Batch:
+    """Lay a mini-batch out, with KTO's baseline where the loss asks for it."""
+    batch = preference_batch(items, run.data.width)
+    if "kl_baseline" in run.learner.objective.asks_for():
+        assert run.reference is not None
+        with clock("kl_baseline"):
+            rotated = preference_batch(rotate_answers(items, run.data.max_tokens), run.data.width)
+            baseline = run.reference.kl_baseline(state.params, rotated)
+        batch = batch.add(kl_baseline=np.full(len(items), baseline, np.float32))
+    return batch
+
+
+def _validation(run: PreferenceRun) -> Callable[[TrainState], dict[str, float]] | None:
+    """Return the function from a state to the loss and diagnostics of the held-out rows."""
+    items, learner = run.data.validation, run.learner
+    if not items:
+        return None
+    objective, forward, mesh = learner.objective, learner.model, learner.mesh
+
+    @functools.partial(jax.jit, compiler_options=compiler_options(Task.TRAIN, mesh.devices.flat))
+    def measure(params: Any, rest: Any, micro: Any) -> Any:
+        metrics = objective(combine_params(params, rest), micro, {}, forward, mesh)[1]
+        return {name: value for name, value in metrics.items() if name != "router"}
+
+    programs = BucketPrograms("validation", measure, learner.shape, mesh)
+    rest = learner.frozen or {}
+
+    def validate(state: TrainState) -> dict[str, float]:
+        batch = _batch(run, items, state, Clock())
+        weights = np.asarray(sequence_mean_token_mean(jnp.asarray(batch["mask"])))
+        batch = batch.add(weights=weights)
+        names = objective.asks_for() | {"mask", "weights"}
+        cut = programs.microbatches(
+            batch, names, state.params, lambda micro: (state.params, rest, micro)
+        )
+        parts = [measure(state.params, rest, micro) for _, micro in cut]
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+        return _named("val", jax.device_get(total))
+
+    return validate
+
+
+def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, float]:
+    """Return an update's metrics by the names that the log has."""
+    names = {"pg_loss": "loss"}
+    return {
+        f"{prefix}/{names.get(name, name)}": float(value)
+        for name, value in metrics.items()
+        if name not in ("loss", "skipped")
+    }
+
+
+def _line(step: int, total: int, metrics: dict[str, float]) -> str:
+    shown = {
+        "loss": "train/loss",
+        "accuracy": "train/rewards/accuracies",
+        "margin": "train/rewards/margins",
+        "held-out loss": "val/loss",
+        "held-out accuracy": "val/rewards/accuracies",
+    }
+    parts = [f"{label} {metrics[name]:.4f}" for label, name in shown.items() if name in metrics]
+    return f"step {step}/{total}  " + "  ".join(parts)
+
+
+def _export(config: PreferConfig, state: TrainState, loaded: LoadedModel) -> None:
+    """Write the model, with its adapter merged into it."""
+    params, model, source = state.params, loaded.model, config.model.path
+    if is_adapted(model):
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
+        params, spec = merged_into_base(params, decoder_spec(model), source, shardings)
+        model = model_of(spec)
+    save_model(config.export_to, params, model, source=source, dtype="float32")
