@@ -31,7 +31,7 @@ class Preference:
 
     prompt: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
-    columns: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, float | bool] = field(default_factory=dict)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -232,8 +232,8 @@ def _numbers(row: Row, where: str) -> dict[str, float]:
     return numbers
 
 
-def _columns(row: Row) -> dict[str, float]:
-    columns = {name: row[name] for name in REFERENCE_COLUMNS if name in row}
+def _columns(row: Row) -> dict[str, float | bool]:
+    columns: dict[str, float | bool] = {n: row[n] for n in REFERENCE_COLUMNS if n in row}
     if "margin" in row:
         columns["margins"] = row["margin"]
     if "label" in row:

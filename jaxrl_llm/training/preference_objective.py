@@ -59,7 +59,7 @@ class PreferenceObjective:
             logprobs = jnp.where(mask, stats.logprobs, 0.0)
             fields |= split_sums(logprobs, fields, ("chosen_logps", "rejected_logps"), "logps")
         if names & LENGTHS:
-            on = mask.astype(jnp.float32)
+            on = mask.astype(jnp.int32)
             fields |= split_sums(on, fields, ("chosen_lengths", "rejected_lengths"), "lengths")
         if names & SCORES:
             fields |= _scores(params, hidden, micro, model)
@@ -80,7 +80,7 @@ def split_sums(
         return {of_one: values.sum(axis=1)}
     steps = jnp.arange(values.shape[1])
     is_second: Bool[Array, "P W"] = steps >= fields["second_start"][:, None]
-    sums = jnp.where(is_second, 0.0, values).sum(axis=1), jnp.where(is_second, values, 0.0).sum(1)
+    sums = (jnp.where(is_it, values, 0).sum(axis=1) for is_it in (~is_second, is_second))
     return dict(zip(of_pair, sums, strict=True))
 
 

@@ -1,0 +1,449 @@
+"""Updates on preferences: the same for every cut and mesh, and those that TRL makes with torch."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+from numpy.testing import assert_allclose
+
+from jaxrl_llm.algorithms import preferences
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
+from jaxrl_llm.data.packing import pack_rows, row_shape
+from jaxrl_llm.data.preferences import Preference, preference_batch, rotate_answers
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.preference_objective import PreferenceObjective
+from jaxrl_llm.training.reference import Reference, answer_sums
+from jaxrl_llm.training.update import Learner
+
+VOCABULARY, MOST, PAIRS = 40, 12, 6
+KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))
+BETA = 0.3
+
+
+def make_items(*, pairs):
+    """Ragged rows; the end token is also the padding."""
+    rng = np.random.default_rng(0)
+
+    def draw(low, high):
+        return tuple(rng.integers(1, VOCABULARY, rng.integers(low, high)).tolist())
+
+    items = []
+    for i in range(PAIRS):
+        answers = tuple((*draw(2, 6), 0) for _ in range(2 if pairs else 1))
+        items.append(Preference(draw(2, 6), answers, {} if pairs else {"labels": i % 3 != 0}))
+    return items
+
+
+def torch_model(folder, kind, seed):
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        num_labels=1,
+    )
+    model = kind(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A policy, its reference and a reward model: in torch, and as (spec, parameters)."""
+    folder = tmp_path_factory.mktemp("models")
+    kinds = {
+        "policy": transformers.Qwen3ForCausalLM,
+        "reference": transformers.Qwen3ForCausalLM,
+        "scorer": transformers.Qwen3ForSequenceClassification,
+    }
+    made = {}
+    for seed, (name, kind) in enumerate(kinds.items()):
+        theirs = torch_model(folder / name, kind, seed)
+        spec = read_spec(folder / name)
+        made[name] = SimpleNamespace(
+            torch=theirs, spec=spec, params=load_params(folder / name, spec)
+        )
+    return made
+
+
+def one_mesh(**sizes):
+    count = int(np.prod(list(sizes.values()) or [1]))
+    return make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | sizes, jax.devices()[:count])
+
+
+def build(model, mesh, *, loss, tokens=4 * 2 * MOST):
+    """Return a function from a batch to the gradient and metrics of an update."""
+    placed = jax.device_put(model.params, shardings(declare(model.spec), mesh))
+    shape = row_shape(tokens, 2 * MOST, sequences=PAIRS, multiple_of=batch_shards(mesh))
+    learner = Learner(
+        PreferenceObjective(loss=loss),
+        ForwardConfig(model=model_of(model.spec)),
+        KEEP_GRADIENT,
+        reduce=sequence_mean_token_mean,
+        shape=shape,
+        mesh=mesh,
+        params_like=placed,
+    )
+
+    def run(batch):
+        state, metrics = learner.update(learner.init(placed), batch, {})
+        return jax.device_get((state.opt_state[0].trace, metrics))
+
+    return run
+
+
+def passes(models, policy="policy", reference="reference"):
+    mesh, shape = one_mesh(), row_shape(4 * 2 * MOST, 2 * MOST, sequences=PAIRS)
+
+    def of(name):
+        spec = models[name].spec
+        return logprob_pass(ForwardConfig(model=model_of(spec)), shape, mesh, ("logprobs",))
+
+    return Reference(params=models[reference].params, infer=of(reference), policy=of(policy))
+
+
+@pytest.fixture(scope="module")
+def pairs(models):
+    """Pairs with the reference's log-probs."""
+    items = make_items(pairs=True)
+    return passes(models).annotate(items, width=2 * MOST, size=4)
+
+
+def dpo(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+    sums = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
+    return preferences.dpo(*sums, beta=BETA)
+
+
+# ----------------------------------------------------------------------------------------- packing
+
+
+def test_a_pair_is_two_segments_that_begin_at_zero():
+    items = [
+        Preference((5, 6), ((7, 0), (8, 9, 0))),
+        Preference((1,), ((2, 0), (3, 0))),
+    ]
+    batch = preference_batch(items, 12)
+    assert batch["second_start"].tolist() == [4, 3]
+    assert batch.tokens[0, :9].tolist() == [5, 6, 7, 0, 5, 6, 8, 9, 0]
+    assert np.flatnonzero(batch["mask"][0]).tolist() == [2, 3, 6, 7, 8]
+    shape = row_shape(16, 16, sequences=2)
+    rows = pack_rows(
+        batch.tokens,
+        batch.sequence_lengths,
+        [[1, 0]],
+        shape,
+        batch["mask"],
+        batch["second_start"],
+    )
+    assert rows.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0]
+    assert rows.segment_ids[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 0]
+
+
+def test_a_pairs_answers_have_the_log_probs_that_they_have_alone(models, pairs):
+    given = passes(models)
+    together = answer_sums(given.policy, models["policy"].params, preference_batch(pairs, 2 * MOST))
+    for number, side in enumerate(("chosen", "rejected")):
+        alone = [Preference(p.prompt, (p.answers[number],), {"labels": True}) for p in pairs]
+        sums = answer_sums(given.policy, models["policy"].params, preference_batch(alone, 2 * MOST))
+        assert_allclose(together[f"{side}_logps"], sums["logps"], rtol=2e-6)
+
+
+def test_rotated_answers_are_cut_to_what_fits():
+    items = make_items(pairs=False)
+    rotated = rotate_answers(items, 7)
+    assert all(len(item.tokens) <= 7 for item in rotated)
+    for i, item in enumerate(rotated):
+        whole = items[(i + 1) % PAIRS].answers[0]
+        assert item.prompt == items[i].prompt and whole[: len(item.answers[0])] == item.answers[0]
+
+
+# --------------------------------------------------------------------------------------- invariance
+
+
+@pytest.fixture(scope="module")
+def expected(models, pairs):
+    return build(models["policy"], one_mesh(), loss=dpo)(preference_batch(pairs, 2 * MOST))
+
+
+def assert_same(got, expected):
+    (gradient, metrics), (wanted, wanted_metrics) = got, expected
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    assert scale > 0.01
+    for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        assert_allclose(leaf, other, rtol=1e-4, atol=3e-6 * scale)
+    for name in ("loss", "rewards/margins", "rewards/accuracies", "grad_norm"):
+        assert_allclose(metrics[name], wanted_metrics[name], rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"), [({}, 2 * MOST), ({"fsdp": 4, "tensor": 2}, 4 * 2 * MOST)]
+)
+def test_cuts_and_meshes_change_nothing(models, pairs, expected, sizes, tokens):
+    run = build(models["policy"], one_mesh(**sizes), loss=dpo, tokens=tokens)
+    assert_same(run(preference_batch(pairs[::-1], 2 * MOST)), expected)
+
+
+# ----------------------------------------------------------------------------------------- with TRL
+
+
+class TorchPolicy:
+    """A model of transformers as TRL's trainers call it."""
+
+    training = True
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, *, input_ids, attention_mask, labels, **_):
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        logps = torch.log_softmax(logits, -1)
+        targets = labels[:, 1:]
+        taken = logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        nothing = torch.zeros_like(taken)
+        return SimpleNamespace(
+            log_probs=torch.where(targets >= 0, taken, nothing),
+            entropy=nothing,
+            mean_logits=nothing,
+            is_top1=nothing > 0,
+            logits=logits,
+        )
+
+
+def torch_batch(sequences, starts):
+    """Pad with the end token, as of a tokenizer that has no other."""
+    width = max(map(len, sequences))
+    ids, mask = torch.zeros(len(sequences), width, dtype=torch.long), []
+    for i, sequence in enumerate(sequences):
+        ids[i, : len(sequence)] = torch.tensor(sequence)
+        mask.append([j < len(sequence) for j in range(width)])
+    attention = torch.tensor(mask).long()
+    place = torch.arange(width)[None]
+    completion = attention * (place >= torch.tensor(starts)[:, None])
+    return {"input_ids": ids, "attention_mask": attention, "completion_mask": completion}
+
+
+def trainer(model, reference, **settings):
+    """Stand in for a trainer of TRL, of which only the loss is run."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        unwrap_model=lambda x: x,
+    )
+    import collections
+
+    return SimpleNamespace(
+        model=TorchPolicy(model),
+        ref_model=reference and TorchPolicy(reference),
+        accelerator=accelerator,
+        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        _metrics={"train": collections.defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        beta=BETA,
+        **settings,
+    )
+
+
+def torch_gradients(model):
+    body = model.model
+    named = {"embed": body.embed_tokens, "final_norm": body.norm}
+    return {name: module.weight.grad.numpy() for name, module in named.items()}
+
+
+TYPES = {
+    "sigmoid": (preferences.dpo, {}),
+    "robust": (preferences.robust_dpo, {"label_smoothing": 0.1}),
+    "ipo": (preferences.ipo, {}),
+    "hinge": (preferences.slic, {}),
+    "nca_pair": (preferences.nca, {}),
+    "apo_zero": (preferences.apo_zero, {}),
+    "apo_down": (preferences.apo_down, {}),
+    "sigmoid_norm": (preferences.dpo_length_normalized, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def dpo_trainer():
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl.trainer import dpo_trainer
+
+    dpo_trainer.disable_gradient_checkpointing = no_context
+    dpo_trainer.is_peft_model = lambda model: False
+    return dpo_trainer.DPOTrainer
+
+
+def no_context(*_):
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_loss_of_pairs_is_trls(models, pairs, dpo_trainer, name):
+    function, keywords = TYPES[name]
+    bound = bind(function, beta=BETA, **keywords)
+    gradient, metrics = build(models["policy"], one_mesh(), loss=bound)(
+        preference_batch(pairs, 2 * MOST)
+    )
+    sides = [[(*p.prompt, *p.answers[side]) for p in pairs] for side in (0, 1)]
+    inputs = torch_batch(sides[0] + sides[1], [len(p.prompt) for p in pairs] * 2)
+    theirs = models["policy"].torch
+    theirs.zero_grad()
+    stub = trainer(
+        theirs,
+        models["reference"].torch,
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        use_weighting=False,
+        label_smoothing=keywords.get("label_smoothing", 0.0),
+    )
+    loss = dpo_trainer._compute_loss(stub, stub.model, inputs, return_outputs=False)
+    loss.backward()
+    assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    for array, value in torch_gradients(theirs).items():
+        assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    if name != "sigmoid_norm":  # TRL's rewards are of sums there, too
+        for metric in ("chosen", "rejected", "margins", "accuracies"):
+            logged = stub._metrics["train"][f"rewards/{metric}"]
+            assert_allclose(metrics[f"rewards/{metric}"], logged[0], rtol=1e-4)
+
+
+def bind(function, **keywords):
+    """Bind hyper-parameters; what is left are the fields that a loss asks for."""
+    import functools
+
+    return functools.partial(function, **keywords)
+
+
+def test_kto_is_trls(models):
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl.trainer import kto_trainer
+
+    kto_trainer.disable_gradient_checkpointing = no_context
+    kto_trainer.is_peft_model = lambda model: False
+    items, reference = make_items(pairs=False), passes(models, "reference", "policy")
+    rotated = preference_batch(rotate_answers(items, MOST), 2 * MOST)
+    annotated = reference.annotate(items, width=2 * MOST, size=PAIRS)
+    baseline = reference.kl_baseline(models["reference"].params, rotated)
+    batch = preference_batch(annotated, 2 * MOST)
+    batch = batch.add(kl_baseline=np.full(PAIRS, baseline, np.float32))
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.8}
+    loss = bind(preferences.kto, beta=BETA, **weights)
+    gradient, metrics = build(models["reference"], one_mesh(), loss=loss)(batch)
+
+    def sequences(items):
+        return [item.tokens for item in items], [len(item.prompt) for item in items]
+
+    mismatched = torch_batch(*sequences(rotate_answers(items, MOST)))
+    inputs = torch_batch(*sequences(items)) | {
+        f"KL_{name}": value for name, value in mismatched.items()
+    }
+    inputs["label"] = torch.tensor([item.columns["labels"] for item in items])
+    theirs = models["reference"].torch
+    theirs.zero_grad()
+    settings = {"loss_type": "kto", "calculate_KL": True, **weights}
+    stub = trainer(theirs, models["policy"].torch, **settings)
+    trl = kto_trainer.KTOTrainer
+    stub._compute_kl_logps = lambda model, batch: trl._compute_kl_logps(stub, model, batch)
+    theirs_loss = trl._compute_loss(stub, stub.model, inputs, return_outputs=False)
+    theirs_loss.backward()
+    assert baseline > 0.01
+    assert_allclose(baseline, stub._metrics["train"]["kl"][0], rtol=1e-4)
+    assert_allclose(metrics["loss"], theirs_loss.item(), rtol=1e-5)
+    for array, value in torch_gradients(theirs).items():
+        assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+
+
+def test_a_reward_models_loss_is_trls(models, pairs):
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    items = [dataclasses.replace(p, columns={"margins": 0.1 * i}) for i, p in enumerate(pairs)]
+    loss = bind(preferences.bradley_terry_margin, center_coef=0.01)
+    gradient, metrics = build(models["scorer"], one_mesh(), loss=loss)(
+        preference_batch(items, 2 * MOST)
+    )
+    sides = [[(*p.prompt, *p.answers[side]) for p in pairs] for side in (0, 1)]
+    inputs = torch_batch(sides[0] + sides[1], [0] * 2 * PAIRS)
+    del inputs["completion_mask"]
+    theirs = models["scorer"].torch
+    theirs.zero_grad()
+
+    def model(*, input_ids, attention_mask, margin, **_):
+        """Score the last token, though it is the one that pads, too."""
+        hidden = theirs.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        last = attention_mask.sum(1) - 1
+        return SimpleNamespace(logits=theirs.score(hidden[torch.arange(len(last)), last]))
+
+    stub = trainer(theirs, None)
+    stub.args.center_rewards_coefficient = 0.01
+    inputs["margin"] = torch.tensor([0.1 * i for i in range(PAIRS)])
+    theirs_loss = RewardTrainer.compute_loss(stub, model, inputs)
+    theirs_loss.backward()
+    assert_allclose(metrics["loss"], theirs_loss.item(), rtol=1e-5)
+    assert_allclose(metrics["rewards/accuracies"], stub._metrics["train"]["accuracy"][0])
+    assert_allclose(metrics["rewards/margins"], stub._metrics["train"]["margin"][0], rtol=1e-4)
+    for array, value in torch_gradients(theirs).items():
+        assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+
+
+@pytest.mark.parametrize("name", ["simpo", "cpo", "orpo"])
+def test_a_loss_without_reference_is_trls(name):
+    pytest.importorskip("trl", reason="trl is not installed")
+    rng = np.random.default_rng(1)
+    chosen, rejected = (rng.uniform(-9, -1, 4).astype(np.float32) for _ in range(2))
+    lengths = np.array([3, 4, 5, 6]), np.array([2, 6, 3, 4])
+    means = [torch.tensor(s / n) for s, n in zip((chosen, rejected), lengths, strict=True)]
+    if name == "orpo":
+        from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+        stub = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
+        ratio_part = ORPOTrainer.odds_ratio_loss(stub, *means)[0]
+        wanted = -means[0] - ratio_part
+        got = preferences.orpo(*map(jnp.asarray, (chosen, rejected, *lengths)), beta=BETA)
+        assert_allclose(got.loss, wanted.numpy(), rtol=1e-5)
+        return
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    stub = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"),
+        beta=BETA,
+        label_smoothing=0.0,
+        loss_type="simpo" if name == "simpo" else "sigmoid",
+        simpo_gamma=0.5,
+        alpha=0.0,
+    )
+    given = means if name == "simpo" else [torch.tensor(chosen), torch.tensor(rejected)]
+    wanted = CPOTrainer.cpo_loss(stub, *given)[0]
+    if name == "simpo":
+        arrays = map(jnp.asarray, (chosen, rejected, *lengths))
+        got = preferences.simpo(*arrays, beta=BETA, gamma=0.5)
+    else:
+        arrays = map(jnp.asarray, (chosen, rejected, lengths[0]))
+        got = preferences.cpo(*arrays, beta=BETA, nll_coef=0.0)
+    assert_allclose(got.loss, wanted.numpy(), rtol=1e-5)
