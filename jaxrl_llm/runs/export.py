@@ -11,8 +11,17 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.functions import NOT_IMPORTABLE, FunctionSpec, renamed_functions, split_name
+from jaxrl_llm.config.fields import asks_for
+from jaxrl_llm.config.functions import (
+    NOT_IMPORTABLE,
+    FunctionSpec,
+    load_function,
+    renamed_functions,
+    split_name,
+)
+from jaxrl_llm.config.kinds import PREFERENCES
 from jaxrl_llm.config.load import from_tree, read_yaml
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.sections.model import LoraConfig
 from jaxrl_llm.config.sources import UserFunction, source_of
 from jaxrl_llm.models.decoder import Decoder
@@ -24,6 +33,7 @@ from jaxrl_llm.models.model import Model, decoder_spec, is_adapted, model_of
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
 from jaxrl_llm.training.own_model import KEY, make_model
+from jaxrl_llm.training.preference_objective import SCORES
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +108,8 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
     spec = read_spec(source)
     if role == "critic":
         spec = dataclasses.replace(spec, value_head=True, reward_head=False)
+    if role == "actor" and not spec.reward_head and trains_scorer(config):
+        return model_of(dataclasses.replace(spec, reward_head=True))
     if role == "actor":
         spec = adapted_spec(spec, *adapter_keys(of_policy))
     return model_of(spec)
@@ -184,6 +196,14 @@ def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype
         save_params(out, params, model.spec, source=source, dtype=kind)
     else:
         save_arrays(out, params, model.declare(), config=None, source=source, dtype=kind)
+
+
+def trains_scorer(config: Mapping[str, Any]) -> bool:
+    """Return whether a run's config is one of `prefer` that trains a reward model."""
+    if "reference" not in config:
+        return False
+    loss = from_tree(PreferConfig, config).loss
+    return bool(set(asks_for(load_function(loss, PREFERENCES, passed=None))) & SCORES)
 
 
 def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:

@@ -51,6 +51,8 @@ def starting_digests(
     data = hashlib.sha256()
     for item in items:
         data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
+        given = {n: v for n, v in getattr(item, "columns", {}).items() if not n.startswith("ref_")}
+        data.update(repr(sorted(given.items())).encode() if given else b"")
     weights = {name: (m.model.params, m.model.frozen) for name, m in models.items()}
     sums = {name: int(checksum_of_leaves(tree)) for name, tree in (weights | {**frozen}).items()}
     return {**sums, "data": data.hexdigest()}
