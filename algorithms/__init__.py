@@ -79,6 +79,25 @@ if TYPE_CHECKING:
         select_clip_cov,
         select_kl_cov,
     )
+    from jaxrl_llm.algorithms.preferences import (
+        PairLoss,
+        apo_down,
+        apo_zero,
+        apo_zero_labelled,
+        bradley_terry,
+        bradley_terry_margin,
+        cpo,
+        dpo,
+        dpo_length_normalized,
+        ipo,
+        kto,
+        nca,
+        orpo,
+        robust_dpo,
+        rpo,
+        simpo,
+        slic,
+    )
     from jaxrl_llm.algorithms.reduce import (
         sequence_mean_token_mean,
         sequence_mean_token_sum,

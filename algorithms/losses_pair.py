@@ -134,7 +134,7 @@ def ipo(
     """
     check_positive(beta=beta)
     ratios = _rewards(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, 1.0)
-    margin = per_token(ratios[0], chosen_lengths) - per_token(ratios[1], rejected_lengths)
+    margin = answer_mean(ratios[0], chosen_lengths) - answer_mean(ratios[1], rejected_lengths)
     loss = jnp.square(margin - 1 / (2 * beta))
     return PairLoss(loss, reward_diagnostics(*(beta * ratio for ratio in ratios)))
 
@@ -201,8 +201,8 @@ def dpo_length_normalized(
     """
     check_positive(beta=beta)
     ratios = _rewards(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta)
-    chosen = per_token(ratios[0], chosen_lengths)
-    rejected = per_token(ratios[1], rejected_lengths)
+    chosen = answer_mean(ratios[0], chosen_lengths)
+    rejected = answer_mean(ratios[1], rejected_lengths)
     return PairLoss(-jax.nn.log_sigmoid(chosen - rejected), reward_diagnostics(chosen, rejected))
 
 
@@ -333,14 +333,14 @@ def rpo(
     """
     sums = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
     loss, diagnostics = dpo(*sums, beta=beta)
-    nll = -per_token(chosen_logps.astype(jnp.float32), chosen_lengths)
+    nll = -answer_mean(chosen_logps.astype(jnp.float32), chosen_lengths)
     return PairLoss(loss + nll_coef * nll, {**diagnostics, "nll": nll})
 
 
-def per_token(values: Float[Array, " P"], lengths: Int[Array, " P"]) -> Float32[Array, " P"]:
+def answer_mean(values: Float[Array, " P"], lengths: Int[Array, " P"]) -> Float32[Array, " P"]:
     """Divide sums over tokens by how many these are; 0 where there are none.
 
-    >>> per_token(jnp.array([-6.0, 0.0]), jnp.array([3, 0])).tolist()
+    >>> answer_mean(jnp.array([-6.0, 0.0]), jnp.array([3, 0])).tolist()
     [-2.0, 0.0]
     """
     return values / jnp.maximum(lengths, 1).astype(jnp.float32)

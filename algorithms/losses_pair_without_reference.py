@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.algorithms.losses_pair import (
     PairLoss,
+    answer_mean,
     check_positive,
     check_smoothing,
-    per_token,
     reward_diagnostics,
 )
 
@@ -54,7 +54,7 @@ def simpo(
     """
     check_positive(beta=beta)
     chosen, rejected = (
-        beta * per_token(sums.astype(jnp.float32), lengths)
+        beta * answer_mean(sums.astype(jnp.float32), lengths)
         for sums, lengths in ((chosen_logps, chosen_lengths), (rejected_logps, rejected_lengths))
     )
     loss = -jax.nn.log_sigmoid(chosen - rejected - gamma)
@@ -95,7 +95,7 @@ def cpo(
     chosen, rejected = (sums.astype(jnp.float32) for sums in (chosen_logps, rejected_logps))
     z, log_sigmoid = beta * (chosen - rejected), jax.nn.log_sigmoid
     preferred = -(1 - label_smoothing) * log_sigmoid(z) - label_smoothing * log_sigmoid(-z)
-    nll = -per_token(chosen, chosen_lengths)
+    nll = -answer_mean(chosen, chosen_lengths)
     diagnostics = reward_diagnostics(beta * chosen, beta * rejected)
     return PairLoss(preferred + nll_coef * nll, {**diagnostics, "nll": nll})
 
@@ -132,8 +132,8 @@ def orpo(
     '1.0693'
     """
     check_positive(beta=beta)
-    chosen = per_token(chosen_logps.astype(jnp.float32), chosen_lengths)
-    rejected = per_token(rejected_logps.astype(jnp.float32), rejected_lengths)
+    chosen = answer_mean(chosen_logps.astype(jnp.float32), chosen_lengths)
+    rejected = answer_mean(rejected_logps.astype(jnp.float32), rejected_lengths)
     ratio = _log_odds(chosen) - _log_odds(rejected)
     loss = -chosen - beta * jax.nn.log_sigmoid(ratio)
     diagnostics = reward_diagnostics(beta * chosen, beta * rejected)

@@ -7,11 +7,13 @@ from jaxrl_llm.lazy import attach
 if TYPE_CHECKING:
     from jaxrl_llm.config.errors import ConfigError, RunError
     from jaxrl_llm.config.evaluate import EvaluateConfig
+    from jaxrl_llm.config.prefer import PreferConfig
     from jaxrl_llm.config.serve import ServeConfig
     from jaxrl_llm.config.sft import SftConfig
     from jaxrl_llm.config.train import TrainConfig, load_config
     from jaxrl_llm.evaluate import evaluate
     from jaxrl_llm.evaluation.policy import Policy, load_policy
+    from jaxrl_llm.prefer import prefer
     from jaxrl_llm.runs.compile_cache import use_compilation_cache
     from jaxrl_llm.runs.export import export_model
     from jaxrl_llm.runs.files import RunFiles, read_run

@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms import (
     kl,
     logprobs,
     losses,
+    preferences,
     reduce,
     shaping,
     values,
@@ -59,6 +60,7 @@ KINDS = {
     "Penalties and filters": shaping,
     "Off-policy corrections": correction,
     "Value and reward-model losses": values,
+    "Losses of preferences": preferences,
     "Log-probs": logprobs,
 }
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.data.files import atomic_write
+from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.row_fields import check_messages, field_error
 
 Row = dict[str, Any]
 Written = dict[Path, int]  # rows per file
@@ -162,7 +164,7 @@ def preference_rows(paths: Sequence[str]) -> list[Row]:
     """Read pairs, or answers with a label, from parquet and jsonl files.
 
     Args:
-        paths: files of rows in any form that `jaxrl_llm.data.preferences.normalize_row` takes,
+        paths: files of rows in any form that `jaxrl_llm.data.preference_rows.normalize_row` takes,
             read in the order given.
 
     Returns:
@@ -175,8 +177,6 @@ def preference_rows(paths: Sequence[str]) -> list[Row]:
     Traceback (most recent call last):
     ValueError: no.jsonl: no such file
     """
-    from jaxrl_llm.data.preferences import normalize_row
-
     return [
         normalize_row(row, f"{path}, row {number}")
         for path in paths
@@ -185,7 +185,7 @@ def preference_rows(paths: Sequence[str]) -> list[Row]:
 
 
 def load_rows(
-    spec: FunctionSpec, paths: Sequence[str], *, check: Callable[[Any, str], None]
+    spec: FunctionSpec, paths: Sequence[str], *, check: Callable[[Any, str], Any]
 ) -> Sequence[Row]:
     """Call the dataset function that a config names, and check the rows it gives.
 
@@ -249,32 +249,3 @@ def check_example_row(row: Any, where: str) -> None:
     response = row.get("response")
     if not isinstance(response, str) or not response:
         raise field_error(where, "response", response, "a non-empty string")
-
-
-def check_messages(row: Any, where: str) -> None:
-    """Raise ValueError unless a row's prompt is a list of messages with role and content."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a row as a dict, got {abbreviated(row)}")
-    messages = row.get("prompt")
-    if not isinstance(messages, list) or not messages:
-        raise field_error(where, "prompt", messages, "a list of messages")
-    for number, message in enumerate(messages):
-        name = f"prompt[{number}]"
-        if not isinstance(message, dict):
-            raise field_error(where, name, message, "an object with 'role' and 'content'")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise field_error(where, f"{name}.{key}", message.get(key), "a string")
-
-
-def field_error(where: str, name: str, value: Any, expected: str) -> ValueError:
-    """Return the error of a field that does not hold what is expected."""
-    return ValueError(f"{where}: field {name!r}: expected {expected}, got {abbreviated(value)}")
-
-
-def abbreviated(value: Any) -> str:
-    """Return a value as text of at most 80 characters."""
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

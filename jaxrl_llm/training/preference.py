@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,15 @@ import numpy as np
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.compiler_options import Task, compiler_options
-from jaxrl_llm.config import kinds
-from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
-from jaxrl_llm.config.fields import asks_for, check_fields
-from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.errors import ConfigError, Preempted
+from jaxrl_llm.config.fields import asks_for
 from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.preferences import (
     Preference,
-    normalize_row,
     preference_batch,
     rotate_answers,
-    tokenize_preferences,
 )
-from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import decoder_spec, is_adapted, model_of
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
@@ -57,14 +51,12 @@ from jaxrl_llm.training.load_model import (
 )
 from jaxrl_llm.training.microbatches import BucketPrograms
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
-from jaxrl_llm.training.preference_objective import (
-    OF_LABELLED,
-    OF_REFERENCE,
-    OF_ROWS,
-    PREFERENCE_FIELDS,
-    SCORES,
-    PreferenceObjective,
+from jaxrl_llm.training.preference_data import (
+    PreferenceData,
+    load_preference_loss,
+    read_preferences,
 )
+from jaxrl_llm.training.preference_objective import OF_REFERENCE, SCORES, PreferenceObjective
 from jaxrl_llm.training.reference import Reference, open_reference
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
@@ -73,23 +65,6 @@ from jaxrl_llm.types import Batch
 logger = logging.getLogger(__name__)  # `log` is the run's
 
 NO_COEFS = {"kl_coef": 0.0, "entropy_coef": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceData:
-    """The tokenized rows of a run.
-
-    Attributes:
-        train: to learn from.
-        validation: held out; may be empty.
-        width: tokens of the longest row, two answers with their prompts for a pair.
-        max_tokens: of one answer with its prompt.
-    """
-
-    train: list[Preference]
-    validation: list[Preference]
-    width: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,31 +108,8 @@ def run_prefer(config: PreferConfig) -> None:
             folder = stack.enter_context(run_folder(config.run_dir, config))
             watchdog = stack.enter_context(open_watchdog(config))
             run = _open(config, loss, optimizer, schedule, folder, stack)
-            state = _train(run, folder.path, watchdog)
+            state = _train(config, run, folder.path, watchdog)
             _export(config, state, run.model)
-
-
-def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
-    """Return the loss that a config names.
-
-    Raises:
-        ConfigError: there is no such function, or it asks for a field that there is not.
-    """
-    loss = load_function(config.loss, kinds.PREFERENCES, passed=None, key="loss")
-    check_fields(loss, "loss", available=PREFERENCE_FIELDS)
-    names = set(asks_for(loss))
-    of_pairs = PREFERENCE_FIELDS - OF_LABELLED
-    if names & of_pairs and names & OF_LABELLED:
-        raise ConfigError(
-            f"loss: {config.loss.fn} asks for {sorted(names & of_pairs)} of pairs and for "
-            f"{sorted(names & OF_LABELLED)} of answers with a label; a run has one kind"
-        )
-    if names & SCORES and (config.model.lora or config.model.adapter):
-        raise ConfigError(
-            f"loss: {config.loss.fn} trains a reward model, whose head an adapter can't hold: "
-            "remove model.lora and model.adapter"
-        )
-    return loss
 
 
 def _open(
@@ -212,47 +164,6 @@ def _open(
     )
 
 
-def read_preferences(config: PreferConfig, loss: Callable[..., Any]) -> PreferenceData:
-    """Read and tokenize the rows of a run.
-
-    Raises:
-        ConfigError: they can't be read, or the loss asks for what they have not.
-    """
-    with config_errors_at("model.path"):
-        tokenizer = load_tokenizer(config.model.path)
-
-    def read(key: str, paths: Sequence[str]) -> list[Preference]:
-        try:
-            rows = load_rows(config.data.dataset, paths, check=normalize_row)
-            items, _ = tokenize_preferences(
-                [normalize_row(row, f"row {number}") for number, row in enumerate(rows)],
-                tokenizer,
-                max_tokens=config.data.max_tokens,
-                filter_overlong=config.data.filter_overlong,
-                template_kwargs=config.data.chat_template_kwargs,
-            )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{key}: {error}") from error
-        check_rows(items[0], loss, f"{key}: loss {config.loss.fn!r}")
-        return items
-
-    train = read("data.train", config.data.train)
-    held_out = read("data.validation", config.data.validation) if config.data.validation else []
-    count = 2 if train[0].is_pair else 1
-    most = config.data.max_tokens
-    return PreferenceData(train=train, validation=held_out, width=count * most, max_tokens=most)
-
-
-def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
-    """Raise ConfigError unless rows like this one have what a loss asks for."""
-    names = set(asks_for(loss))
-    if item.is_pair != bool(names - OF_LABELLED):
-        expected, got = ("pairs", "answers with a label")[:: 1 if names - OF_LABELLED else -1]
-        raise ConfigError(f"{where} is of {expected}, but the rows are {got}")
-    for name in sorted(names & OF_ROWS - set(item.columns)):
-        raise ConfigError(f"{where} asks for {name!r}, but the rows have no such column")
-
-
 def _with_reference(
     config: PreferConfig, data: PreferenceData, model: LoadedModel, learner: Learner, layout: Layout
 ) -> tuple[Reference | None, PreferenceData]:
@@ -278,9 +189,9 @@ def _with_reference(
     return reference, whole
 
 
-def _train(run: PreferenceRun, folder: Path, watchdog: Any) -> TrainState:
+def _train(config: PreferConfig, run: PreferenceRun, folder: Path, watchdog: Any) -> TrainState:
     """Take the steps that are left; return the state after the last one."""
-    config, opened, learner = run.config, run.opened, run.learner
+    opened, learner = run.opened, run.learner
     state, total, step = opened.states["actor"], opened.total_steps, opened.step
     left, compiled = range(step + 1, total + 1), CompileCounter()
     profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
@@ -309,7 +220,7 @@ def _train(run: PreferenceRun, folder: Path, watchdog: Any) -> TrainState:
         opened.display.advance(_line(step, total, metrics) if is_shown else "")
         opened.display.plot(step, metrics)
         BACKGROUND.release()
-        if _save(run, state, step):
+        if _save(config, run.opened, state, step):
             break
     profiler.close()
     compiled.close()
@@ -319,12 +230,11 @@ def _train(run: PreferenceRun, folder: Path, watchdog: Any) -> TrainState:
     return state
 
 
-def _save(run: PreferenceRun, state: TrainState, step: int) -> bool:
+def _save(config: PreferConfig, opened: ResumedRun, state: TrainState, step: int) -> bool:
     """Save where that is due; return whether the run was told to end."""
-    opened = run.opened
     opened.checkpoints.check()
     ending = opened.preemption.requested()
-    if ending or is_due(step, run.config.checkpoint.every, opened.total_steps):
+    if ending or is_due(step, config.checkpoint.every, opened.total_steps):
         extra = {
             "data": opened.stream.get_state(),
             "metrics_bytes": opened.log.position(step),

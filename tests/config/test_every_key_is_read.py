@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
@@ -26,7 +27,7 @@ def sections(cls):
     return classes
 
 
-CONFIGS = [TrainConfig, SftConfig, EvaluateConfig, ServeConfig]
+CONFIGS = [TrainConfig, SftConfig, PreferConfig, EvaluateConfig, ServeConfig]
 SECTIONS = {name: section for cls in CONFIGS for name, section in sections(cls).items()}
 
 

@@ -9,6 +9,7 @@ import yaml
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.files import PACKAGED
 from jaxrl_llm.config.load import as_tree, from_tree
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.schema import json_schema
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.config.sft import SftConfig
@@ -18,6 +19,7 @@ from jaxrl_llm.train import main as train_main
 CLASSES = {
     "train": TrainConfig,
     "sft": SftConfig,
+    "prefer": PreferConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,
 }

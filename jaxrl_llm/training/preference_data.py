@@ -1,0 +1,102 @@
+"""What a run on preferences reads: its loss, and its rows, checked against each other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.fields import asks_for, check_fields
+from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preferences import Preference, tokenize_preferences
+from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.training.preference_objective import (
+    OF_LABELLED,
+    OF_ROWS,
+    PREFERENCE_FIELDS,
+    SCORES,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceData:
+    """The tokenized rows of a run.
+
+    Attributes:
+        train: to learn from.
+        validation: held out; may be empty.
+        width: tokens of the longest row, two answers with their prompts for a pair.
+        max_tokens: of one answer with its prompt.
+    """
+
+    train: list[Preference]
+    validation: list[Preference]
+    width: int
+    max_tokens: int
+
+
+def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
+    """Return the loss that a config names.
+
+    Raises:
+        ConfigError: there is no such function, or it asks for a field that there is not.
+    """
+    loss = load_function(config.loss, kinds.PREFERENCES, passed=None, key="loss")
+    check_fields(loss, "loss", available=PREFERENCE_FIELDS)
+    names = set(asks_for(loss))
+    of_pairs = PREFERENCE_FIELDS - OF_LABELLED
+    if names & of_pairs and names & OF_LABELLED:
+        raise ConfigError(
+            f"loss: {config.loss.fn} asks for {sorted(names & of_pairs)} of pairs and for "
+            f"{sorted(names & OF_LABELLED)} of answers with a label; a run has one kind"
+        )
+    if names & SCORES and (config.model.lora or config.model.adapter):
+        raise ConfigError(
+            f"loss: {config.loss.fn} trains a reward model, whose head an adapter can't hold: "
+            "remove model.lora and model.adapter"
+        )
+    return loss
+
+
+def read_preferences(config: PreferConfig, loss: Callable[..., Any]) -> PreferenceData:
+    """Read and tokenize the rows of a run.
+
+    Raises:
+        ConfigError: they can't be read, or the loss asks for what they have not.
+    """
+    with config_errors_at("model.path"):
+        tokenizer = load_tokenizer(config.model.path)
+
+    def read(key: str, paths: Sequence[str]) -> list[Preference]:
+        try:
+            rows = load_rows(config.data.dataset, paths, check=normalize_row)
+            items, _ = tokenize_preferences(
+                [normalize_row(row, f"row {number}") for number, row in enumerate(rows)],
+                tokenizer,
+                max_tokens=config.data.max_tokens,
+                filter_overlong=config.data.filter_overlong,
+                template_kwargs=config.data.chat_template_kwargs,
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+        check_rows(items[0], loss, f"{key}: loss {config.loss.fn!r}")
+        return items
+
+    train = read("data.train", config.data.train)
+    held_out = read("data.validation", config.data.validation) if config.data.validation else []
+    count = 2 if train[0].is_pair else 1
+    most = config.data.max_tokens
+    return PreferenceData(train=train, validation=held_out, width=count * most, max_tokens=most)
+
+
+def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
+    """Raise ConfigError unless rows like this one have what a loss asks for."""
+    names = set(asks_for(loss))
+    if item.is_pair != bool(names - OF_LABELLED):
+        expected, got = ("pairs", "answers with a label")[:: 1 if names - OF_LABELLED else -1]
+        raise ConfigError(f"{where} is of {expected}, but the rows are {got}")
+    for name in sorted(names & OF_ROWS - set(item.columns)):
+        raise ConfigError(f"{where} asks for {name!r}, but the rows have no such column")
