@@ -1,0 +1,250 @@
+"""Train the quickstart's base model on pairs of its answers; then PPO by a reward model of them.
+
+    python -m benchmarks.learning.preferences
+
+The base model answers training prompts eight times at temperature 1; a right and a wrong answer to
+the same prompt are a pair. The losses of `RUNS` train on them for the same steps, with seeds 0 and
+1; `imitate` is supervised training on the chosen answers alone, a control. A reward model is
+trained on the same pairs, and PPO by its scores, without the reward function. All accuracies are
+greedy, on the 512 sums that the quickstart holds out.
+
+A table goes to stdout; `--out` gets the curves (preferences.png) and the numbers behind them
+(preferences.json). Finished runs are kept in the work folder and not repeated.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+RATE = 1e-4
+STEPS = 60
+RUNS: dict[str, tuple[Any, float]] = {
+    "dpo": ({"fn": "dpo", "beta": 0.1}, RATE),
+    "ipo": ({"fn": "ipo", "beta": 0.2}, RATE),
+    "simpo": ({"fn": "simpo", "beta": 2.0, "gamma": 1.0}, RATE),
+    "orpo": ({"fn": "orpo", "beta": 0.5}, RATE),
+    "kto": ({"fn": "kto", "beta": 0.1}, RATE),
+}
+"""Losses and rates; `kto` takes each answer of a pair with a label."""
+
+
+def run(module: str, *words: str, work: Path) -> float:
+    """Run one of the library's programs in the work folder; return its seconds."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", f"jaxrl_llm.{module}", *words]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with (work / "log.txt").open("a") as log:
+        log.write(f"\n$ {' '.join(command)}\n")
+        log.flush()
+        subprocess.run(command, cwd=work, env=environment, check=True, stdout=log, stderr=log)
+    return time.perf_counter() - start
+
+
+def accuracy(model: str, name: str, work: Path) -> float:
+    """Return the greedy accuracy of a model on the held-out sums."""
+    out = work / f"evaluations/{name}"
+    if not (out / "metrics.json").exists():
+        data = "data=runs/quickstart/data/validation.parquet"
+        run("evaluate", f"model={model}", data, f"out={out}", "max_new_tokens=4", work=work)
+    metrics = json.loads((out / "metrics.json").read_text())
+    return metrics["all"]["metrics"]["mean@1"]["value"]
+
+
+def make_pairs(work: Path, rows: int) -> dict[str, int]:
+    """Let the base model answer, and write pairs, labelled answers and chosen ones."""
+    out, data = work / "answers", "data=runs/quickstart/data/train.parquet"
+    if not (out / "samples.parquet").exists():
+        words = (f"rows={rows}", "samples=8", "temperature=1", "max_new_tokens=4", f"out={out}")
+        run("evaluate", "model=runs/quickstart/base", data, *words, work=work)
+    answers = pyarrow.parquet.read_table(out / "samples.parquet").to_pylist()
+    by_prompt: dict[str, dict[bool, list[str]]] = {}
+    for row in answers:
+        sides = by_prompt.setdefault(row["prompt"], {True: [], False: []})
+        sides[row["score"] > 0.5].append(row["answer"])
+    pairs = [
+        {"prompt": json.loads(prompt), "chosen": sides[True][0], "rejected": wrong}
+        for prompt, sides in by_prompt.items()
+        if sides[True]
+        for wrong in dict.fromkeys(filter(None, sides[False]))
+    ]
+    held = len(pairs) // 8
+    files: dict[str, list[dict[str, Any]]] = {"held": pairs[:held], "pairs": pairs[held:]}
+    files["labelled"] = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in files["pairs"]
+        for side in ("chosen", "rejected")
+    ]
+    files["chosen"] = [
+        {"prompt": pair["prompt"], "response": pair["chosen"]} for pair in files["pairs"]
+    ]
+    for name, some in files.items():
+        (work / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    return {"prompts": len(by_prompt), **{name: len(some) for name, some in files.items()}}
+
+
+def config(name: str, seed: int, rate: float, work: Path, **keys: Any) -> Path:
+    """Write the config of a run of `prefer`, and return its path."""
+    tree = {
+        "run_dir": f"runs/{name}_{seed}",
+        "export_to": f"models/{name}_{seed}",
+        "seed": seed,
+        "steps": STEPS,
+        "model": {"path": "runs/quickstart/base"},
+        "data": {"train": "pairs.jsonl", "validation": "held.jsonl", "max_tokens": 16},
+        "optim": {"schedule": {"fn": "constant_schedule", "value": rate}},
+        "batch": {"pairs_per_step": 64, "max_tokens_per_device": 1024},
+        "validation": {"every": 10},
+    }
+    path = work / f"{name}_{seed}.yaml"
+    path.write_text(yaml.safe_dump(tree | keys))
+    return path
+
+
+def train(name: str, seed: int, work: Path) -> dict[str, Any]:
+    """Train by one loss; return its accuracy and its metrics by step."""
+    loss, rate = RUNS[name]
+    keys: dict[str, Any] = {"loss": loss}
+    if name == "kto":
+        keys["data"] = {"train": "labelled.jsonl", "max_tokens": 16}
+        keys["batch"] = {"pairs_per_step": 128, "max_tokens_per_device": 1024}
+    path = config(name, seed, rate, work, **keys)
+    if not (work / f"models/{name}_{seed}").exists():
+        run("prefer", f"--config={path}", work=work)
+    lines = read_lines(work / f"runs/{name}_{seed}/metrics.jsonl")
+    kept = ("val/loss", "val/rewards/accuracies", "val/rewards/margins", "train/loss")
+    return {
+        "loss": loss,
+        "rate": rate,
+        "accuracy": accuracy(f"models/{name}_{seed}", f"{name}_{seed}", work),
+        "curves": {
+            key: [[line["step"], round(line[key], 4)] for line in lines if key in line]
+            for key in kept
+        },
+    }
+
+
+def imitate(seed: int, work: Path) -> dict[str, Any]:
+    """Train on the chosen answers alone; return the accuracy."""
+    name = f"imitate_{seed}"
+    tree = {
+        "run_dir": f"runs/{name}",
+        "export_to": f"models/{name}",
+        "seed": seed,
+        "steps": STEPS,
+        "model": {"path": "runs/quickstart/base"},
+        "data": {"train": "chosen.jsonl", "max_tokens": 16},
+        "optim": {"schedule": {"fn": "constant_schedule", "value": RATE}},
+        "batch": {"examples_per_step": 64, "max_tokens_per_device": 1024},
+    }
+    (work / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    if not (work / f"models/{name}").exists():
+        run("sft", f"--config={work / name}.yaml", work=work)
+    return {"rate": RATE, "accuracy": accuracy(f"models/{name}", name, work)}
+
+
+def reward_model(seed: int, work: Path) -> dict[str, Any]:
+    """Train a reward model on the pairs, then PPO by its scores."""
+    name = f"reward_model_{seed}"
+    path = config("reward_model", seed, 3e-4, work, loss="bradley_terry", steps=3 * STEPS)
+    if not (work / f"models/{name}").exists():
+        run("prefer", f"--config={path}", work=work)
+    if not (work / f"runs/ppo_{seed}/checkpoints").exists():
+        words = ("reward.function=null", f"reward.classifier=models/{name}", f"seed={seed}")
+        words = (*words, f"run_dir=runs/ppo_{seed}", "steps=100", "validation.every=10")
+        run("train", "--config", "configs/recipes/ppo.yaml", *words, work=work)
+    scorer = read_lines(work / f"runs/{name}/metrics.jsonl")
+    ppo = read_lines(work / f"runs/ppo_{seed}/metrics.jsonl")
+    accuracies = [line["val/rewards/accuracies"] for line in scorer if "val/loss" in line]
+    return {
+        "pair_accuracy": [round(accuracies[0], 4), round(accuracies[-1], 4)],
+        "scores": [[x["step"], round(x["critic/score/mean"], 4)] for x in ppo if x["step"]],
+    }
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run by step."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the held-out accuracy of rewards by step, and PPO's scores."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for number, name in enumerate(n for n in RUNS if n != "kto"):
+        for seed, result in results["runs"][name].items():
+            curve = result["curves"]["val/rewards/accuracies"]
+            label = name if seed == min(results["runs"][name]) else None
+            left.plot(*zip(*curve, strict=True), color=f"C{number}", label=label)
+    left.set(xlabel="step", ylabel="held-out pairs whose chosen answer has the higher reward")
+    left.yaxis.label.set_fontsize(8)
+    left.legend(fontsize=8)
+    names = [*RUNS, "imitate"]
+    for place, name in enumerate(names):
+        for result in results["runs"][name].values():
+            right.plot(result["accuracy"], place, "o", color="C0")
+    right.axvline(results["base"], color="gray", linestyle=":")
+    right.set_yticks(range(len(names)), names)
+    right.set(xlabel="greedy accuracy on held-out sums (dotted: the base)", xlim=(0, 1))
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run everything, print the table, and write picture and numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/preferences")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--rows", type=int, default=1024, help="prompts that the base answers")
+    options = parser.parse_args()
+    work: Path = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "configs").exists():
+        (work / "configs").symlink_to(ROOT / "configs")
+    if not (work / "runs/quickstart/base").exists():
+        run("train", "--config", "configs/quickstart.yaml", "steps=1", work=work)
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}",
+        "command": "python -m benchmarks.learning.preferences",
+        "rows": make_pairs(work, options.rows),
+        "base": accuracy("runs/quickstart/base", "base", work),
+        "runs": {},
+    }
+    for name in RUNS:
+        results["runs"][name] = {str(s): train(name, s, work) for s in options.seeds}
+    results["runs"]["imitate"] = {str(s): imitate(s, work) for s in options.seeds}
+    results["reward_model"] = {str(s): reward_model(s, work) for s in options.seeds}
+    for seed, result in results["reward_model"].items():
+        result["ppo_accuracy"] = accuracy(f"runs/ppo_{seed}", f"ppo_{seed}", work)
+    print("| run | seed | base | after |\n|---|---|---|---|")
+    for name, by_seed in results["runs"].items():
+        for seed, result in by_seed.items():
+            print(f"| `{name}` | {seed} | {results['base']:.3f} | {result['accuracy']:.3f} |")
+    for seed, result in results["reward_model"].items():
+        before, after = result["pair_accuracy"]
+        print(
+            f"| PPO by the reward model ({before:.3f} to {after:.3f} of held-out pairs) | {seed} | "
+            f"{results['base']:.3f} | {result['ppo_accuracy']:.3f} |"
+        )
+    (options.out / "preferences.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, options.out / "preferences.png")
+
+
+if __name__ == "__main__":
+    main()
