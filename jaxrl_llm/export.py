@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,10 +42,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     options = parse_arguments(arguments)
-    from jaxrl_llm.runs.export import export_model  # jax is slow to import, --help should not wait
-
     try:
-        step = export_model(**vars(options))
+        with ACTIVITIES.reported():
+            with activity("starting"):  # jax is slow to import, --help should not wait
+                from jaxrl_llm.runs.export import export_model
+            step = export_model(**vars(options))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

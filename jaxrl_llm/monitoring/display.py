@@ -1,21 +1,51 @@
 """A run's progress on the screen: of this process, or of the launcher of a job on a cluster."""
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.monitoring.compiling import CompileProgress
+from jaxrl_llm.monitoring.activity import ACTIVITIES
+from jaxrl_llm.monitoring.answers import COLUMNS, answer_cells
 from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
 from jaxrl_llm.monitoring.trackers import BackgroundWriter
 from jaxrl_llm.sharding.distributed import is_first
 
 CLOSE_S = 5.0
 """Seconds that the end of a run waits at most for stdout."""
+PIPE_WIDTH = 120
+"""Columns of a table of answers where there is no terminal."""
+BESIDE_BAR = {
+    "loss {:.4f}": "train/loss",
+    "{:,.0f} tokens/s": "perf/throughput",
+    "{:.1f} GiB": "perf/max_memory_allocated_gb",
+}
+"""Metrics of the newest step beside a bar, where it has them."""
+
+
+class ActivityColumn(ProgressColumn):
+    """What goes on now, beside a bar."""
+
+    max_refresh = None
+
+    def render(self, task: Task) -> Text:
+        """Return it as one line."""
+        del task
+        return Text(ACTIVITIES.text, "cyan", no_wrap=True, overflow="ellipsis")
 
 
 class Display:
@@ -31,25 +61,27 @@ class Display:
             self._writer = BackgroundWriter(Stream("stdout", sys.stdout))
             file: Any = BackgroundFile(self._writer, sys.stdout)
         self.console = Console(
-            file=file, soft_wrap=True, highlight=False, quiet=self._writer is None
+            file=file, soft_wrap=True, highlight=False, emoji=False, quiet=self._writer is None
         )
-        self._progress = None
+        self._progress, self._stack = None, contextlib.ExitStack()
         if self.console.is_terminal and is_first():
             self._progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[newest]}", markup=False),
+                ActivityColumn(Column(ratio=1, no_wrap=True)),
                 console=self.console,
             )
-            self._title = title
-            self._task = self._progress.add_task(title, total=total, completed=done)
+            self._task = self._progress.add_task(title, total=total, completed=done, newest="")
             self._progress.start()
-            self._compiling = CompileProgress(self._tell)
+            self._stack.enter_context(ACTIVITIES.shown())
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
         self.console.print(text, markup=False)
+        ACTIVITIES.say()
 
     def advance(self, text: str = "") -> None:
         """Print a step's line, if it has one, and move the bar."""
@@ -59,7 +91,13 @@ class Display:
             self._progress.advance(self._task)
 
     def plot(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Draw a step's metrics, where that is possible."""
+        """Show a step's newest metrics beside the bar."""
+        del step
+        if self._progress:
+            shown = [
+                text.format(metrics[name]) for text, name in BESIDE_BAR.items() if name in metrics
+            ]
+            self._progress.update(self._task, newest="  ".join(shown))
 
     def flush(self) -> None:
         """Draw what was not drawn yet, where steps are drawn."""
@@ -70,21 +108,33 @@ class Display:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+        ACTIVITIES.say()
+
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print some of a step's answers as a table.
+
+        Args:
+            step: whose answers they are.
+            rows: of each answer `prompt`, `answer`, `score`, `advantage` and `error`, as in
+                `rollouts/step_*.parquet`.
+        """
+        table = Table(title=f"answers of step {step}", title_justify="left", show_lines=True)
+        for name in COLUMNS:
+            table.add_column(name, justify="right" if name in ("score", "advantage") else "left")
+        for cells in answer_cells(rows):
+            table.add_row(*(Text(cell) for cell in cells))  # which is not read as markup
+        width = None if self._progress else PIPE_WIDTH
+        self.console.print(table, soft_wrap=False, width=width)
 
     def close(self) -> None:
         """Remove the bar, and wait until all is printed, if it is read."""
         try:
             if self._progress:
-                self._compiling.close()
                 self._progress.stop()
         finally:
+            self._stack.close()
             if self._writer:
                 self._writer.close(CLOSE_S)
-
-    def _tell(self, text: str) -> None:
-        """Show what goes on before the bar."""
-        assert self._progress is not None
-        self._progress.update(self._task, description=text or self._title)
 
 
 class LauncherDisplay(Display):
@@ -105,6 +155,15 @@ class LauncherDisplay(Display):
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
         context.call_display("table", title, columns, rows)
+
+    def plot(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step's newest metrics beside the bar there."""
+        shown = {name: metrics[name] for name in BESIDE_BAR.values() if name in metrics}
+        context.call_display("plot", step, shown)
+
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print some of a step's answers as a table there."""
+        context.call_display("answers", step, [dict(row) for row in rows])
 
     def close(self) -> None:
         """Remove the bar."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_reward_function
 from jaxrl_llm.workers.answers import shorten
 
@@ -88,11 +89,16 @@ class RewardRunner(ABC):
                 closed.
         """
         failures: dict[int, Outcome] = {}
-        with self._lock, closing(self._outcomes(items)) as outcomes:
+        with (
+            self._lock,
+            activity("scoring", len(items)) as progress,
+            closing(self._outcomes(items)) as outcomes,
+        ):
             self._first = first
             check_open(self._closed)
             scores = {}
             for number, outcome in outcomes:
+                progress.advance()
                 scores[number] = self._to_score(number, items[number], outcome)
                 if outcome.failure is not None:
                     failures[number] = outcome

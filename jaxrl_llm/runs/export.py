@@ -21,6 +21,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_arrays, save_params
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.model import Model, decoder_spec, is_adapted, model_of
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
 from jaxrl_llm.training.own_model import KEY, make_model
@@ -46,6 +47,7 @@ class TrainedModel(NamedTuple):
     step: int
 
 
+@activity("reading the checkpoint")
 def restore_model(
     run_dir: str | Path,
     *,
@@ -169,6 +171,7 @@ def export_model(
     return saved_step
 
 
+@activity("exporting")
 def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype: str) -> None:
     """Write a directory of safetensors and tokenizer; with `config.json` where there can be one.
 

@@ -14,6 +14,14 @@ class LogConfig(Section):
     wandb: str | None = Field(
         default=None, description="project at Weights & Biases; null does not log there"
     )
+    answers_every: int = Field(
+        default=50,
+        ge=0,
+        description=(
+            "show a few answers of every n-th step, of the first and of the last, on the screen "
+            "and to trackers; 0 shows none"
+        ),
+    )
     profile_steps: Several[int] = Field(
         default=(),
         description=(
