@@ -9,8 +9,8 @@ import numpy as np
 from jaxrl_llm.workers.answers import shorten
 
 COLUMNS = ("prompt", "answer", "score", "advantage")
-PROMPT_CHARS, ANSWER_CHARS, ERROR_CHARS = 240, 480, 80
-"""Characters of each that are shown."""
+PROMPT_LINES, ANSWER_LINES, ERROR_CHARS = 2, 4, 80
+"""How much of each is shown at most; lines are those of a whole screen."""
 
 
 def choose_answers(scores: Sequence[float], samples: int) -> list[int]:
@@ -37,11 +37,12 @@ def choose_answers(scores: Sequence[float], samples: int) -> list[int]:
     return sorted(chosen)
 
 
-def answer_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterator[list[str]]:
     """Yield the texts of `COLUMNS` for each answer; nothing in them controls a terminal.
 
     Args:
         rows: of answers, as `trained_rows` has them.
+        width: of the screen, in characters; what is longer loses its middle.
     """
     for row in rows:
         messages = json.loads(row["prompt"])
@@ -51,8 +52,8 @@ def answer_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
             score += f"\nfailed: {shorten(printable(row['error']), ERROR_CHARS)}"
         advantage = row["advantage"]
         yield [
-            shorten(printable(str(prompt)), PROMPT_CHARS),
-            shorten(printable(row["answer"]), ANSWER_CHARS),
+            shorten(printable(str(prompt)), PROMPT_LINES * width),
+            shorten(printable(row["answer"]), ANSWER_LINES * width),
             score,
             "" if advantage is None else f"{advantage:.3g}",
         ]

@@ -58,7 +58,7 @@ class CompileProgress:
             self._ready += 1
         has_all = self._lookups and self._lookups == self._hits
         self._activity.label = "loading programs" if has_all else "compiling"
-        if not self._has_note and not has_all:
+        if not self._has_note and self._lookups > self._hits:
             self._activity.note, self._has_note = _kept(), True
         self._activity.total = self.total
         self._activity.detail = self._labels[0] if self._labels else ""

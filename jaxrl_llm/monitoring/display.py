@@ -28,13 +28,13 @@ from jaxrl_llm.sharding.distributed import is_first
 CLOSE_S = 5.0
 """Seconds that the end of a run waits at most for stdout."""
 PIPE_WIDTH = 120
-"""Columns of a table of answers where there is no terminal."""
+"""Columns of a table where there is no terminal."""
 BESIDE_BAR = {
-    "loss {:.4f}": "train/loss",
-    "{:,.0f} tokens/s": "perf/throughput",
-    "{:.1f} GiB": "perf/max_memory_allocated_gb",
+    "loss {:.4f}": ("train/loss",),
+    "{:,.0f} tokens/s": ("perf/throughput",),
+    "{:.1f} GiB": ("perf/max_memory_allocated_gb", "perf/cpu_memory_used_gb"),
 }
-"""Metrics of the newest step beside a bar, where it has them."""
+"""Metrics of the newest step beside a bar: of each kind the first one that the step has."""
 
 
 class ActivityColumn(ProgressColumn):
@@ -63,6 +63,8 @@ class Display:
         self.console = Console(
             file=file, soft_wrap=True, highlight=False, emoji=False, quiet=self._writer is None
         )
+        if not self.console.is_terminal:
+            self.console.width = PIPE_WIDTH
         self._progress, self._stack = None, contextlib.ExitStack()
         if self.console.is_terminal and is_first():
             self._progress = Progress(
@@ -94,9 +96,11 @@ class Display:
         """Show a step's newest metrics beside the bar."""
         del step
         if self._progress:
-            shown = [
-                text.format(metrics[name]) for text, name in BESIDE_BAR.items() if name in metrics
-            ]
+            found = {
+                text: next((metrics[name] for name in names if name in metrics), None)
+                for text, names in BESIDE_BAR.items()
+            }
+            shown = [text.format(value) for text, value in found.items() if value is not None]
             self._progress.update(self._task, newest="  ".join(shown))
 
     def flush(self) -> None:
@@ -120,11 +124,12 @@ class Display:
         """
         table = Table(title=f"answers of step {step}", title_justify="left", show_lines=True)
         for name in COLUMNS:
-            table.add_column(name, justify="right" if name in ("score", "advantage") else "left")
-        for cells in answer_cells(rows):
+            justify = "right" if name in ("score", "advantage") else "left"
+            table.add_column(name, justify=justify, overflow="fold")
+        for cells in answer_cells(rows, self.console.width):
             table.add_row(*(Text(cell) for cell in cells))  # which is not read as markup
-        width = None if self._progress else PIPE_WIDTH
-        self.console.print(table, soft_wrap=False, width=width)
+        self.console.print(table, soft_wrap=False)
+        ACTIVITIES.say()
 
     def close(self) -> None:
         """Remove the bar, and wait until all is printed, if it is read."""
@@ -158,7 +163,8 @@ class LauncherDisplay(Display):
 
     def plot(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step's newest metrics beside the bar there."""
-        shown = {name: metrics[name] for name in BESIDE_BAR.values() if name in metrics}
+        known = {name for names in BESIDE_BAR.values() for name in names if name in metrics}
+        shown = {name: metrics[name] for name in known}
         context.call_display("plot", step, shown)
 
     def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

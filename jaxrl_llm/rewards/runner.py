@@ -82,7 +82,7 @@ class RewardRunner(ABC):
             items: the replies; the strings, and whatever else they hold, must be picklable.
             first: the first one's row, for messages.
 
-        Failures are logged on one line, with the first of them.
+        Failures are logged on one line, with the first of them and one that is another.
 
         Raises:
             RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
@@ -103,15 +103,22 @@ class RewardRunner(ABC):
                 if outcome.failure is not None:
                     failures[number] = outcome
             if failures:
-                number = min(failures)
-                kinds = Counter(outcome.failure for outcome in failures.values())
-                log.warning(
-                    "reward %r failed on %d of %d answers (%s); the first: %s",
-                    *(self._spec.fn, len(failures), len(items)),
-                    ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-                    self._described(number, items[number], failures[number]),
-                )
+                self._warn(items, failures)
         return [scores[number] for number in range(len(items))]
+
+    def _warn(self, items: Sequence[RewardItem], failures: dict[int, Outcome]) -> None:
+        """Log on one line how many calls failed, and the first two ways in which they did."""
+        kinds = Counter(outcome.failure for outcome in failures.values())
+        ways: dict[str | None, int] = {}
+        for number in sorted(failures):
+            ways.setdefault(failures[number].message, number)
+        described = [self._described(n, items[n], failures[n]) for n in [*ways.values()][:2]]
+        log.warning(
+            "reward %r failed on %d of %d answers (%s); the first: %s",
+            *(self._spec.fn, len(failures), len(items)),
+            ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+            "; another: ".join(described),
+        )
 
     def _to_score(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
         if outcome.failure is None:

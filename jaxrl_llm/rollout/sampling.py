@@ -148,9 +148,14 @@ def sampling_activity(
         engine: what is in flight there is not whole; None where answers say so when they end.
     """
 
+    has_begun = False
+
     def count() -> int:
+        nonlocal has_begun
         if isinstance(engine, CountingEngine):
-            return len(states) - engine.stats().in_flight
+            in_flight = engine.stats().in_flight
+            has_begun |= in_flight > 0  # before, the engine has not got them yet
+            return len(states) - in_flight if has_begun else 0
         return sum(state.episode is not None for state in states)
 
     return activity("sampling", len(states), count=count)

@@ -156,7 +156,7 @@ def _changes(
     for key, value in wanted.items():
         if key not in known or value == known[key]:
             continue
-        if isinstance(known[key], Mapping) and "fn" not in known[key]:
+        if isinstance(known[key], Mapping) and known[key] and "fn" not in known[key]:  # a section
             yield from _changes(value, known[key], f"{prefix}{key}.")
         elif isinstance(value, Mapping) and [*value] == ["fn"]:
             yield f"{prefix}{key}", value["fn"]

@@ -43,7 +43,7 @@ from jaxrl_llm.training.load_model import forward_config, merged_into_base, open
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.update import Learner, check_skipped
+from jaxrl_llm.training.update import Learner, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
@@ -130,13 +130,7 @@ def _train(
         opened.checkpoints.check()
         ending = opened.preemption.requested()
         if ending or is_due(step, config.checkpoint.every, total):
-            extra = {
-                "data": stream.get_state(),
-                "metrics_bytes": log.position(step),
-                "origin": opened.start_digests,
-            }
-            with activity("saving"):
-                opened.checkpoints.save(step, {"actor": state}, extra)
+            _save(step, state, opened)
         if ending:
             break
     profiler.close()
@@ -146,6 +140,16 @@ def _train(
     check_finished(step, total)
     BACKGROUND.clear()  # its programs' shapes hold on to the base
     return state.params, model, base, opened.display
+
+
+@activity("saving")
+def _save(step: int, state: TrainState, opened: ResumedRun) -> None:
+    extra = {
+        "data": opened.stream.get_state(),
+        "metrics_bytes": opened.log.position(step),
+        "origin": opened.start_digests,
+    }
+    opened.checkpoints.save(step, {"actor": state}, extra)
 
 
 def _start(

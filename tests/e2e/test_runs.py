@@ -68,7 +68,7 @@ def test_supervised_training_moves_its_bar_at_each_step(workshop, monkeypatch, c
         words = ("steps=20", f"export_to={folder}.base")
         workshop(*words, main=sft_main, config="sft.yaml", run_dir=folder).ok()
     assert len(moves) == 20
-    assert [bool(text) for text in moves] == [step % 2 == 0 for step in range(1, 21)]
+    assert {step for step, text in enumerate(moves, 1) if text} >= {1, *range(2, 21, 2)}
     said = f"supervised training: making ready random weights of {workshop.root}/random"
     assert before[0][0] == said
 
