@@ -193,7 +193,7 @@ class Activities:
         if logging.getLogger().handlers or level >= logging.WARNING:
             log.log(level, "%s", text)
         elif sys.stderr is not None:  # nothing is set up to log, as while libraries are imported
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"jaxrl_llm: {text}\n")
 
 
 ACTIVITIES = Activities()

@@ -4,13 +4,12 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from jaxrl_llm.config.evaluate import EvaluateConfig
-from jaxrl_llm.config.functions import NOT_IMPORTABLE
+from jaxrl_llm.config.functions import NOT_IMPORTABLE, split_name
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
@@ -77,18 +76,22 @@ def closing_lines(config: TrainConfig | SftConfig) -> list[str]:
         config: of the run, whose folder has a checkpoint.
     """
     files = RunFiles(config.run_dir)
-    lines = [f"run: {files.folder} ({_standing(files)})"]
-    commands = {"look at it": ["jaxrl_llm.report", str(files.folder)]}
+    folder = str(files.folder)
+    lines = [f"run: {folder} ({_standing(files)})"]
+    commands = {"look at it": ["report", folder]}
     if isinstance(config, SftConfig):
         lines.append(f"model: {config.export_to} (Hugging Face's format)")
-    elif (evaluate := evaluation_words(config)) is not None:
-        commands["evaluate"] = ["jaxrl_llm.evaluate", *evaluate]
-    if isinstance(config, TrainConfig):
-        out = str(Path(config.run_dir) / "exported")
-        commands["export"] = ["jaxrl_llm.export", str(files.folder), out]
+        words = ["--model", config.export_to, "--data", "PROMPTS.parquet"]
+        commands["evaluate"] = ["evaluate", *words]
     else:
-        commands["serve"] = ["jaxrl_llm.serve", "--model", config.export_to]
-    return [*lines, *(f"{name}: python -m {shlex.join(w)}" for name, w in commands.items())]
+        words, function = evaluation_words(config), config.model.function
+        if words is not None:
+            commands["evaluate"] = ["evaluate", *words]
+        if function is None or split_name(function.fn)[0] != NOT_IMPORTABLE:
+            commands["export"] = ["export", folder, str(files.folder / "exported")]
+    for name, words in commands.items():
+        lines.append(f"{name}: python -m jaxrl_llm.{shlex.join(words)}")
+    return lines
 
 
 def interruption_line(config: TrainConfig | SftConfig) -> str:

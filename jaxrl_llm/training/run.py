@@ -317,8 +317,9 @@ def _claim(
     stack.enter_context(distributed.abort_together((Preempted,)))
     quiet_libraries()
     stack.enter_context(ACTIVITIES.reported())
-    functions = resolve_functions(config)  # wrong names fail before anything is loaded
-    check_inputs(config, functions)
+    with activity("checking the config"):
+        functions = resolve_functions(config)  # wrong names fail before anything is loaded
+        check_inputs(config, functions)
     return functions, stack.enter_context(run_folder(config.run_dir, config))
 
 

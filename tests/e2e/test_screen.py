@@ -74,12 +74,13 @@ def test_each_stage_of_supervised_training_says_what_it_is(workshop, stages):
     come_in_order(
         stages, [*PREPARING[:3], "loading the weights", "updating", "saving", "exporting"]
     )
-    first, second, *_, standing, model, look, serve = result.out.splitlines()
+    first, second, *_, standing, model, look, evaluate = result.out.splitlines()
     assert re.fullmatch(r"training .*/random: \d+\.?\d* K parameters, on 1 cpu device", first)
     assert second == f"64 examples, 4 steps of 16 examples; everything is written to {folder}"
     assert standing == f"run: {folder} (4 steps, 1 checkpoint)"
     assert model == f"model: {folder}.base (Hugging Face's format)"
-    assert look.endswith(f"jaxrl_llm.report {folder}") and serve.endswith(f"--model {folder}.base")
+    assert look.endswith(f"jaxrl_llm.report {folder}")
+    assert evaluate.endswith(f"jaxrl_llm.evaluate --model {folder}.base --data PROMPTS.parquet")
 
 
 def test_answers_are_shown_every_n_th_step_and_at_both_ends(shown):

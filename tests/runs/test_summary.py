@@ -119,7 +119,8 @@ def test_the_last_lines_say_where_the_run_is_and_what_to_do(folder):
     lines = closing_lines(load(SftConfig, "configs/quickstart_sft.yaml", overrides))
     assert lines[0] == standing
     assert lines[1] == "model: runs/mine (Hugging Face's format)"
-    assert lines[-1] == "serve: python -m jaxrl_llm.serve --model runs/mine"
+    evaluate = "evaluate: python -m jaxrl_llm.evaluate --model runs/mine --data PROMPTS.parquet"
+    assert lines[-1] == evaluate
 
 
 def test_who_interrupts_a_run_gets_to_know_where_it_goes_on(folder, tmp_path_factory):
