@@ -6,6 +6,7 @@ that comes again, as the stages of a step do, has a line only where it takes lon
 """
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -89,7 +90,8 @@ class Activities:
         self._open: list[Activity] = []
         self._waits: dict[str, float] = {}
         self._said = self._ended = now()
-        self._is_busy, self._reporters, self._bars = threading.Event(), 0, 0
+        self._is_busy, self._ending = threading.Event(), threading.Event()
+        self._reporters = self._bars = 0
 
     def begin(self, activity: Activity) -> None:
         """Note that something goes on."""
@@ -167,13 +169,12 @@ class Activities:
         with self._lock:
             self._reporters += 1
             is_first = self._reporters == 1
-        ended = threading.Event()
+            if is_first:
+                self._ending = threading.Event()
         if is_first:
             self.say()
-            self._ending = ended
-            threading.Thread(
-                target=self._report, args=(ended,), daemon=True, name="activity"
-            ).start()
+            report = functools.partial(self._report, self._ending)
+            threading.Thread(target=report, daemon=True, name="activity").start()
         try:
             yield
         finally:

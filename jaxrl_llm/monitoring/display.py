@@ -29,6 +29,8 @@ CLOSE_S = 5.0
 """Seconds that the end of a run waits at most for stdout."""
 PIPE_WIDTH = 120
 """Columns of a table where there is no terminal."""
+WIDE = 110
+"""Columns of a terminal from which on there is room for metrics beside the bar."""
 BESIDE_BAR = {
     "loss {:.4f}": ("train/loss",),
     "{:,.0f} tokens/s": ("perf/throughput",),
@@ -67,14 +69,17 @@ class Display:
             self.console.width = PIPE_WIDTH
         self._progress, self._stack = None, contextlib.ExitStack()
         if self.console.is_terminal and is_first():
+            is_wide = self.console.width >= WIDE
+            newest = (TextColumn("{task.fields[newest]}", markup=False),)
             self._progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
+                BarColumn(20 if is_wide else 8),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[newest]}", markup=False),
+                *(newest if is_wide else ()),
                 ActivityColumn(Column(ratio=1, no_wrap=True)),
                 console=self.console,
+                expand=True,  # what goes on gets what is left
             )
             self._task = self._progress.add_task(title, total=total, completed=done, newest="")
             self._progress.start()
