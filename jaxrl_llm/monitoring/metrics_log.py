@@ -6,9 +6,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.sections.log import LogConfig
@@ -160,8 +162,22 @@ class MetricsLog:
         self._file = MetricsFile(run_dir / "metrics.jsonl", position)
         self._trackers = [BackgroundWriter(tracker) for tracker in opened]
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics to every sink. What they can't write does not end the run."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        answers: Sequence[Mapping[str, Any]] = (),
+        histograms: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write one step to every sink. What they can't write does not end the run.
+
+        Args:
+            step: its number.
+            metrics: by name.
+            answers: rows of a table of answers (`prompt`, `answer`, `score`, …), for trackers.
+            histograms: values by name, whose distributions trackers show.
+        """
+        del answers, histograms
         if self._file is None:
             return
         row = dict(metrics)
