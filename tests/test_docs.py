@@ -536,7 +536,7 @@ def written(tmp_path_factory):
     (folder / "playing.py").write_text(PLAYING)
     overrides = f"""
         run_dir={folder}/run steps=1 model.path={folder}/model
-        model.warm_start=null data.train={folder}/train.parquet log.tensorboard=false
+        model.warm_start=null data.train={folder}/train.parquet log.trackers=[]
         data.validation={folder}/validation.parquet data.prepare.out={folder}
         data.prepare.train_rows=8 data.prepare.validation_rows=2 data.prepare.sft_rows=0
         batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.max_tokens_per_device=128

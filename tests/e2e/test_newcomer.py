@@ -254,7 +254,7 @@ def test_a_reward_function_that_fails_too_often_stops_the_run(run, workshop):
 def test_a_skipped_update_is_told(warned, workshop):
     """No line said so, and tensorboardX warned of each NaN."""
     loss = f"algorithm.loss={workshop.mine('loss_nan_for_group_0')}"
-    _, (line,) = warned(loss, "steps=1", "validation.before=false", "log.tensorboard=true")
+    _, (line,) = warned(loss, "steps=1", "validation.before=false", "log.trackers=tensorboard")
     assert "step 1: 1 update(s) skipped, for the actor's gradient was not finite; more than" in line
     assert "optim.max_skipped=3 in a row stop the run" in line
 
