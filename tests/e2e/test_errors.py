@@ -50,7 +50,7 @@ def failed(result, status, pattern):
         ),
         ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
         ("rollout.kv_cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: expected"),
-        ("log.wandb=project", r"log\.wandb='project' needs the package wandb: pip install"),
+        ("log.trackers=wandb", r"log\.trackers: 'wandb' needs the package wandb: pip install"),
     ],
 )
 def test_configs_that_cannot_be_run(run, override, pattern):
