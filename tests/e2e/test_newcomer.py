@@ -179,8 +179,12 @@ def test_the_functions_of_the_page_train(run, page):
         f"algorithm.advantage={page}:centred",
         f"algorithm.loss={page}:capped",
         "algorithm.loss.cap=1.5",
+        f"log.trackers=[{{fn: '{page}:csv_file', columns: [critic/score/mean, global_step]}}]",
     ]
-    line = run(*words, "steps=1").ok().metrics[-1]
+    result = run(*words, "steps=1").ok()
+    line = result.metrics[-1]
+    (row,) = (result.run_dir / "metrics.csv").read_text().splitlines()[-1:]
+    assert row == f"1,{line['critic/score/mean']},"
     assert 0 < line["critic/score/mean"] <= 1
     assert line["critic/advantages/min"] < 0 < line["critic/advantages/max"]
     assert line["reward/errors"] == 0

@@ -78,6 +78,7 @@ SIGNATURES = {
     "comet.start": "api_key=0, workspace=0, project=0, project_name=0, experiment_key=0, mode=0, "
     "online=0, source=0, experiment_config=0",
     "comet.ExperimentConfig": "disabled=0, log_code=0, log_graph=0, parse_args=0, "
+    "display_summary_level=0, "
     "auto_output_logging=0, auto_param_logging=0, auto_metric_logging=0, offline_directory=0, "
     "name=0, tags=0",
     "comet.add": "values, counts=0, max_skip_count=0",

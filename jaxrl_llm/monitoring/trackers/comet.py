@@ -79,6 +79,7 @@ class Comet:
             log_code=False,
             log_graph=False,
             parse_args=False,
+            display_summary_level=0,  # else the whole config is printed at the end
             **own,
         )
         online = self._can_send() if self._online is None else self._online
