@@ -61,7 +61,9 @@ def test_configs_that_cannot_be_run(run, override, pattern):
 def test_a_tracker_that_cannot_be_used_is_told_before_a_model_is_looked_for(run, workshop, program):
     words = ["model.path=nowhere", f"log.trackers={workshop.mine('tracker_without_key')}"]
     result = run(*words, **program)
-    refused(result, 2, r"log\.trackers: '.*:tracker_without_key': KeyError: 'MY_KEY'")
+    refused(
+        result, 2, r"log\.trackers: '.*:tracker_without_key': .*/mine\.py:\d+: KeyError: 'MY_KEY'"
+    )
 
 
 def test_a_missing_config_file(run):
