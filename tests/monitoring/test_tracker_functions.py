@@ -246,8 +246,8 @@ def server():
     [
         (None, True, "offline", "there is no API key (wandb login)"),
         ("variable", False, "offline", "http://127.0.0.1:9 can't be reached"),
-        ("variable", True, "online", None),
-        ("netrc", True, "online", None),
+        ("variable", True, None, None),
+        ("netrc", True, None, None),
         ("netrc", False, "offline", "http://127.0.0.1:9 can't be reached"),
     ],
 )

@@ -27,8 +27,8 @@ def wandb(
         entity: user or team; None is the user's default.
         group: of runs that belong together.
         name: of the run; None is its folder's.
-        mode: `online`, `offline` or `disabled`; None: what `WANDB_MODE` says, else online where
-            there are a key and a network, and offline where not.
+        mode: `online`, `offline` or `disabled`; None: what `WANDB_MODE` says; where it is
+            not set, offline without a key or a network, and else what wandb's settings say.
 
     Raises:
         ConfigError: the package is not installed.
@@ -86,7 +86,7 @@ class WeightsAndBiases:
         assert self._run is not None
         self._run.finish()
 
-    def _mode(self) -> str:
+    def _mode(self) -> str | None:
         url = self._client.setup().settings.base_url
         keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
         if not (any(map(os.environ.get, keys)) or has_login(url)):
@@ -94,7 +94,7 @@ class WeightsAndBiases:
         elif not is_reachable(url):
             why = f"{url} can't be reached"
         else:
-            return "online"
+            return None  # what the user's settings say, as `wandb offline` writes them
         folder = self._settings["dir"] / "wandb"
         log.warning(
             "Weights & Biases is offline, as %s; to send the run later: wandb sync %s",
