@@ -22,7 +22,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.monitoring.answers import COLUMNS, answer_cells
 from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
-from jaxrl_llm.monitoring.trackers import BackgroundWriter
+from jaxrl_llm.monitoring.writer import BackgroundWriter
 from jaxrl_llm.sharding.distributed import is_first
 
 CLOSE_S = 5.0
