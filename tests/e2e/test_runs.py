@@ -207,7 +207,7 @@ def test_epochs_decide_where_steps_do_not(run):
 def test_the_rollouts(finished):
     names = sorted(p.name for p in (finished.run_dir / "rollouts").iterdir())
     assert names == [f"step_{step:06d}.parquet" for step in (1, 2, 4)], "the first one, too"
-    rows = pyarrow.parquet.read_table(finished.run_dir / "rollouts" / names[0]).to_pylist()
+    rows = pyarrow.parquet.read_table(finished.run_dir / "rollouts" / names[1]).to_pylist()
     assert len(rows) == 32
     assert set(rows[0]) == {
         "step",
