@@ -23,6 +23,12 @@ SHOWN = {
 }
 """Metrics in a step's line on the screen, by their labels."""
 
+TRAINING_RESULTS = ("critic/score/mean", "train/loss")
+"""Metrics that say what training has come to, besides validations, whose names have an @."""
+
+BEFORE_AND_AFTER = ["metric", "before", "after", "best"]
+"""The columns of `MetricsTable.before_and_after`."""
+
 LINES = 20  # of a table on the screen
 VISIBLE = 0.01  # nats by which log-probs differ if a token is to be as orange as can be
 GREEN, RED, ORANGE = "46,160,67", "218,54,51", "219,124,38"
@@ -52,6 +58,22 @@ class MetricsTable(list[dict[str, Any]]):
             raise KeyError(f"no metric {name!r}; {closest(name, self.names)}")
         lines = [line for line in self if line.get(name) is not None]
         return [line["step"] for line in lines], [line[name] for line in lines]
+
+    def before_and_after(self) -> list[list[str]]:
+        """Return name, first, last and best value of each score, and of the loss of `sft`.
+
+        >>> MetricsTable([{"step": 0, "val/acc/mean@1": 0.5}, {"step": 9}]).before_and_after()
+        [['val/acc/mean@1', '0.500 (step 0)', '0.500 (step 0)', '0.500']]
+        """
+        rows = []
+        for name in self.names:
+            steps, values = self.curve(name)
+            if not values or not ("@" in name or name in TRAINING_RESULTS):
+                continue
+            best = min(values) if name == "train/loss" else max(values)
+            ends = (f"{values[end]:.3f} (step {steps[end]})" for end in (0, -1))
+            rows.append([name, *ends, f"{best:.3f}"])
+        return rows
 
     def _columns(self) -> dict[str, str]:
         named = {label: name for label, name in SHOWN.items() if name in self.names}
