@@ -67,8 +67,9 @@ class MetricsTable(list[dict[str, Any]]):
         """
         rows = []
         for name in self.names:
-            steps, values = self.curve(name)
-            if not values or not ("@" in name or name in TRAINING_RESULTS):
+            is_result = "@" in name or name in TRAINING_RESULTS
+            steps, values = self.curve(name) if is_result else ([], [])
+            if not values:
                 continue
             best = min(values) if name == "train/loss" else max(values)
             ends = (f"{values[end]:.3f} (step {steps[end]})" for end in (0, -1))

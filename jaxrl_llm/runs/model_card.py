@@ -94,12 +94,12 @@ def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
 def public_config(config: Mapping[str, Any]) -> str:
     """Return a run's config as YAML, without what nobody else should read.
 
-    >>> print(public_config({"env": {"HF_TOKEN": "hf_x"}, "reward": {"api_key": "y", "on": 1}}))
+    >>> print(public_config({"env": {"HF_TOKEN": "hf_x"}, "reward": {"api_key": "y", "scale": 1}}))
     env:
       HF_TOKEN: (not published)
     reward:
       api_key: (not published)
-      on: 1
+      scale: 1
     <BLANKLINE>
     """
 

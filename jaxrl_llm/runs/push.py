@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.workers.answers import shorten
 
 Result = TypeVar("Result")
 
@@ -110,7 +111,7 @@ def _patiently(action: Callable[[], Result]) -> Result:
             status = _status(error)
             if status is not None and status != 429 and status < 500:
                 raise
-            log.warning("the hub: %s; again in %g s", _first_line(error), wait)
+            log.warning("the hub: %s; again in %g s", _text(error), wait)
             time.sleep(wait)
     return action()
 
@@ -131,20 +132,25 @@ def _reason(error: Exception, repo_id: str) -> str:
     if status is None:
         from huggingface_hub import constants
 
-        return f"can't reach the hub at {constants.ENDPOINT}: {_first_line(error)}"
+        return f"can't reach the hub at {constants.ENDPOINT}: {_text(error)}"
     reasons = {
         401: "the hub does not know your token: run `hf auth login` again, or set HF_TOKEN",
         403: f"your token may not write to {repo_id}: it needs the permission, and you the right",
         404: f"the hub has no {repo_id}, or does not let you see it",
     }
-    return f"{reasons.get(status, f'the hub has not taken {repo_id}')} ({_first_line(error)})"
+    return f"{reasons.get(status, f'the hub has not taken {repo_id}')} ({_text(error)})"
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of the first error behind an error."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def _text(error: BaseException | None) -> str:
+    """Return what an error and those behind it say, on one line; of the hub's answer its status."""
+    texts = []
+    while error is not None:
+        response = getattr(error, "response", None)
+        text = getattr(error, "server_message", None) if response is not None else str(error)
+        text = shorten(" ".join((text or type(error).__name__).split()), 200).rstrip(".")
+        texts.append(text if response is None else f"{response.status_code}: {text}")
+        error = error.__cause__ if response is None else None
+    return ": ".join(dict.fromkeys(texts))
 
 
 def _remedy(folder: str | Path, repo_id: str) -> str:
