@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxrl_llm.lazy import attach
+from jaxrl_llm.version import __version__
 
 if TYPE_CHECKING:
     from jaxrl_llm.config.errors import ConfigError, RunError

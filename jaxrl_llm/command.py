@@ -2,10 +2,11 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+
+from jaxrl_llm.version import __version__
 
 PROGRAMS = {
     "train": ("train", "train a language model with reinforcement learning"),
@@ -49,8 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of large language models in JAX.",
         epilog="`jaxrl-llm PROGRAM --help` has a program's options and keys.",
     )
-    version = importlib.metadata.version("jaxrl_llm")
-    parser.add_argument("--version", action="version", version=f"jaxrl_llm {version}")
+    parser.add_argument("--version", action="version", version=f"jaxrl_llm {__version__}")
     programs = parser.add_subparsers(title="programs", metavar="PROGRAM", required=True)
     for name, (_, meaning) in PROGRAMS.items():
         programs.add_parser(name, help=meaning, add_help=False)

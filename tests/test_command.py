@@ -1,6 +1,5 @@
 """`jaxrl-llm`: its programs, and what a shell completes."""
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl_llm
 from jaxrl_llm import command
 from jaxrl_llm.config import cli
 from jaxrl_llm.config.complete import override_words
@@ -73,7 +73,7 @@ def test_what_is_no_program_is_an_error(words, capsys):
 def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit):
         command.main(["--version"])
-    assert capsys.readouterr().out == f"jaxrl_llm {importlib.metadata.version('jaxrl_llm')}\n"
+    assert capsys.readouterr().out == f"jaxrl_llm {jaxrl_llm.__version__}\n"
 
 
 def test_the_processs_own_command_line_begins_again_with_huge_pages(monkeypatch, tmp_path):

@@ -132,7 +132,7 @@ def _reason(error: Exception, repo_id: str) -> str:
     if status is None:
         from huggingface_hub import constants
 
-        return f"can't reach the hub at {constants.ENDPOINT}: {_text(error)}"
+        return f"the push to {constants.ENDPOINT}/{repo_id} broke off: {_text(error)}"
     reasons = {
         401: "the hub does not know your token: run `hf auth login` again, or set HF_TOKEN",
         403: f"your token may not write to {repo_id}: it needs the permission, and you the right",

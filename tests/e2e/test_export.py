@@ -14,6 +14,7 @@ from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.runs import push
 from jaxrl_llm.train import main as train_main
 from tests.runs.hub_server import HubServer
 
@@ -115,41 +116,66 @@ DOWNLOAD = """if True:
 
 
 def test_a_pushed_model_is_the_same_when_it_is_downloaded(finished, tmp_path):
+    torch = pytest.importorskip("torch")
     import transformers
 
-    torch = pytest.importorskip("torch")
     logits_file = tmp_path / "logits.npy"
 
-    def run(*words, **variables):
-        env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")} | variables
-        env |= {"HF_HUB_DISABLE_XET": "1", "HF_ENDPOINT": hub.address, "TMPDIR": str(tmp_path)}
-        words = [sys.executable, *words]
-        return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-
-    with HubServer().running() as hub:
-        words = ("-m", "jaxrl_llm.export", str(finished.run_dir), "--push-to", "ours/adder")
-        hub.fail("POST /api/repos/create", 403)
-        refused = run(*words, HF_TOKEN="hf_ours")
-        assert refused.returncode == 1
-        (kept,) = tmp_path.glob("jaxrl_llm-*/adder")
-        assert f"`hf upload ours/adder {kept}` pushes it later" in refused.stderr
-
-        done = run(*words, "--private", HF_TOKEN="hf_ours")
-        assert done.stdout.endswith(f"pushed it to {hub.address}/ours/adder\n"), done.stderr
-        assert [*tmp_path.glob("jaxrl_llm-*/adder")] == [kept], "what was pushed needs no copy"
-        files = hub.repositories["ours/adder"].files
-        assert {path.name: path.read_bytes() for path in kept.iterdir()}.items() <= files.items()
-
-        stranger = run("-c", DOWNLOAD, "ours/adder", str(logits_file))
-        assert stranger.returncode, "it is private"
-        done = run("-c", DOWNLOAD, "ours/adder", str(logits_file), HF_TOKEN="hf_ours")
+    def run(*words):
+        env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        env |= {"HF_HUB_DISABLE_XET": "1", "HF_ENDPOINT": hub.address, "HF_TOKEN": "hf_ours"}
+        done = subprocess.run(
+            [sys.executable, *words], env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = tmp_path / "out"
+    with HubServer().running() as hub:
+        words = ("-m", "jaxrl_llm.export", finished.run_dir, out, "--push-to", "ours/adder")
+        said = run(*words, "--private")
+        assert said == f"wrote step 4 to {out}\npushed it to {hub.address}/ours/adder\n"
+        files = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert files.items() <= hub.repositories["ours/adder"].files.items()
+        run("-c", DOWNLOAD, "ours/adder", logits_file)
         assert hub.unknown == []
-    tokens = transformers.AutoTokenizer.from_pretrained(kept)("12+34=").input_ids
-    model = transformers.AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
+    tokens = transformers.AutoTokenizer.from_pretrained(out)("12+34=").input_ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits.numpy()
     np.testing.assert_array_equal(np.load(logits_file), expected)
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_without_a_directory_only_what_was_not_pushed_stays(
+    finished, tmp_path, monkeypatch, capsys, is_pushed
+):
+    def push_model(folder, repo_id, *, private):
+        assert (folder / "config.json").exists()
+        assert (repo_id, private) == ("ours/adder", False)
+        if not is_pushed:
+            raise push.PushError(f"the model is in {folder}")
+        return "https://hub/ours/adder"
+
+    monkeypatch.setattr(push, "check_push", lambda repo_id: None)
+    monkeypatch.setattr(push, "push_model", push_model)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    status = export.main([str(finished.run_dir), "--push-to", "ours/adder"])
+    printed = capsys.readouterr()
+    if is_pushed:
+        assert (status, [*tmp_path.iterdir()]) == (0, [])
+        assert printed.out.endswith("pushed it to https://hub/ours/adder\n")
+    else:
+        (kept,) = tmp_path.glob("jaxrl_llm-*/adder")
+        assert (status, printed.err) == (1, f"error: the model is in {kept}\n")
+
+
+def test_without_a_directory_a_failed_export_leaves_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(push, "check_push", lambda repo_id: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert export.main(["/no/run", "--push-to", "ours/adder"]) == 2
+    assert "'/no/run' is not a run" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,10 @@ class HubServer:
             more = {"sha": sha, "private": found.private, "siblings": names, "tags": []}
             http.answer(200, {"id": repo, "modelId": repo, **more})
 
-    def tree(self, http, _, repo, revision):
-        if found := self._seen(http, repo):
+    def tree(self, http, _, repo, revision, folder=None):
+        if folder is not None:
+            http.answer(404, {"error": "no such folder"}, X_Error_Code="EntryNotFound")
+        elif found := self._seen(http, repo):
             listed = [
                 {"type": "file", "path": path, "size": len(data), "oid": _oid(path, data)}
                 for path, data in sorted(found.files.items())
@@ -242,7 +244,7 @@ ROUTES = [
     (r"GET /api/agent-harnesses", "nothing"),  # which the client can do without
     (r"POST /api/repos/create", "create"),
     (r"POST /api/validate-yaml", "validate"),
-    (rf"GET /api/models/{REPO}/tree/(?P<revision>\w+)", "tree"),
+    (rf"GET /api/models/{REPO}/tree/(?P<revision>\w+)(/(?P<folder>.+))?", "tree"),
     (rf"GET /api/models/{REPO}(/revision/(?P<revision>\w+))?", "info"),
     (rf"POST /api/models/{REPO}/preupload/(?P<revision>\w+)", "preupload"),
     (rf"POST /{REPO}.git/info/lfs/objects/batch", "batch"),
