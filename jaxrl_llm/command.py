@@ -60,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print_completion(shell: str) -> int:
-    import argcomplete  # which only shells need
+    from argcomplete.shell_integration import shellcode  # which only shells need
 
-    sys.stdout.write(argcomplete.shellcode(["jaxrl-llm"], shell=shell))
+    sys.stdout.write(shellcode(["jaxrl-llm"], shell=shell))
     return 0
 
 

@@ -94,18 +94,18 @@ def _export_and_push(options: dict, repo_id: str, *, private: bool) -> None:
     from jaxrl_llm.runs.push import check_push, push_model
 
     check_push(repo_id)
-    folder = None if options["out"] else Path(tempfile.mkdtemp(prefix="jaxrl_llm-"))
-    out = options["out"] or folder / repo_id.partition("/")[2]
+    own = None if options["out"] else tempfile.mkdtemp(prefix="jaxrl_llm-")
+    out = Path(options["out"] if own is None else f"{own}/{repo_id.partition('/')[2]}")
     try:
         _export(options | {"out": str(out)})
     except BaseException:
-        if folder is not None:
-            shutil.rmtree(folder)
+        if own is not None:
+            shutil.rmtree(own)
         raise
     sys.stdout.flush()
     address = push_model(out, repo_id, private=private)
-    if folder is not None:
-        shutil.rmtree(folder)
+    if own is not None:
+        shutil.rmtree(own)
     sys.stdout.write(f"pushed it to {address}\n")
 
 

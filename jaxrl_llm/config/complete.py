@@ -38,7 +38,7 @@ def complete_words(parser: argparse.ArgumentParser, cls: type[Section] | None = 
 
 def _finder(cls: type[Section] | None) -> Any:
     """Return what completes; keys also after an option that follows keys."""
-    from argcomplete import CompletionFinder  # which only shells need
+    from argcomplete.finders import CompletionFinder  # which only shells need
 
     class KeyFinder(CompletionFinder):
         """Takes options and keys in any order, as the programs do."""
