@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ class MetricsTable(list[dict[str, Any]]):
     >>> table.curve("a"), table.names
     (([0, 1], [1.0, 2.0]), ['a', 'b'])
     """
+
+    @classmethod
+    def read(cls, path: Path) -> "MetricsTable":
+        """Return the whole lines of a `metrics.jsonl`; none where there is no such file yet."""
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return cls(json.loads(line) for line in lines if line.endswith(b"\n"))
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,6 @@ from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.models.hf.hub import HUB_ID, repository
 from jaxrl_llm.monitoring.curve_image import draw_curves
 from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
-from jaxrl_llm.runs.files import read_run
 
 CARD, CURVE, CONFIG = "README.md", "learning_curve.svg", "training.yaml"
 """The files that `make_card` adds to a model's directory."""
@@ -74,19 +73,22 @@ def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
     """
     from huggingface_hub import ModelCard  # which only those who export need
 
-    run = read_run(run_dir)
-    config = read_yaml(run.folder / "config.yaml")
-    until = MetricsTable(line for line in run.metrics if line["step"] <= exported.step)
-    curves, public = _curves(until), public_config(config)
+    folder = Path(run_dir)
+    config = read_yaml(folder / "config.yaml")
+    metrics = MetricsTable.read(folder / "metrics.jsonl")
+    until = MetricsTable(line for line in metrics if line["step"] <= exported.step)
+    curves, files = _curves(until), _files(config)
+    public = public_config(config)
     parts = [
         f"# {exported.name}",
         _summary(config, exported),
         *_use(config, exported),
         *_results(until, with_image=bool(curves)),
-        *_training(run.folder, config, public),
+        *_training(folder, config, public),
+        *_data(files),
     ]
-    body = "\n\n".join(parts)
-    card = ModelCard(f"---\n{_front_matter(config, exported)}\n---\n\n{body}\n")
+    body = _without_home("\n\n".join(parts))
+    card = ModelCard(f"---\n{_front_matter(config, exported, files)}\n---\n\n{body}\n")
     image = {CURVE: draw_curves(curves)} if curves else {}
     return {CARD: str(card), CONFIG: public, **image}
 
@@ -110,9 +112,13 @@ def public_config(config: Mapping[str, Any]) -> str:
             return [hide(item, is_hidden) for item in value]
         return HIDDEN if is_hidden and value is not None else value
 
+    return _without_home(to_yaml(hide(config)))
+
+
+def _without_home(text: str) -> str:
+    """Return the text with the home directory of this user as `~`."""
     home = str(Path.home())
-    text = to_yaml(hide(config))
-    return text if home == "/" else re.sub(rf"{re.escape(home)}(?=[/\s'\"])", "~", text)
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
 
 
 def _is_secret(key: Any, value: Any) -> bool:
@@ -123,14 +129,14 @@ def _is_rl(config: Mapping[str, Any]) -> bool:
     return "rollout" in config
 
 
-def _front_matter(config: Mapping[str, Any], exported: Exported) -> str:
+def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence["_File"]) -> str:
     """Return what the hub reads of a card, as YAML."""
     from huggingface_hub import ModelCardData
 
-    base = repository(exported.source)
+    base = None if config["model"].get("random_init") else repository(exported.source)
     method = _function(config["algorithm"]["advantage"]) if _is_rl(config) else "sft"
     tags = ["jaxrl_llm", *(["reinforcement-learning"] if _is_rl(config) else []), method]
-    sources = [name for file in _files(config) for name in file.sources]
+    sources = [name for file in files for name in file.sources]
     data = ModelCardData(
         base_model=base[0] if base else None,
         datasets=[*dict.fromkeys(s for s in sources if HUB_ID.fullmatch(s))] or None,
@@ -216,10 +222,6 @@ def _training(folder: Path, config: Mapping[str, Any], public: str) -> Iterator[
         kept = json.loads(functions.read_text())
         rows = [[f"`{key}`", f"`{f['name']}`", f"`{f['sha256']}`"] for key, f in kept.items()]
         yield _table(["key", "function", "SHA-256"], rows)
-    files = _files(config)
-    if files:
-        yield "## Data"
-        yield _table(["file", "rows", "sources"], [file.cells() for file in files])
     if versions:
         yield "## Versions"
         yield _table(["", ""], _version_rows(versions))
@@ -248,14 +250,24 @@ class _File(NamedTuple):
     def cells(self) -> list[str]:
         """Return its line in the table."""
         named = ", ".join(f"{name} ({rows})" for name, rows in self.sources.items())
-        path = self.path.replace(str(Path.home()), "~") if Path.home() != Path("/") else self.path
-        return [f"`{path}`", "not there any more" if self.rows is None else str(self.rows), named]
+        return [
+            f"`{self.path}`",
+            "not there any more" if self.rows is None else str(self.rows),
+            named,
+        ]
 
 
 def _files(config: Mapping[str, Any]) -> list[_File]:
     """Return the data files of a run's config."""
     data = config.get("data", {})
     return [_count(path) for key in ("train", "validation") for path in data.get(key) or ()]
+
+
+def _data(files: Sequence[_File]) -> Iterator[str]:
+    """Yield the section of the data files, if there are any."""
+    if files:
+        yield "## Data"
+        yield _table(["file", "rows", "sources"], [file.cells() for file in files])
 
 
 def _count(path: str) -> _File:
