@@ -118,7 +118,7 @@ def public_config(config: Mapping[str, Any]) -> str:
 def _without_home(text: str) -> str:
     """Return the text with the home directory of this user as `~`."""
     home = str(Path.home())
-    return text if home == "/" else re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    return text if home == "/" else re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])", "~", text)
 
 
 def _is_secret(key: Any, value: Any) -> bool:
