@@ -156,7 +156,7 @@ def test_values_are_choices_flags_and_functions():
         "model.dtype=bfloat16",
         "model.dtype=float32",
     ]
-    assert [*override_words(SftConfig, "log.tensorboard=t")] == ["log.tensorboard=true"]
+    assert [*override_words(SftConfig, "compilation_cache=t")] == ["compilation_cache=true"]
     assert "reward.function=math" in override_words(EvaluateConfig, "reward.function=")
     assert override_words(TrainConfig, "no.such.key=") == {}
     words = override_words(TrainConfig, "")

@@ -22,7 +22,7 @@ LINKED = ("algorithms", "configs", "models", "sharding")
 
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 SMALL = ("data.prepare.train_rows=256", "data.prepare.validation_rows=32")
-SMALL += ("data.prepare.sft_rows=256", "log.tensorboard=false")
+SMALL += ("data.prepare.sft_rows=256", "log.trackers=[]")
 
 pytestmark = [
     pytest.mark.slow,

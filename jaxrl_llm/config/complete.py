@@ -73,8 +73,8 @@ def override_words(cls: type[Section], prefix: str) -> dict[str, str]:
     >>> from jaxrl_llm.config.sft import SftConfig
     >>> override_words(SftConfig, "see")
     {'seed=': 'seed of the data order and of random weights'}
-    >>> override_words(SftConfig, "log.tensorboard=")
-    {'log.tensorboard=false': '', 'log.tensorboard=true': ''}
+    >>> override_words(SftConfig, "compilation_cache=")
+    {'compilation_cache=false': '', 'compilation_cache=true': ''}
     """
     key, equals, _ = prefix.partition("=")
     if not equals:
