@@ -157,7 +157,7 @@ def _changes(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the keys, with dots, and values in which a tree differs from another one."""
     for key, value in wanted.items():
-        if key not in known or value == known[key]:
+        if key not in known or value == known[key] or key == "workers":  # which decide no result
             continue
         if isinstance(known[key], Mapping) and known[key] and "fn" not in known[key]:  # a section
             yield from _changes(value, known[key], f"{prefix}{key}.")
