@@ -6,22 +6,37 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 """What pymdownx.arithmatex makes of `$…$` and `$$…$$`."""
 
 
-class NarrowLists(Extension):
-    """Nests what two spaces indent, as forges do; Python-Markdown's own width is four."""
+EXAMPLE = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.DOTALL | re.MULTILINE)
+"""The examples of a docstring, which else would be quotations."""
+
+
+class AsElsewhere(Extension):
+    """Reads Markdown as forges do, and docstrings as `help` shows them."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (Python-Markdown's name)
-        """Set the width."""
+        """Nest what two spaces indent, where Python-Markdown wants four; fence examples."""
         md.tab_length = 2
+        md.preprocessors.register(Examples(md), "examples", priority=100)
+
+
+class Examples(Preprocessor):
+    """Fences the examples of a docstring."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        """Return the lines with a fence around each block of `>>> `."""
+        text = "\n".join(lines)
+        return EXAMPLE.sub(lambda match: f"```pycon\n{match[0]}\n```", text).split("\n")
 
 
 def on_config(config: Any) -> None:
     """Add the extension to those of mkdocs.yml."""
-    config.markdown_extensions.append(NarrowLists())
+    config.markdown_extensions.append(AsElsewhere())
 
 
 def on_page_content(content: str, **_: Any) -> str:
