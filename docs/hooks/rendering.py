@@ -6,6 +6,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from markdown import Extension, Markdown
+from markdown.blockprocessors import build_block_parser
 from markdown.preprocessors import Preprocessor
 
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -19,9 +20,10 @@ EXAMPLE = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.DOTALL | re.MULTILINE)
 class AsElsewhere(Extension):
     """Reads Markdown as forges do, and docstrings as `help` shows them."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (Python-Markdown's name)
+    def extendMarkdown(self, md: Markdown) -> None:
         """Nest what two spaces indent, where Python-Markdown wants four; fence examples."""
         md.tab_length = 2
+        md.parser = build_block_parser(md)  # which has read the width already
         md.preprocessors.register(Examples(md), "examples", priority=100)
 
 
@@ -35,8 +37,8 @@ class Examples(Preprocessor):
 
 
 def on_config(config: Any) -> None:
-    """Add the extension to those of mkdocs.yml."""
-    config.markdown_extensions.append(AsElsewhere())
+    """Put the extension before all others, which add to the parser that it makes."""
+    config.markdown_extensions.insert(0, AsElsewhere())
 
 
 def on_page_content(content: str, **_: Any) -> str:

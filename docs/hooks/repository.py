@@ -20,6 +20,10 @@ ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+BY_FILE = re.compile(r"\[([\w/]+\.md)\](?=\(([^)\s#]+))")
+"""A link whose text is the file's name, as in `[models.md](models.md)`."""
+
+TITLE = re.compile(r"^# (.+)", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -43,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links of a page on disk into those of the site."""
+    """Turn the links of a page on disk into those of the site, with titles for names of files."""
     source = source_of(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
@@ -51,8 +55,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = resolve(source, link[0])
         return posixpath.relpath(page_of(target), here or ".")
 
+    def titled(link: re.Match[str]) -> str:
+        title = TITLE.search((ROOT / resolve(source, link[2])).read_text(encoding="utf-8"))
+        return f"[{title[1]}]" if title else link[0]
+
     parts = FENCE.split(markdown)
-    return "".join(p if n % 2 else LINK.sub(moved, p) for n, p in enumerate(parts))
+    return "".join(
+        part if n % 2 else LINK.sub(moved, BY_FILE.sub(titled, part))
+        for n, part in enumerate(parts)
+    )
 
 
 def as_page(path: str) -> str:
