@@ -49,8 +49,8 @@ def package_page(package: str) -> Iterator[str]:
 def keys_page(program: str, cls: type[Section]) -> Iterator[str]:
     """Yield the lines of the page of a program's keys: a table for each section of the config."""
     yield from (f"# Config keys of `jaxrl_llm.{program}`", "")
-    yield f"As `python -m jaxrl_llm.{program} --help` prints them. A key without a default is required."
-    yield "A group whose default is null is read only if the config has it."
+    yield f"`python -m jaxrl_llm.{program} --help` prints them, too. A key without a default is"
+    yield "required. A group whose default is null is read only if the config has it."
     groups: dict[str, list[tuple[str, str, str]]] = {}
     for row in describe(cls, optional=True):
         groups.setdefault(row[0].partition(".")[0] if "." in row[0] else "", []).append(row)
