@@ -1,15 +1,16 @@
 """The site is built without a warning, needs no other server, and has what its pages promise.
 
-It needs the extra `docs`. A link that leads nowhere, a heading that is not there and a page that the
-navigation does not have are warnings of the build, which fail it.
+It needs the extra `docs`. A link that leads nowhere, a heading that is not there and a page that is
+not in the navigation are warnings of the build, which fail it.
 """
 
+import doctest
 import importlib
 import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
 import pytest
 
@@ -32,6 +33,14 @@ def site(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.mark.parametrize("hook", ["reference", "rendering", "repository"])
+def test_examples_of_the_hooks(hook):
+    spec = spec_from_file_location(f"hooks_{hook}", ROOT / f"docs/hooks/{hook}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert doctest.testmod(module).failed == 0
 
 
 def read(site, page):
