@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.config.files import PACKAGED, find_config
 from tests.pages import ROOT, blocks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.guards("docs/tutorial/")]
@@ -21,12 +22,24 @@ NOT_HERE = (
 )
 """Commands that are not run; `test_commands.py` reads them as it does all others."""
 
-FEWER = {"steps=20": "steps=4", "steps=24": "steps=5", "steps=500": "steps=60", "rows=64": "rows=8"}
-FEWER_IN_FILES = {"steps: 20": "steps: 3", "every: 10": "every: 3"}
+LESS = {
+    "--config quickstart ": "--config small.yaml ",
+    "steps=20": "steps=3",
+    "steps=24": "steps=4",
+    "steps=500": "steps=60",
+    "rows=64": "rows=8",
+}
+LESS_IN_FILES = {"steps: 20": "steps: 3", "every: 10": "every: 3"}
+SMALL = {
+    "steps: 1000": "steps: 100",
+    "path: configs/quickstart": f"path: {PACKAGED}/quickstart",
+    "configs/quickstart_sft.yaml": "small_sft.yaml",
+}
+"""What makes a config of the package one whose base model takes seconds, and learns less."""
 
 
 def replaced(text, words):
-    """Return a text with each of the words replaced; all must be there."""
+    """Return a text with words replaced, where they are."""
     for old, new in words.items():
         text = text.replace(old, new)
     return text
@@ -34,7 +47,11 @@ def replaced(text, words):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("tutorial")
+    folder = tmp_path_factory.mktemp("tutorial")
+    for name, packaged in {"small": "quickstart", "small_sft": "quickstart_sft"}.items():
+        text = find_config(packaged).read_text(encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(replaced(text, SMALL))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +81,11 @@ def test_a_reader_can_follow(page, folder, run_command):
     ran = 0
     for block in blocks_of(page):
         if block.file:
-            (folder / block.file).write_text(replaced(block.text, FEWER_IN_FILES))
+            (folder / block.file).write_text(replaced(block.text, LESS_IN_FILES))
         elif block.language == "sh":
             for line in block.commands:
                 if not line.startswith(NOT_HERE):
-                    run_command(replaced(line, FEWER))
+                    run_command(replaced(line, LESS))
                     ran += 1
     assert ran, "a page without a command that can be run here"
 
