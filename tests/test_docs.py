@@ -166,6 +166,11 @@ def test_every_recipe_is_in_the_readmes_table():
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(RECIPES)
 
 
+def test_every_recipe_has_its_card_in_the_gallery():
+    cards = re.findall(r"^  `--config recipes/(\w+)`", read("docs/gallery.md"), re.MULTILINE)
+    assert sorted(cards) == sorted(RECIPES)
+
+
 # -------------------------------------------------------------------------- coming from elsewhere
 
 
