@@ -6,9 +6,9 @@ import math
 import re
 import shutil
 import tempfile
+import tomllib
 from importlib.metadata import version
 from importlib.util import find_spec
-import tomllib
 from pathlib import Path
 
 import jax
