@@ -13,6 +13,8 @@ import tomllib
 
 import pytest
 
+from jaxrl_llm import command
+from jaxrl_llm.command import PROGRAMS
 from jaxrl_llm.config.files import find_config, load
 from jaxrl_llm.config.train import TrainConfig
 from tests.pages import ROOT, all_pages, blocks_of
@@ -107,6 +109,8 @@ def check(command):
         check_python(words[python[0] + 1 :])
     elif words[0] == "pip":
         check_pip(words[1:])
+    elif words[0] == "jaxrl-llm":
+        check_program(words[1:])
     else:
         assert words[0] in KNOWN, f"not a command that the pages may use: {words[0]}"
 
@@ -140,6 +144,16 @@ def check_python(words):
         load(TrainConfig, options.config, options.overrides)
 
 
+def check_program(words):
+    """Check what follows `jaxrl-llm`."""
+    if words[0] in PROGRAMS:
+        module, _ = PROGRAMS[words[0]]
+        check_python(["-m", f"jaxrl_llm.{module}", *words[1:]])
+        return
+    with only_parsed(), pytest.raises(ParsedError):
+        command.main(words)
+
+
 def check_pip(words):
     """Check that a package is ours, with extras that it has, or one of others' by name."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
@@ -169,19 +183,23 @@ def test_commands_are_taken(page, folder, capsys):
     for block in blocks_of(page):
         if block.language in ("sh", "bash"):
             for line in block.commands:
-                for command in simple_commands(line):
-                    check(command)
+                for words in simple_commands(line):
+                    check(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_are_taken(page, folder, capsys):
     write_files(page, folder)
-    for line in re.findall(r"`(python -m [^`]*)`", page.read_text(encoding="utf-8")):
-        ((_, _, module, *arguments),) = simple_commands(line)
-        if not set(arguments) - {"--help", "--json-schema"}:  # named, not called
-            assert importlib.util.find_spec(module) is not None, f"no module {module}"
+    called = r"`((?:python -m|jaxrl-llm) [^`]*)`"
+    for line in re.findall(called, page.read_text(encoding="utf-8")):
+        (words,) = simple_commands(line)
+        arguments = [word for word in words if word not in ("--help", "--json-schema", "--version")]
+        if arguments[:2] == ["python", "-m"] and len(arguments) == 3:  # named, not called
+            assert importlib.util.find_spec(arguments[2]) is not None, line
+        elif arguments[0] == "jaxrl-llm" and len(arguments) < 3:
+            assert not arguments[1:] or arguments[1] in {*PROGRAMS, "PROGRAM"}, line
         else:
-            check_python(["-m", module, *arguments])
+            check(arguments)
 
 
 def test_wrong_commands_are_found(folder, capsys):
@@ -194,9 +212,11 @@ def test_wrong_commands_are_found(folder, capsys):
         "python -m benchmarks.code.api --fast",
         "pip install -e '.[cuda99]'",
         "pip install jaxrl-llm-tools",
-        "jaxrl-llm train",
+        "jaxrl-llm trian --config quickstart",
+        "jaxrl-llm train --config quickstart stepz=3",
+        "trl sft",
     )
     for line in wrong:
-        (command,) = simple_commands(line)
+        (words,) = simple_commands(line)
         with pytest.raises((AssertionError, SystemExit)):
-            check(command)
+            check(words)
