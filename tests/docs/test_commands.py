@@ -21,20 +21,21 @@ from tests.pages import ROOT, all_pages, blocks_of
 
 KNOWN = {
     *(
-        "git",
-        "mkdir",
         "cd",
-        "export",
-        "ray",
-        "scontrol",
-        "tail",
-        "until",
         "do",
         "done",
+        "eval",
+        "export",
+        "git",
+        "mkdir",
+        "source",
+        "tail",
+        "until",
         "[",
         "break",
     ),
-    *("pytest", "ruff", "pyright", "pre-commit", "tensorboard", "mkdocs", "hf", "ssh", "."),
+    *("hf", "mkdocs", "pre-commit", "pyright", "pytest", "ray", "ruff", "scontrol", "tensorboard"),
+    *("ssh", "."),
 }
 """Commands of others, which only have to be there."""
 
@@ -89,16 +90,16 @@ def simple_commands(line):
     line = re.sub(r"\$\([^)]*\)", "", line)  # what another command prints
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split = True
-    command = []
+    words = []
     for word in [*itertools.takewhile(lambda word: word != ">", lexer), ";"]:
         if not set(word) <= set(";&|"):
-            command.append(word)
+            words.append(word)
             continue
-        while command and re.match(r"\w+=", command[0]):
-            command.pop(0)
-        if command:
-            yield command
-        command = []
+        while words and re.match(r"\w+=", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+        words = []
 
 
 def check(command):
@@ -190,7 +191,7 @@ def test_commands_are_taken(page, folder, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_are_taken(page, folder, capsys):
     write_files(page, folder)
-    called = r"`((?:python -m|jaxrl-llm) [^`]*)`"
+    called = r"`((?:python -m (?:jaxrl_llm|benchmarks)\.|jaxrl-llm )[^`]*)`"
     for line in re.findall(called, page.read_text(encoding="utf-8")):
         (words,) = simple_commands(line)
         arguments = [word for word in words if word not in ("--help", "--json-schema", "--version")]
