@@ -20,22 +20,9 @@ from jaxrl_llm.config.train import TrainConfig
 from tests.pages import ROOT, all_pages, blocks_of
 
 KNOWN = {
-    *(
-        "cd",
-        "do",
-        "done",
-        "eval",
-        "export",
-        "git",
-        "mkdir",
-        "source",
-        "tail",
-        "until",
-        "[",
-        "break",
-    ),
+    *("cd", "do", "done", "eval", "export", "git", "mkdir", "source", "ssh", "tail", "until"),
     *("hf", "mkdocs", "pre-commit", "pyright", "pytest", "ray", "ruff", "scontrol", "tensorboard"),
-    *("ssh", "."),
+    *("[", "break", "."),
 }
 """Commands of others, which only have to be there."""
 
