@@ -1,0 +1,1 @@
+"""What a run's files tell a reader: what looks wrong."""
