@@ -118,13 +118,13 @@ class RunHistory:
     def series(self, name: str) -> Series:
         """Return a metric of the training steps, without values that are not finite."""
         pairs = [(row["step"], row[name]) for row in self.trained if row.get(name) is not None]
-        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+        return Series(tuple(step for step, _ in pairs), tuple(float(value) for _, value in pairs))
 
     def together(self, *names: str) -> tuple[Series, ...]:
         """Return several metrics, at the steps that have all of them."""
         rows = [row for row in self.trained if all(row.get(name) is not None for name in names)]
         steps = tuple(row["step"] for row in rows)
-        return tuple(Series(steps, tuple(row[name] for row in rows)) for name in names)
+        return tuple(Series(steps, tuple(float(row[name]) for row in rows)) for name in names)
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +138,7 @@ class RunHistory:
         found = {}
         for name in names:
             rows = [row for row in self.rows if row.get(name) is not None]
-            values = tuple(row[name] for row in rows)
+            values = tuple(float(row[name]) for row in rows)
             found[name] = Series(tuple(row["step"] for row in rows), values)
         return found
 

@@ -36,7 +36,8 @@ def most_groups_equal(run: RunHistory) -> Iterator[Sign]:
     """Find at least 80 % of groups without spread, but not all, as the mean of ten steps.
 
     The mean score must be nearer to the lowest score of an answer than to the highest: where nearly
-    all answers are right, most groups have no spread either.
+    all answers are right, most groups have no spread either. Nor do they where the entropy has
+    collapsed, which is said instead.
     """
     equal, score, lowest = (
         s.newest(NEWEST)
@@ -45,7 +46,9 @@ def most_groups_equal(run: RunHistory) -> Iterator[Sign]:
         )
     )
     is_low = score.mean - min(lowest.values, default=0.0) < 0.5 * run.score_span
-    if len(equal.steps) >= 5 and 0.8 <= equal.mean < 1 and is_low:
+    if len(equal.steps) < 5 or any(True for _ in entropy_collapsed(run)):
+        return
+    if 0.8 <= equal.mean < 1 and is_low:
         yield Sign(
             f"In the newest {len(equal.steps)} steps {equal.mean:.0%} of the prompts had only "
             f"answers of one score; the mean score is {score.mean:.4g}.",
@@ -205,7 +208,7 @@ def answers_grew(run: RunHistory) -> Iterator[Sign]:
 
 
 def far_from_reference(run: RunHistory) -> Iterator[Sign]:
-    """Find a KL to the reference above a nat per token, and twice that at first, in a run no better.
+    """Find a KL to the reference above a nat a token, and twice that at first, in a run no better.
 
     It is the mean of the newest five steps. Better is a higher validation, or without one a higher
     score.

@@ -1,9 +1,11 @@
 """Whether what surrounds the updates works: engine, scoring, episodes, tools, logs and the run."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxrl_llm.config.sections.rollout import CACHE_TOLERANCE, FP8_TOLERANCE, TOLERANCE
-from jaxrl_llm.reporting.history import RunHistory, Series, Sign
+from jaxrl_llm.reporting.history import WINDOW, RunHistory, Series, Sign
 
 NEWEST_STEPS = 10
 """Steps over which shares are counted."""
@@ -63,7 +65,7 @@ def _sampled(run: RunHistory, of: Series) -> float:
     batches = run.series("batch/generation_batches")  # with a group filter
     by_step = dict(zip(batches.steps, batches.values, strict=True))
     per_batch = run.key("batch.prompts_per_step", 64) * run.key("rollout.samples_per_prompt", 8)
-    return per_batch * sum(by_step.get(step, 1.0) for step in of.steps)
+    return per_batch * math.fsum(by_step.get(step, 1.0) for step in of.steps)
 
 
 def episodes_broken(run: RunHistory) -> Iterator[Sign]:
@@ -101,8 +103,8 @@ def tools_fail(run: RunHistory) -> Iterator[Sign]:
             yield Sign(f"Of {total:.0f} calls of {tool}: {said}.", calls.steps)
 
 
-def _rows(run: RunHistory, of: Series) -> list[dict[str, float]]:
-    return [dict(row) for row in run.trained if row["step"] in of.steps]
+def _rows(run: RunHistory, of: Series) -> list[Mapping[str, Any]]:
+    return [row for row in run.trained if row["step"] in of.steps]
 
 
 def template_drifts(run: RunHistory) -> Iterator[Sign]:
@@ -122,13 +124,13 @@ def template_drifts(run: RunHistory) -> Iterator[Sign]:
 def engine_drifts(run: RunHistory) -> Iterator[Sign]:
     """Find log-probs of engine and trainer that differ ever more, or by half of what is allowed.
 
-    That is: the difference of the newest five steps is five times that of the first five and above
-    0.005 nats, or above half of `rollout.logprob_tolerance`, at which the run stops.
+    That is: the mean difference of the newest five steps is five times that of the first step and
+    above 0.005 nats, or above half of `rollout.logprob_tolerance`, at which the run stops.
     """
     difference = run.series("training/rollout_logprobs_diff_mean")
     if not difference.steps:
         return
-    before, now = difference.ends or (difference.values[0], difference.newest(1).mean)
+    before, now = difference.values[0], difference.newest(WINDOW).mean
     limit = _tolerance(run) / 2
     if now > limit or now > max(5 * before, 0.005):
         above = min(limit, max(5 * before, 0.005))
