@@ -1,70 +1,116 @@
-"""Runs with a fault that was planted: what looks wrong in them is found in the files they left."""
+"""Runs with a fault that was planted: what is wrong is found in the files that they left.
+
+Each is a real run of the tiny model. Faults that take longer are in tests/reporting/test_health.py.
+"""
 
 import pytest
 
 from jaxrl_llm.reporting.health import check_run
 from jaxrl_llm.runs.files import read_run
+from jaxrl_llm.sft import main as sft_main
 
 FAST = "optim.schedule.value=0.02"
+FLIPPED = "{{fn: '{mine}:loss', weight: -1.0}}"
 
 
-def found(result):
+def found(run_dir):
     """What looks wrong in a run, by name."""
-    return {finding.name: finding for finding in check_run(read_run(result.run_dir))}
+    return {finding.name: finding for finding in check_run(read_run(run_dir))}
 
 
-def test_x(run, workshop):
-    import time
-
-    mine = workshop.mine
-    cases = {
-        "healthy": ["steps=12"],
-        "constant": [f"reward.function={mine('same_for_all')}", "steps=4"],
-        "errors": [f"reward.function={mine('raises_on_odd')}", "reward.max_error_share=1"],
-        "cut": ["rollout.max_new_tokens=1"],
-        "skipped": [f"algorithm.loss={mine('loss_nan_for_group_0')}"],
-        "nan": [f"algorithm.loss={mine('loss_nan')}", "steps=9"],
-        "flipped": [f"algorithm.loss={{fn: '{mine('loss')}', weight: -1.0}}", "steps=12", FAST],
-        "zero loss": [f"algorithm.loss={{fn: '{mine('loss')}', weight: 0.0}}", "steps=4"],
-        "collapse": ["algorithm.entropy_coef=-1.0", "steps=12", FAST],
-        "explode": ["algorithm.entropy_coef=10.0", "steps=12", FAST],
-        "lr0": ["optim.schedule.value=0.0", "steps=4"],
-        "hugelr": ["optim.schedule.value=0.3", "steps=12", "validation.every=3"],
-        "long": [
-            f"algorithm.loss={{fn: '{mine('loss')}', weight: -1.0}}",
-            f"reward.function={mine('few_tokens')}",
+PLANTED = {
+    "a reward function that scores all answers alike": (
+        ["reward.function={mine}:same_for_all", "steps=3"],
+        {"no_signal"},
+    ),
+    "a reward function that raises for half of the prompts": (
+        ["reward.function={mine}:raises_on_odd", "reward.max_error_share=1"],
+        {"reward_errors"},
+    ),
+    "no room for an answer": (["rollout.max_new_tokens=1"], {"answers_cut"}),
+    "a loss that is NaN for one group": (
+        ["algorithm.loss={mine}:loss_nan_for_group_0"],
+        {"updates_skipped"},
+    ),
+    "a loss of the wrong sign": (
+        [f"algorithm.loss={FLIPPED}", "algorithm.kl_loss=k3", "steps=10", FAST],
+        {"score_fell", "validation_fell", "far_from_reference"},
+    ),
+    "a loss of the wrong sign, with room for long answers": (
+        [
+            *(f"algorithm.loss={FLIPPED}", "reward.function={mine}:few_tokens", "steps=8", FAST),
             "rollout.max_new_tokens=16",
-            "steps=12",
-            FAST,
         ],
-        "critic": [
+        {"answers_grew", "answers_cut"},
+    ),
+    "a loss that does not depend on the policy": (
+        ["algorithm.loss={{fn: '{mine}:loss', weight: 0.0}}", "steps=3"],
+        {"gradient_zero"},
+    ),
+    "a penalty on entropy": (
+        ["algorithm.entropy_coef=-1.0", "steps=10", FAST],
+        {"entropy_collapsed"},
+    ),
+    "a bonus for entropy that outweighs the score": (
+        ["algorithm.entropy_coef=10.0", "steps=10", FAST],
+        {"entropy_exploded", "score_fell"},
+    ),
+    "a learning rate of zero": (
+        ["optim.schedule.value=0.0", "steps=3"],
+        {"learning_rate_zero"},
+    ),
+    "a learning rate that is far too high": (
+        ["optim.schedule.value=0.3", "steps=3"],
+        {"policy_jumps"},
+    ),
+    "a critic that is not trained": (
+        [
             "algorithm.advantage=gae",
-            "critic.optim.schedule={fn: constant_schedule, value: 0.0}",
+            "critic.optim.schedule={{fn: constant_schedule, value: 0.0}}",
             "steps=20",
         ],
-        "kl": [
-            "algorithm.kl_loss=k3",
-            "algorithm.kl_coef=0.0",
-            f"algorithm.loss={{fn: '{mine('loss')}', weight: -1.0}}",
-            "steps=12",
-            FAST,
-        ],
-    }
-    for name, words in cases.items():
-        t = time.time()
-        result = run(*words)
-        print("#####", name, result.status, round(time.time() - t, 1), found(result).values())
-        for n in (
-            "critic/score/mean",
-            "actor/entropy",
-            "actor/kl",
-            "actor/ppo_kl",
-            "actor/pg_clipfrac",
-            "actor/grad_norm",
-            "response_length/mean",
-            "critic/groups_without_spread",
-            "critic/vf_explained_var",
-        ):
-            v = [r.get(n) for r in result.metrics if n in r]
-            if v:
-                print("   ", n, ["%.3g" % x if x is not None else None for x in v])
+        {"critic_explains_nothing", "learning_rate_zero"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/reporting/")
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(run, workshop, fault):
+    words, expected = PLANTED[fault]
+    mine = f"{workshop.root}/mine.py"
+    result = run(*(word.format(mine=mine) for word in words)).ok()
+    findings = found(result.run_dir)
+    assert expected <= findings.keys(), findings
+
+
+def test_a_run_that_crashed(run, workshop):
+    result = run(f"algorithm.loss={workshop.mine('loss_nan')}", "steps=9")
+    assert result.status == 1
+    findings = found(result.run_dir)
+    assert findings.keys() == {"stopped_early", "updates_skipped", "not_finite"}
+    assert findings["stopped_early"].steps == (1,)
+    assert "optim.max_skipped=3" in findings["updates_skipped"].detail
+
+
+def test_a_run_that_was_killed_while_it_wrote(finished, copy_of):
+    """Its folder as a kill leaves it: the last line is torn, and later steps are missing."""
+    assert found(finished.run_dir) == {}
+    folder = copy_of(finished)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
+    assert found(folder).keys() == {"stopped_early"}
+
+
+def test_runs_that_are_well(run, workshop):
+    result = run("steps=8", "validation.every=4").ok()
+    assert found(result.run_dir) == {}
+    assert found(workshop.root / "base.sft") == {}
+
+
+def test_supervised_training_with_a_learning_rate_that_is_too_high(workshop):
+    folder = workshop.folder()
+    words = ("optim.schedule.value=3.0", f"export_to={folder}.base")
+    workshop(*words, main=sft_main, config="sft.yaml", run_dir=folder).ok()
+    assert found(folder).keys() == {"loss_does_not_fall"}

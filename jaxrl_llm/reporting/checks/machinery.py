@@ -185,15 +185,17 @@ def answers_too_old(run: RunHistory) -> Iterator[Sign]:
 
 
 def compiles_late(run: RunHistory) -> Iterator[Sign]:
-    """Find steps after the tenth that waited for the compiler for a tenth of their time."""
+    """Find three steps after the tenth that waited for the compiler, and lost a tenth of the time.
+
+    That is the time of all steps after the tenth. One such step is usual where the actor is first
+    updated after `critic.warmup_steps`.
+    """
     waited, seconds = run.together("perf/compile_wait_s", "timing_s/step")
     later = [at for at, step in enumerate(waited.steps) if step > 10]
     lost, total = (sum(s.values[at] for at in later) for s in (waited, seconds))
-    if lost > max(total / 10, 1.0):
-        yield Sign(
-            f"They waited for {lost:.3g} of {total:.3g} seconds.",
-            waited.where(s > 10 and w > 0 for s, w in zip(*waited, strict=True)),
-        )
+    steps = tuple(waited.steps[at] for at in later if waited.values[at] > 0)
+    if len(steps) >= 3 and lost > total / 10:
+        yield Sign(f"They waited for {lost:.3g} of {total:.3g} seconds.", steps)
 
 
 def records_dropped(run: RunHistory) -> Iterator[Sign]:

@@ -111,16 +111,17 @@ def much_clipping(run: RunHistory) -> Iterator[Sign]:
 
 
 def critic_explains_nothing(run: RunHistory) -> Iterator[Sign]:
-    """Find a critic that predicts returns no better than their mean, after at least twenty steps.
+    """Find a critic that predicts returns no better than their mean, late in the run.
 
-    The median of `critic/vf_explained_var` over the newest ten steps is below 0.01, while the mean
-    score is not within a tenth of the highest: where nearly all answers are right, little is left
-    to explain.
+    The median of `critic/vf_explained_var` over the newest ten steps is below 0.01, after two
+    thirds of the steps and twenty at least (fifty, where `steps` is null). The mean score is not
+    within a tenth of the highest: where nearly all answers are right, little is left to explain.
     """
     explained, score = run.together("critic/vf_explained_var", "critic/score/mean")
-    newest = explained.newest(10)
+    newest, done = explained.newest(10), max(explained.steps, default=0)
+    is_late = done >= max(20, run.key("steps", 75) * 2 / 3)
     is_right = score.newest(10).mean >= run.nearly_best_score
-    if len(explained.steps) >= 20 and median(newest.values) < 0.01 and not is_right:
+    if is_late and median(newest.values) < 0.01 and not is_right:
         yield Sign(
             f"Its explained variance is {median(newest.values):.4g}, as the median of the newest "
             "ten steps.",
