@@ -1,6 +1,7 @@
 """A run's metrics and config as the checks of its health read them, and what they find."""
 
 import fcntl
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -126,12 +127,12 @@ class RunHistory:
         steps = tuple(row["step"] for row in rows)
         return tuple(Series(steps, tuple(float(row[name]) for row in rows)) for name in names)
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """The names of all metrics, in the order in which they first came."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
 
-    @property
+    @functools.cached_property
     def validations(self) -> dict[str, Series]:
         """The mean@k of each data source by its metric's name, the value before training first."""
         names = [n for n in self.names if n.startswith("val-core/") and "/mean@" in n]
@@ -142,13 +143,13 @@ class RunHistory:
             found[name] = Series(tuple(row["step"] for row in rows), values)
         return found
 
-    @property
+    @functools.cached_property
     def score_span(self) -> float:
         """The highest score of an answer less the lowest, over all steps; 0 without scores."""
         lowest, highest = (self.series(f"critic/score/{end}").values for end in ("min", "max"))
         return max(highest) - min(lowest) if lowest and highest else 0.0
 
-    @property
+    @functools.cached_property
     def nearly_best_score(self) -> float:
         """What the mean score of a step must reach for its answers to count as nearly all right.
 
@@ -158,13 +159,13 @@ class RunHistory:
         highest = self.series("critic/score/max").values
         return max(highest) - 0.1 * self.score_span if self.score_span else math.inf
 
-    @property
+    @functools.cached_property
     def is_better_than_at_first(self) -> bool:
-        """Whether the newest validation, or without one the mean score, is above the first."""
+        """Whether the mean score has risen, and the validation of some source; as far as logged."""
+        score = self.series("critic/score/mean").ends
         pairs = [(s.values[0], s.values[-1]) for s in self.validations.values() if len(s.steps) > 1]
-        ends = self.series("critic/score/mean").ends
-        pairs = pairs or ([ends] if ends else [])
-        return any(newest > first for first, newest in pairs)
+        has_risen = [any(newest > first for first, newest in pairs)] if pairs else []
+        return all([*has_risen, score is None or score[1] > score[0]])
 
 
 def read_history(run: RunFiles) -> RunHistory:

@@ -79,25 +79,26 @@ def score_fell(run: RunHistory) -> Iterator[Sign]:
 
 
 def validation_fell(run: RunHistory) -> Iterator[Sign]:
-    """Find a validation that has fallen clearly below its best.
+    """Find two validations in a row clearly below the best, or one clearly below the first.
 
-    It has lost more than a quarter of what it had gained, and more than 0.1 of `acc`, or a tenth of
-    the span of scores where the quantity is `reward`.
+    Clearly: more than a quarter of what had been gained is lost, and more than 0.1 of `acc`, or a
+    tenth of the span of scores where the quantity is `reward`.
     """
-    for name, validation in run.validations.items():
-        best = max(validation.values, default=0.0)
-        lost = best - validation.values[-1] if validation.values else 0.0
+    for name, (steps, values) in run.validations.items():
         scale = 1.0 if "/acc/" in name else run.score_span
-        if lost > max((best - validation.values[0]) / 4, scale / 10) > 0:
-            since = validation.steps[validation.values.index(best)]
-            fell_too = any(True for _ in score_fell(run))
-            yield Sign(
-                f"{name} was {best:.4g} at step {since} and is {validation.values[-1]:.4g} now"
-                + (". " if fell_too else ", while the score in training did not fall. ")
-                + "The best checkpoint is kept.",
-                validation.where(step > since for step in validation.steps),
-                is_error=True,
-            )
+        best, first = max(values), values[0]
+        lost = max((best - first) / 4, scale / 10)
+        is_low = [best - value > lost > 0 for value in values[-2:]]
+        if not is_low[-1] or not (all(is_low) or first - values[-1] > scale / 10):
+            continue
+        since = steps[values.index(best)]
+        fell_too = any(True for _ in score_fell(run))
+        yield Sign(
+            f"{name} was {best:.4g} at step {since} and is {values[-1]:.4g} now"
+            + ("." if fell_too else ", while the score in training did not fall."),
+            tuple(step for step in steps if step > since),
+            is_error=True,
+        )
 
 
 def no_learning(run: RunHistory) -> Iterator[Sign]:
@@ -164,8 +165,8 @@ def entropy_collapsed(run: RunHistory) -> Iterator[Sign]:
 def entropy_exploded(run: RunHistory) -> Iterator[Sign]:
     """Find an entropy above three times that at first, and half a nat more, in a run no better.
 
-    It is the mean of the newest five steps. Better is a higher validation, or without one a higher
-    score.
+    It is the mean of the newest five steps. Better is a higher mean score than at first and, where
+    there is one, a higher validation.
     """
     entropy = run.series("actor/entropy")
     before, now = entropy.begin_and_now
@@ -180,8 +181,8 @@ def entropy_exploded(run: RunHistory) -> Iterator[Sign]:
 def answers_shrank(run: RunHistory) -> Iterator[Sign]:
     """Find answers of less than 30 % of their length at first, in a run no better.
 
-    It is the mean of the newest five steps. Better is a higher validation, or without one a higher
-    score.
+    It is the mean of the newest five steps. Better is a higher mean score than at first and, where
+    there is one, a higher validation.
     """
     length = run.series("response_length/mean")
     before, now = length.begin_and_now
@@ -195,8 +196,8 @@ def answers_shrank(run: RunHistory) -> Iterator[Sign]:
 def answers_grew(run: RunHistory) -> Iterator[Sign]:
     """Find answers of more than three times their length at first, in a run no better.
 
-    It is the mean of the newest five steps. Better is a higher validation, or without one a higher
-    score.
+    It is the mean of the newest five steps. Better is a higher mean score than at first and, where
+    there is one, a higher validation.
     """
     length = run.series("response_length/mean")
     before, now = length.begin_and_now
@@ -210,8 +211,8 @@ def answers_grew(run: RunHistory) -> Iterator[Sign]:
 def far_from_reference(run: RunHistory) -> Iterator[Sign]:
     """Find a KL to the reference above a nat a token, and twice that at first, in a run no better.
 
-    It is the mean of the newest five steps. Better is a higher validation, or without one a higher
-    score.
+    It is the mean of the newest five steps. Better is a higher mean score than at first and, where
+    there is one, a higher validation.
     """
     kl = run.series("actor/kl")
     before, now = kl.begin_and_now

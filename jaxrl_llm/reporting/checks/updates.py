@@ -1,5 +1,6 @@
 """Whether the updates of a run do what they should: gradients, clipping, learning rate, critic."""
 
+import bisect
 from collections.abc import Iterator
 from statistics import median
 
@@ -51,18 +52,17 @@ def gradient_spikes(run: RunHistory) -> Iterator[Sign]:
     """
     for name in ("actor/grad_norm", "train/grad_norm"):
         norm = run.series(name)
-        if len(norm.steps) <= 10:
-            continue
-        first = median(norm.values[:10])
-        limits = [10 * max(first, median(norm.values[:at])) for at in range(10, len(norm.steps))]
-        later = norm.newest(len(limits))
-        pairs = zip(later.values, limits, strict=True)
-        steps = later.where(0 < limit < value for value, limit in pairs)
-        if steps:
+        before = sorted(norm.values[:10])
+        first, is_spike = median(before or [0.0]), [False] * len(before)
+        for value in norm.values[10:]:
+            usual = max(first, before[len(before) // 2])
+            is_spike.append(value > 10 * usual > 0)
+            bisect.insort(before, value)
+        if any(is_spike):
             yield Sign(
-                f"The norm of the gradient was {max(later.values):.4g} at most; its median is "
-                f"{median(norm.values):.4g}.",
-                steps,
+                f"The norm of the gradient was {max(norm.values[10:]):.4g} at most; its median is "
+                f"{before[len(before) // 2]:.4g}.",
+                norm.where(is_spike),
             )
 
 
