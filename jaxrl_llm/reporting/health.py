@@ -105,10 +105,10 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def summarize(findings: Sequence[Finding]) -> str:
+def health_summary(findings: Sequence[Finding]) -> str:
     """Return one line about what was found.
 
-    >>> summarize([])
+    >>> health_summary([])
     'nothing looks wrong'
     """
     if not findings:
@@ -132,7 +132,7 @@ def health_text(findings: Sequence[Finding]) -> str:
         where = f" ({steps_text(finding.steps)})" if finding.steps else ""
         head = f"{finding.severity}: {finding.title}{where}"
         paragraphs.append(f"{head}\n  {finding.detail}\n  docs/{finding.page}")
-    return "\n\n".join(paragraphs) or summarize([])
+    return "\n\n".join(paragraphs) or health_summary([])
 
 
 def steps_text(steps: Sequence[int]) -> str:

@@ -303,7 +303,7 @@ def test_a_runs_folder(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, changed)) + "\n")
     findings = check_run(run)
     assert [f.severity for f in findings] == ["error", "warning"]
-    assert health.summarize(findings) == (
+    assert health.health_summary(findings) == (
         "1 error, 1 warning: Nothing to learn from; The gradient has spikes"
     )
     assert "warning: The gradient has spikes (step 42)\n" in health_text(findings)
