@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from benchmarks.tables import markdown_table
+from jaxrl_llm.reporting.health import anchor
 
 ROOT = Path(__file__).resolve().parents[1]
 UNCOMMITTED = "0" * 40
@@ -73,21 +74,13 @@ def _flat(paths: Sequence[Any]) -> Iterator[str]:
         yield from [path] if isinstance(path, str) else path
 
 
-def heading_anchor(heading: str) -> str:
-    """Return what a link to a heading ends with.
-
-    >>> heading_anchor("Qwen3-1.7B on one H200")
-    'qwen3-17b-on-one-h200'
-    """
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def measured_lines(text: str, anchor: str) -> list[int]:
+def measured_lines(text: str, heading: str) -> list[int]:
     """Return the numbers, from 1 on, of the lines of tables and listings below a heading.
 
     Args:
         text: of a Markdown page.
-        anchor: of the heading. What it stands for ends at the next heading of its level or above.
+        heading: what a link to it ends with. What is below it ends at the next heading of its level
+            or above.
 
     Raises:
         KeyError: there is no such heading.
@@ -96,7 +89,7 @@ def measured_lines(text: str, anchor: str) -> list[int]:
     for number, line in enumerate(text.splitlines(), 1):
         is_fence = line.startswith(FENCE)
         head = None if is_listing else re.match(r"(#+) (.+)", line)
-        if head and heading_anchor(head[2]) == anchor:
+        if head and anchor(head[2]) == heading:
             level = len(head[1])
         elif head and level and len(head[1]) <= level:
             return found
@@ -104,7 +97,7 @@ def measured_lines(text: str, anchor: str) -> list[int]:
             found.append(number)
         is_listing ^= is_fence
     if not level:
-        raise KeyError(f"no heading with the anchor {anchor!r}")
+        raise KeyError(f"no heading with the anchor {heading!r}")
     return found
 
 
@@ -128,13 +121,13 @@ def commit_of(root: Path, figure: str) -> str:
     Raises:
         SystemExit: there is no such file.
     """
-    path, _, anchor = figure.partition("#")
+    path, _, heading = figure.partition("#")
     if not (root / path).exists():
         raise SystemExit(f"figures.yaml names {path}: no such file")
-    if not anchor:
+    if not heading:
         changed = git(root, "status", "--porcelain", "--", path)
         return UNCOMMITTED if changed else git(root, "log", "-1", "--format=%H", "--", path).strip()
-    lines = measured_lines((root / path).read_text(encoding="utf-8"), anchor)
+    lines = measured_lines((root / path).read_text(encoding="utf-8"), heading)
     blamed = git(root, "blame", "--line-porcelain", "--", path)
     commits = re.findall(r"^([0-9a-f]{40}) \d+ (\d+)", blamed, re.MULTILINE)
     return newest(root, {commit for commit, line in commits if int(line) in lines})
