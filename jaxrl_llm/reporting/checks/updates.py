@@ -99,7 +99,7 @@ def policy_jumps(run: RunHistory) -> Iterator[Sign]:
 def much_clipping(run: RunHistory) -> Iterator[Sign]:
     """Find more than half of the tokens clipped, as the mean of the newest ten steps.
 
-    Clipped tokens have no gradient, so most of what was sampled is not learned from.
+    Under most losses they have no gradient, so most of what was sampled is not learned from.
     """
     clipped = run.series("actor/pg_clipfrac").newest(10)
     if len(clipped.steps) >= 5 and clipped.mean > 0.5:
