@@ -83,7 +83,11 @@ def found(rows, config=CONFIG, *, is_open=False):
 
 
 FAULTS = {
-    "no_signal": {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0},
+    "no_signal": {
+        "critic/advantages/min": 0.0,
+        "critic/advantages/max": 0.0,
+        "critic/groups_without_spread": 1.0,
+    },
     "most_groups_equal": {
         "critic/groups_without_spread": 0.9,
         "critic/score/mean": curve(0.03, 0.06),
@@ -214,6 +218,10 @@ RIGHT = {
         pytest.param(
             {"val-core/math/acc/mean@1": lambda s: {10: 0.7, 60: 0.5}.get(s, math.nan)},
             id="one low validation",
+        ),
+        pytest.param(
+            {f"critic/score/{end}": 0.0 for end in ("mean", "min", "max")},
+            id="rewards of turns alone",
         ),
         pytest.param({"async/age/mean": 0.99}, id="K = 1 with an engine of its own"),
     ],

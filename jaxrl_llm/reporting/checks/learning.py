@@ -11,17 +11,17 @@ NEWEST = 10
 def no_signal(run: RunHistory) -> Iterator[Sign]:
     """Find nothing to learn from in the newest three steps, or in all of a shorter run.
 
-    That is: all advantages are zero, or all answers of the step have the same score, while the mean
-    score is not within a tenth of the highest one that an answer ever had.
+    That is: all advantages are zero, or no group has spread and all answers of the step have the
+    same score. The mean score is not within a tenth of the highest one that an answer ever had.
     """
-    names = ("critic/score/mean", "critic/score/min", "critic/score/max")
-    score, lowest, highest, below, above = run.together(
-        *names, "critic/advantages/min", "critic/advantages/max"
+    score, lowest, highest, below, above, equal = run.together(
+        *("critic/score/mean", "critic/score/min", "critic/score/max"),
+        *("critic/advantages/min", "critic/advantages/max", "critic/groups_without_spread"),
     )
-    columns = zip(*(s.values for s in (score, lowest, highest, below, above)), strict=True)
+    columns = (score, lowest, highest, below, above, equal)
     flat = [
-        (low == high or down == up == 0) and mean < run.nearly_best_score
-        for mean, low, high, down, up in columns
+        ((low == high and alike == 1) or down == up == 0) and mean < run.nearly_best_score
+        for mean, low, high, down, up, alike in zip(*(c.values for c in columns), strict=True)
     ]
     if flat and all(flat[-3:]):
         yield Sign(
@@ -117,6 +117,8 @@ def no_learning(run: RunHistory) -> Iterator[Sign]:
         scale = 1.0 if "/acc/" in name else run.score_span
         if max(validation.values) - validation.values[0] > 0.02 * scale:
             return
+    if not run.score_span:  # rewards of turns may be all that is learned from
+        return
     is_flat = abs(newest.mean - before) <= 0.02 * run.score_span
     if is_flat and newest.mean < run.nearly_best_score:
         yield Sign(
