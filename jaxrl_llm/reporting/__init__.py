@@ -1,1 +1,1 @@
-"""What a run's files tell a reader: what looks wrong."""
+"""A run as a page of HTML: what it learned, what looks wrong, its answers, and its time."""
