@@ -267,6 +267,19 @@ def test_missing_metrics_and_nulls_stop_no_check(steps, left):
     assert found(bare, {"steps": steps - 1}) == set()
 
 
+@pytest.mark.parametrize(("score", "severity"), [(0.7, "warning"), (0.2, "error")])
+def test_answers_that_are_cut_may_be_whole(score, severity):
+    rows = simulated(
+        {
+            "response_length/clip_ratio": 0.9,
+            "critic/score/mean": curve(0.25, score),
+            "val-core/math/acc/mean@1": math.nan,
+        }
+    )
+    (finding,) = check_history(RunHistory(rows, CONFIG))
+    assert (finding.name, finding.severity) == ("answers_cut", severity)
+
+
 # ------------------------------------------------------------------------------- runs that are well
 
 

@@ -130,7 +130,8 @@ def no_learning(run: RunHistory) -> Iterator[Sign]:
 def answers_cut(run: RunHistory) -> Iterator[Sign]:
     """Find a quarter of the answers cut at the limit, as the mean of the newest ten steps.
 
-    From three quarters on it is an error.
+    From three quarters on it is an error, in a run no better: its mean score or its validation has
+    not risen. Some answers are whole without a stop token.
     """
     cut = run.series("response_length/clip_ratio").newest(NEWEST)
     if cut.mean >= 0.25:
@@ -138,7 +139,7 @@ def answers_cut(run: RunHistory) -> Iterator[Sign]:
             f"{cut.mean:.0%} of the answers of the newest {len(cut.steps)} steps had no stop "
             f"token within rollout.max_new_tokens={run.key('rollout.max_new_tokens', 512)}.",
             cut.steps,
-            is_error=cut.mean >= 0.75,
+            is_error=cut.mean >= 0.75 and not run.is_better_than_at_first,
         )
 
 
