@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 
 
 def simulate_devices(devices: int) -> None:
@@ -104,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compile for this GPU, which need not be there, instead of for the CPU; implies --gpu",
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
+    complete_words(parser, TrainConfig)
     options = parser.parse_intermixed_args(arguments)
     target = options.compile_for
     if target and options.gpu not in (None, target):
@@ -121,8 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = change(())
-        devices = open_devices(options.devices, target)
-        sys.stdout.write(plan_run(config, target or options.gpu or "H100", change, devices))
+        with ACTIVITIES.reported():
+            with activity("starting"):
+                devices = open_devices(options.devices, target)
+            plan = plan_run(config, target or options.gpu or "H100", change, devices)
+        sys.stdout.write(plan)
     except ConfigError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2

@@ -6,6 +6,9 @@ import math
 import re
 import shutil
 import tempfile
+import tomllib
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -25,15 +28,20 @@ from jaxrl_llm.algorithms import (
     shaping,
     values,
 )
+from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, fields_at
 from jaxrl_llm.config.files import load, read_config
-from jaxrl_llm.config.load import describe
+from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.load import describe, from_tree
+from jaxrl_llm.config.sections.log import LogConfig
+from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.monitoring.trackers import functions as trackers
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
@@ -45,7 +53,7 @@ from jaxrl_llm.training.run import run_training
 from jaxrl_llm.types import Batch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GSM8K = ROOT / "configs/gsm8k_qwen3_1.7b_grpo.yaml"
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs/recipes").glob("*.yaml"))}
 COMMANDS = """\
@@ -165,16 +173,21 @@ def test_every_recipe_is_in_the_readmes_table():
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(RECIPES)
 
 
-# --------------------------------------------------------------------------------- coming from verl
+def test_every_recipe_has_its_card_in_the_gallery():
+    cards = re.findall(r"^  `--config recipes/(\w+)`", read("docs/gallery.md"), re.MULTILINE)
+    assert sorted(cards) == sorted(RECIPES)
 
 
-def twins():
-    """List what stands in the column of our keys: (cell, [(key, value or None)])."""
+# -------------------------------------------------------------------------- coming from elsewhere
+
+
+def twins(name):
+    """List what stands in the column of our keys of a page: (cell, [(key, value or None)])."""
     cells = []
-    for row in rows("docs/coming_from_verl.md"):
+    for row in rows(f"docs/coming_from_{name}.md"):
         cell = row[1]
-        if cell.startswith(("not supported yet", "not needed")):
-            continue
+        if cell.startswith(("not supported yet", "not needed")) or re.match(r"`[a-z_]+/", cell):
+            continue  # the latter is a metric
         quoted = re.findall(r"`([a-z_.]+)(?:: (.*?))?`", cell)
         assert quoted, cell
         cells.append((cell, [(key, value or None) for key, value in quoted]))
@@ -184,7 +197,8 @@ def twins():
 def known_keys():
     """Return every key, and the keywords of the default loss, which the page uses as keys too."""
     keywords = inspect.signature(losses.ppo_clip).parameters.values()
-    return {name for name, _, _ in describe(TrainConfig, optional=True)} | {
+    configs = (TrainConfig, SftConfig)
+    return {name for cls in configs for name, _, _ in describe(cls, optional=True)} | {
         f"algorithm.loss.{p.name}" for p in keywords if p.kind is p.KEYWORD_ONLY
     }
 
@@ -227,13 +241,18 @@ def test_the_keys_of_an_evaluation_are_those_of_its_page():
     ]
 
 
-def test_the_table_of_keys_is_read():
-    assert len(twins()) > 120
-    known = {"seed", "batch.prompts_per_minibatch", "algorithm.loss.clip_high", "critic.path"}
-    assert known <= {key for _, pairs in twins() for key, _ in pairs}
+LIBRARIES = {"verl": 120, "trl": 60, "tunix": 55}
+"""Those that readers come from, and how many rows of our keys their page has at least."""
 
 
-@pytest.mark.parametrize(("cell", "pairs"), twins())
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_table_of_keys_is_read(library):
+    assert len(twins(library)) > LIBRARIES[library]
+    known = {"seed", "batch.prompts_per_minibatch", "algorithm.loss.clip_high"}
+    assert known <= {key for _, pairs in twins(library) for key, _ in pairs}
+
+
+@pytest.mark.parametrize(("cell", "pairs"), [pair for name in LIBRARIES for pair in twins(name)])
 def test_our_keys_exist_and_take_the_values_shown(cell, pairs):
     assert {key for key, _ in pairs} <= known_keys(), cell
     shown = [f"{key}={value}" for key, value in pairs if value is not None]
@@ -253,17 +272,40 @@ def test_verls_estimators_losses_and_aggregations_all_have_a_row():
 def test_every_key_that_the_text_names_exists():
     names = known_keys()
     groups = {name.partition(".")[0] for name in names if "." in name}
-    text = read("docs/coming_from_verl.md")
+    text = "\n".join(read(f"docs/coming_from_{library}.md") for library in LIBRARIES)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    for page in ("metrics.md", "troubleshooting.md", "glossary.md", "tutorial/*.md"):
+        prose += "".join(path.read_text() for path in (ROOT / "docs").glob(page))
     ours = [
         name
-        for name in re.findall(
-            r"`([a-z_]+\.[a-z_.]+)(?:: [^`]*)?`", prose + read("docs/metrics.md")
-        )
+        for name in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=] ?[^`]*)?`", prose)
         if name.partition(".")[0] in groups and not name.endswith((".py", ".jsonl", ".md"))
     ]
-    assert len(ours) > 5
-    assert [name for name in ours if name not in names] == []
+    assert len(ours) > 80
+    sections = {name.rpartition(".")[0] for name in names}
+    assert [name for name in ours if name not in names | sections] == []
+
+
+def test_trls_arguments_exist():
+    """Those of the page are words of TRL's source, where its version is the page's."""
+    if find_spec("trl") is None or version("trl") not in read("docs/coming_from_trl.md"):
+        pytest.skip("the page's version of trl is not installed")
+    files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
+    paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
+    folders = {
+        name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
+    }
+    words = set()
+    for path in paths:
+        package, *rest = path.split(".")
+        words |= set(
+            re.findall(r"\w+", Path(folders[package], *rest).with_suffix(".py").read_text())
+        )
+    theirs = [
+        name for row in rows("docs/coming_from_trl.md") for name in re.findall(r"`(\w+)", row[0])
+    ]
+    assert len(theirs) > 80
+    assert [name for name in theirs if name not in words] == []
 
 
 def test_the_tutorials_lines_are_those_of_the_config():
@@ -450,9 +492,11 @@ def refused(key, field):
 
 
 def documented():
-    """Return a pattern for each metric of the page."""
+    """Return a pattern for each metric of the page; the table of trackers has other rows."""
     patterns = {}
     for row in rows("docs/metrics.md"):
+        if not row[0].startswith("`"):
+            continue
         name = row[0].strip("`")
         pattern = re.sub(r"\{([^}]*)\}", lambda m: f"({m[1].replace(',', '|')})", name)
         patterns[name] = re.compile(re.sub("<[a-z]+>", ".+", pattern.replace("<k>", "[0-9]+")))
@@ -538,7 +582,7 @@ def written(tmp_path_factory):
     (folder / "playing.py").write_text(PLAYING)
     overrides = f"""
         run_dir={folder}/run steps=1 model.path={folder}/model
-        model.warm_start=null data.train={folder}/train.parquet log.tensorboard=false
+        model.warm_start=null data.train={folder}/train.parquet log.trackers=[]
         data.validation={folder}/validation.parquet data.prepare.out={folder}
         data.prepare.train_rows=8 data.prepare.validation_rows=2 data.prepare.sft_rows=0
         batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.max_tokens_per_device=128
@@ -599,6 +643,32 @@ def test_every_metric_is_documented(written):
     patterns = documented().values()
     everything = written | diagnostics() | ages()
     assert [name for name in everything if not any(p.fullmatch(name) for p in patterns)] == []
+
+
+def test_the_table_of_trackers_is_that_of_the_functions():
+    table = {}
+    for row in rows("docs/metrics.md"):
+        if len(row) == 5 and row[1].strip("`") in trackers.__all__:
+            table[row[1].strip("`")] = re.findall(r"`(\w+)`", row[3])
+    settings = {
+        name: list(inspect.signature(getattr(trackers, name)).parameters)[1:]
+        for name in trackers.__all__
+    }
+    assert table == settings
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    assert settings.keys() - extras.keys() == {"tensorboard"}
+
+
+@pytest.mark.parametrize("page", ["docs/metrics.md", "docs/your_functions.md"])
+def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
+    pages = "\n".join(b for b in blocks("docs/your_functions.md", "python") if "csv" in b)
+    (tmp_path / "mine.py").write_text(pages)
+    monkeypatch.chdir(tmp_path)
+    given = [yaml.safe_load(block)["log"] for block in blocks(page, "yaml") if "trackers" in block]
+    assert given
+    for log in given:
+        for spec in from_tree(LogConfig, log).trackers:
+            load_function(spec, kinds.TRACKERS, passed=None)
 
 
 def test_every_documented_metric_exists(written):

@@ -40,9 +40,7 @@ class RunFiles:
     @property
     def metrics(self) -> MetricsTable:
         """The lines of `metrics.jsonl`, one mapping for each step; as far as they are written."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return MetricsTable(json.loads(line) for line in lines if line.endswith(b"\n"))
+        return MetricsTable.read(self.folder / "metrics.jsonl")
 
     @property
     def checkpoints(self) -> list[int]:
@@ -79,7 +77,7 @@ class RunFiles:
 
     @property
     def dumped_steps(self) -> list[int]:
-        """The steps whose answers are kept (`rollout.dump_every`)."""
+        """The steps whose answers are kept: the first, the last, and by `rollout.dump_every`."""
         return sorted(
             int(p.stem.removeprefix("step_")) for p in self.folder.glob("rollouts/step_*.parquet")
         )
@@ -95,7 +93,7 @@ class RunFiles:
         if step not in steps:
             raise ConfigError(
                 f"no answers of step {step} in {str(self.folder)!r}, only of {steps}: "
-                "rollout.dump_every says of which steps they are kept"
+                "rollout.dump_every names those that are kept besides the first and the last"
             )
         import pyarrow.parquet  # slow, and not all that read a run need it
 

@@ -26,10 +26,12 @@ from jaxrl_llm.data.preferences import (
 )
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import decoder_spec, is_adapted, model_of
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.export import save_model
 from jaxrl_llm.runs.resume import (
@@ -39,6 +41,7 @@ from jaxrl_llm.runs.resume import (
     open_watchdog,
     resume_run,
 )
+from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.layouts import open_layout, packed_shape
@@ -93,8 +96,9 @@ class PreferenceRun:
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
     distributed.initialize()
-    with distributed.abort_together((Preempted,)):
+    with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
         quiet_libraries()
+        check_trackers(config)
         loss = load_preference_loss(config)
         optimizer, schedule = make_optimizer(config.optim)
         if config.steps is not None:
@@ -110,6 +114,8 @@ def run_prefer(config: PreferConfig) -> None:
             run = _open(config, loss, optimizer, schedule, folder, stack)
             state = _train(config, run, folder.path, watchdog)
             _export(config, state, run.model)
+            for line in closing_lines(config):
+                run.opened.display.line(line)
 
 
 def _open(
@@ -124,7 +130,8 @@ def _open(
     stack.enter_context(compiling_on_demand())
     logger.info("training on preferences: making ready the weights of %s", config.model.path)
     has_own_axes = config.model.function is not None
-    layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
+    with activity("opening the devices"):
+        layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     data = read_preferences(config, loss)
     is_scorer = bool(set(asks_for(loss)) & SCORES)
     model = (open_scorer if is_scorer else open_model)(config.model, layout, seed=config.seed)
@@ -178,11 +185,12 @@ def _with_reference(
         return None, data
     reference = open_reference(config, model, learner, layout)
     size = config.batch.pairs_per_step
-    logger.info("log-probs of %d rows under the reference", len(data.train) + len(data.validation))
-    train, validation = (
-        reference.annotate(items, width=data.width, size=size)
-        for items in (data.train, data.validation)
-    )
+    rows = len(data.train) + len(data.validation)
+    with activity("log-probs under the reference", total=rows) as going_on:
+        train, validation = (
+            reference.annotate(items, width=data.width, size=size, tell=going_on.advance)
+            for items in (data.train, data.validation)
+        )
     whole = PreferenceData(
         train=train, validation=validation, width=data.width, max_tokens=data.max_tokens
     )
@@ -193,7 +201,7 @@ def _train(config: PreferConfig, run: PreferenceRun, folder: Path, watchdog: Any
     """Take the steps that are left; return the state after the last one."""
     opened, learner = run.opened, run.learner
     state, total, step = opened.states["actor"], opened.total_steps, opened.step
-    left, compiled = range(step + 1, total + 1), CompileCounter()
+    left, compiled, has_line = range(step + 1, total + 1), CompileCounter(), Pace(total)
     profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
     validate = _validation(run)
     if step == 0 and validate and config.validation.before:
@@ -216,15 +224,15 @@ def _train(config: PreferConfig, run: PreferenceRun, folder: Path, watchdog: Any
                 metrics |= validate(state)
         metrics |= clock.metrics() | compiled.metrics()
         opened.log.write(step, metrics)
-        is_shown = is_due(step, max(1, total // 10), total)
-        opened.display.advance(_line(step, total, metrics) if is_shown else "")
+        opened.display.advance(_line(step, total, metrics) if has_line(step) else "")
         opened.display.plot(step, metrics)
         BACKGROUND.release()
         if _save(config, run.opened, state, step):
             break
     profiler.close()
     compiled.close()
-    opened.checkpoints.wait()
+    with activity("saving"):
+        opened.checkpoints.wait()
     check_finished(step, total)
     BACKGROUND.clear()
     return state
@@ -271,6 +279,7 @@ def _validation(run: PreferenceRun) -> Callable[[TrainState], dict[str, float]] 
     programs = BucketPrograms("validation", measure, learner.shape, mesh)
     rest = learner.frozen or {}
 
+    @activity("validating")
     def validate(state: TrainState) -> dict[str, float]:
         batch = _batch(run, items, state, Clock())
         weights = np.asarray(sequence_mean_token_mean(jnp.asarray(batch["mask"])))

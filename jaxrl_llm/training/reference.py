@@ -1,7 +1,7 @@
 """The policy that preferences are measured against: the model as its run begins, or another one."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -34,13 +34,21 @@ class Reference:
     infer: Inference
     policy: Inference
 
-    def annotate(self, items: Sequence[Preference], *, width: int, size: int) -> list[Preference]:
+    def annotate(
+        self,
+        items: Sequence[Preference],
+        *,
+        width: int,
+        size: int,
+        tell: Callable[[int], None] = lambda rows: None,
+    ) -> list[Preference]:
         """Return preferences with the log-probs of their answers.
 
         Args:
             items: without them.
             width: of a batch, in tokens.
             size: of a batch, in rows.
+            tell: is told how many rows are done, after each batch.
         """
         annotated = []
         for first in range(0, len(items), size):
@@ -50,6 +58,7 @@ class Reference:
                 known = {f"ref_{name}": float(values[index]) for name, values in sums.items()}
                 columns = {**item.columns, **known}
                 annotated.append(dataclasses.replace(item, columns=columns))
+            tell(len(some))
         return annotated
 
     def kl_baseline(self, params: Params, rotated: Batch) -> float:

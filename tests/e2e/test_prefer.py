@@ -64,7 +64,7 @@ def prefer(workshop):
             "data": {"train": str(workshop.root / "pairs.jsonl"), "max_tokens": 16},
             "optim": {"schedule": {"fn": "constant_schedule", "value": 3e-3}},
             "batch": {"pairs_per_step": 16, "max_tokens_per_device": 256},
-            "log": {"tensorboard": False},
+            "log": {"trackers": []},
         },
     )
 
