@@ -1,0 +1,92 @@
+/* Each run in short: how far it is, its key numbers, and what looks wrong. */
+
+const STATES = {
+  training: "training", finished: "finished", stopped: "stopped", empty: "no step yet",
+};
+
+function drawOverview() {
+  fill(byId("overview"), shownRuns().map(runCard));
+}
+
+function runCard(run) {
+  return h("article", { class: "card run-card" },
+    h("div", { class: "card-head" },
+      page.data.runs.length > 1 && h("i", { class: "dot", style: { background: run.color } }),
+      h("h2", {}, run.name), statusPill(run.status), h("span", { class: "path" }, run.folder)),
+    h("p", { class: "summary" }, run.summary.join(" ")),
+    progress(run.status),
+    h("div", { class: "columns" },
+      h("div", {}, h("h3", {}, "Key numbers"), keyNumbers(run)),
+      h("div", {}, h("h3", {}, "What looks wrong"), findings(run), problems(run))));
+}
+
+function statusPill(status) {
+  const of = status.planned ? ` of ${status.planned.toLocaleString("en")}` : "";
+  const at = status.step === null ? "" : status.state === "finished"
+    ? `, ${plural(status.step, "step")}` : `${status.state === "stopped" ? " at" : ","} step ${status.step.toLocaleString("en")}${of}`;
+  return h("span", { class: `pill ${status.state}` }, STATES[status.state] + at);
+}
+
+function progress(status) {
+  if (!status.planned || status.step === null || status.state === "finished") return null;
+  const share = Math.min(1, status.step / status.planned);
+  return h("div", { class: "progress", title: `${Math.round(share * 100)} % of the steps` },
+    h("i", { style: { width: `${share * 100}%` } }));
+}
+
+function keyNumbers(run) {
+  if (!run.key_numbers.length) return note("The run has not written a step yet.");
+  const point = (pair) => (pair ? [number(pair[1]), h("small", {}, `step ${pair[0]}`)] : null);
+  return h("table", { class: "numbers" },
+    h("thead", {}, h("tr", {}, ["", "first", "last", "best", ""].map((name) => h("th", {}, name)))),
+    h("tbody", {}, run.key_numbers.map((row) => h("tr", {},
+      h("th", { scope: "row", title: row.metric }, row.label),
+      h("td", {}, point(row.first)),
+      h("td", { class: "last" }, point(row.last)),
+      h("td", {}, row.best ? point(row.best) : h("span", { class: "span", title: "lowest to highest" },
+        row.span[0] === row.span[1] ? "–" : `${number(row.span[0], 3)} … ${number(row.span[1], 3)}`)),
+      h("td", { class: "spark" }, sparkline(run.curves[row.metric], run.color))))));
+}
+
+function sparkline(curve, color) {
+  const { x, y } = curve;
+  if (x.length < 2) return null;
+  const low = Math.min(...y), high = Math.max(...y), first = x[0], span = x[x.length - 1] - first || 1;
+  const points = x.map((step, i) => {
+    const height = high > low ? (y[i] - low) / (high - low) : 0.5;
+    return `${(2 + 116 * (step - first) / span).toFixed(1)},${(26 - 24 * height).toFixed(1)}`;
+  });
+  const space = "http://www.w3.org/2000/svg";
+  const svg = document.createElementNS(space, "svg");
+  svg.setAttribute("viewBox", "0 0 120 28");
+  svg.setAttribute("aria-hidden", "true");
+  const line = document.createElementNS(space, "polyline");
+  line.setAttribute("points", points.join(" "));
+  line.setAttribute("stroke", color);
+  svg.append(line);
+  return svg;
+}
+
+function findings(run) {
+  if (!run.findings.length) {
+    return run.status.state === "empty" ? note("There is nothing to check yet.")
+      : h("p", { class: "well" }, "Nothing looks wrong.");
+  }
+  return h("ul", { class: "findings" }, run.findings.map((finding) => h("li", { class: finding.severity },
+    h("strong", {}, finding.title), " ",
+    finding.steps.length ? h("small", {}, `step${finding.steps.length > 1 ? "s" : ""} ${stepRange(finding.steps)}`) : null,
+    h("p", {}, finding.detail), docsLink(finding.page))));
+}
+
+function docsLink(place) {
+  if (!place) return null;
+  const start = page.live ? "docs" : page.data.docs;
+  const attributes = start ? { href: `${start}/${place}`, target: "_blank", rel: "noopener" } : { class: "path" };
+  return h(start ? "a" : "span", attributes, `docs/${place}`);
+}
+
+function problems(run) {
+  if (!run.problems.length) return null;
+  return [h("h3", {}, "Files that could not be read"), h("ul", { class: "findings" },
+    run.problems.map((text) => h("li", { class: "warning" }, text)))];
+}
