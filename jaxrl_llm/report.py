@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxrl_llm.config.errors import ConfigError
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.report",
@@ -33,7 +33,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    options = parse_arguments(arguments)
+    options = _parse(arguments)
     try:
         if options.serve:
             follow_runs(options.runs, options.port)

@@ -14,7 +14,6 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.answers import shorten
 
-
 DUMPED = {
     "advantages": "advantages",
     "logprobs": "old_logprobs",

@@ -158,9 +158,7 @@ class _Rows:
         self.size, self.steps = 0, set[int]()
         self._token_texts = token_texts
 
-    def add(
-        self, step: int, answers: Iterator[tuple[int, Mapping[str, Any]]], budget: int
-    ) -> None:
+    def add(self, step: int, answers: Iterator[tuple[int, Mapping[str, Any]]], budget: int) -> None:
         """Add answers of a step, at least one, while there is room."""
         added, end = list[dict[str, Any]](), self.size + budget
         for number, answer in answers:
@@ -203,9 +201,9 @@ def _token_values(answer: Mapping[str, Any]) -> dict[str, Any]:
     for name, short_name in (("advantages", "adv"), ("logprobs", "lp"), ("entropies", "ent")):
         if name in known:
             values[short_name] = [_finite(v) for v in known[name]]
-    pair = known.get("logprobs"), known.get("rollout_logprobs")
-    if pair[0] is not None and pair[1] is not None:
-        values["diff"] = [_difference(a, b) for a, b in zip(*pair, strict=True)]
+    if "logprobs" in known and "rollout_logprobs" in known:
+        pairs = zip(known["logprobs"], known["rollout_logprobs"], strict=True)
+        values["diff"] = [_difference(*pair) for pair in pairs]
     return {n: v[0] if len(set(v)) == 1 and len(v) > 1 else v for n, v in values.items()}
 
 

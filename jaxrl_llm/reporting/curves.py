@@ -1,6 +1,7 @@
 """The curves of a run, in groups, with a sentence on each metric; long ones with fewer points."""
 
 import fnmatch
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ AXIS_POINTS = 4000
 """Points at most by which a step's seconds and tokens are found; between them they are straight."""
 
 
-def group_of(metric: str) -> tuple[str, str]:
+def describe_metric(metric: str) -> tuple[str, str]:
     """Return the group of a metric, and a sentence on it, empty where it is not known.
 
-    >>> group_of("response_length/max")
+    >>> describe_metric("response_length/max")
     ('Lengths and turns', 'tokens that were generated for an answer, stop token included')
-    >>> group_of("actor/of_my_own")
+    >>> describe_metric("actor/of_my_own")
     ('Other', '')
     """
     for group, meanings in GROUPS.items():
@@ -80,7 +81,7 @@ def split_evenly(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     """
     parts = min(parts, len(values))
     edges = [len(values) * i // parts for i in range(parts + 1)] if parts else []
-    return [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [values[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def axes(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

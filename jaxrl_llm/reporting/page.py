@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.reporting.answers import KeptAnswers
-from jaxrl_llm.reporting.curves import group_of
+from jaxrl_llm.reporting.curves import describe_metric
 from jaxrl_llm.reporting.meanings import GROUPS
 from jaxrl_llm.reporting.read import is_held, read_for_page
 from jaxrl_llm.runs.files import RunFiles, read_run
@@ -74,7 +74,7 @@ class Page:
             "docs": DOCS.as_uri() if DOCS.is_dir() else None,
             "runs": runs,
             "groups": list(GROUPS),
-            "metrics": {name: group_of(name) for name in metrics},
+            "metrics": {name: describe_metric(name) for name in metrics},
         }
 
     def answers(self, budget: int = ANSWER_BYTES) -> list[dict[str, Any]]:
@@ -177,11 +177,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
     (['runs/a', 'other/a'], ['a', 'b'])
     """
     paths = [folder.resolve() for folder in folders]
-    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
-    return names
+    deepest = max(len(path.parts) for path in paths)
+    named = [["/".join(path.parts[-d:]) for path in paths] for d in range(1, deepest + 1)]
+    return next(names for names in named if len(set(names)) == len(set(paths)))
 
 
 def _digest(value: Any) -> str:

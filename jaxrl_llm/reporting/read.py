@@ -1,6 +1,5 @@
 """A run's folder as plain data, for its page. What is damaged is named, and the rest is read."""
 
-import contextlib
 import fcntl
 import json
 import math
@@ -12,7 +11,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_run
-from jaxrl_llm.reporting.stages import step_times
+from jaxrl_llm.reporting.stages import stage_seconds
 from jaxrl_llm.runs.files import RunFiles
 
 Line = dict[str, Any]
@@ -119,11 +118,12 @@ def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
         "problems": problems,
         "findings": findings,
         "key_numbers": key_numbers(lines),
-        "summary": summarize_run(tree, lines, status),
+        "summary": outcome_of(lines),
+        "facts": run_facts(tree, lines),
         "config": flat_config(tree),
         "curves": curves(lines, points),
         "axes": axes(lines),
-        "times": step_times(lines),
+        "times": stage_seconds(lines),
     }
 
 
@@ -165,40 +165,50 @@ def key_numbers(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
-def summarize_run(
-    tree: Mapping[str, Any], lines: Sequence[Line], status: Mapping[str, Any]
-) -> list[str]:
-    """Return what a run is and what came of it, in a few sentences."""
-    model, algorithm = tree.get("model") or {}, tree.get("algorithm") or {}
-    trained = f"Trains {model.get('path') or 'a model'}"
-    with contextlib.suppress(AttributeError):
-        names = [_name(algorithm[key]) for key in ("advantage", "loss") if key in algorithm]
-        trained += f" with {' and '.join(names)}" if names else " on given answers"
-    sentences = [f"{trained}, seed {tree.get('seed', 0)}."]
-    if model.get("warm_start"):
-        sentences.append(f"The model was first taught by {model['warm_start']}.")
-    for number in key_numbers(lines)[:2]:
+def outcome_of(lines: Sequence[Line]) -> str:
+    """Return what came of a run, in a sentence or two."""
+    sentences = []
+    for number in key_numbers(lines):
         (first, before), (last, after) = number["first"], number["last"]
-        if number["best"] and first != last:
+        if number["best"] and first != last and number["metric"] != "timing_s/step":
             moved = "rose" if after > before else "fell" if after < before else "stayed"
             sentences.append(
                 f"The {number['label']} {moved} from {before:.4g} (step {first}) "
                 f"to {after:.4g} (step {last})."
             )
+    return " ".join(sentences[:3])
+
+
+def run_facts(tree: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, str]:
+    """Return what a run trains, and how much of it, by short names."""
+    model, algorithm = tree.get("model") or {}, tree.get("algorithm") or {}
+    tokens = sum(line.get("perf/total_num_tokens") or 0.0 for line in lines)
     seconds = sum(line.get("timing_s/step") or 0.0 for line in lines)
-    if seconds and status["step"]:
-        sentences.append(f"Its steps took {_duration(seconds)}.")
-    return sentences
+    facts = {
+        "model": model.get("path"),
+        "first taught by": model.get("warm_start"),
+        "data": _listed((tree.get("data") or {}).get("train")),
+        "advantage": _name(algorithm.get("advantage")),
+        "loss": _name(algorithm.get("loss")),
+        "seed": tree.get("seed", 0),
+        "tokens": f"{tokens:,.0f}" if tokens else None,
+        "time of the steps": _duration(seconds) if seconds else None,
+    }
+    return {name: str(value) for name, value in facts.items() if value is not None}
 
 
-def _name(function: Any) -> str:
-    return str(function.get("fn")) if isinstance(function, Mapping) else str(function)
+def _listed(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _name(function: Any) -> str | None:
+    return function.get("fn") if isinstance(function, Mapping) else function
 
 
 def _duration(seconds: float) -> str:
     """Return seconds as text.
 
-    >>> _duration(4000), _duration(75), _duration(7.25)
+    >>> _duration(4000.0), _duration(75.0), _duration(7.25)
     ('1 h 6 min', '1 min 15 s', '7.2 s')
     """
     minutes, rest = divmod(seconds, 60)

@@ -12,7 +12,7 @@ BESIDE = ("step", "engine_idle")
 """What is timed besides the stages: the whole step, and the engine's idle time in it."""
 
 
-def step_times(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def stage_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the seconds of the stages of each step, in the order in which a step takes them.
 
     Args:
@@ -41,8 +41,8 @@ def step_times(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _merge(orders: Iterable[Sequence[str]]) -> list[str]:
     """Return all names in an order that agrees with the given ones, as far as they agree.
 
-    >>> _merge([["gen", "adv"], ["gen", "testing"], ["reward", "adv"]])
-    ['gen', 'testing', 'reward', 'adv']
+    >>> _merge([["gen", "adv"], ["gen", "reward", "adv"], ["gen", "adv", "testing"]])
+    ['gen', 'reward', 'adv', 'testing']
     """
     merged = list[str]()
     for order in orders:

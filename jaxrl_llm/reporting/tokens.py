@@ -44,11 +44,11 @@ def decoder(model: str) -> Decode:
 def _cached(model: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
-    match = HUB_ID.fullmatch(model)
-    for name in ("tokenizer.json", "tokenizer_config.json") if match else ():
-        found = try_to_load_from_cache(match["repo"], name, revision=match["revision"])
-        if isinstance(found, str):
-            return Path(found).parent
+    if match := HUB_ID.fullmatch(model):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            found = try_to_load_from_cache(match["repo"], name, revision=match["revision"])
+            if isinstance(found, str):
+                return Path(found).parent
     raise ValueError(f"the tokenizer of {model!r} is not on this machine")
 
 

@@ -22,6 +22,7 @@ function drawConfig() {
 function drawConfigTable() {
   const shown = shownRuns(), several = shown.length > 1;
   const keys = [...new Set(shown.flatMap((run) => Object.keys(run.config)))];
+  if (several) keys.sort();
   const differs = (key) => shown.some((run) => run.config[key] !== shown[0].config[key]);
   const query = configView.query.toLowerCase();
   const found = keys.filter((key) => (!several || configView.all || differs(key))

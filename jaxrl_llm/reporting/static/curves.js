@@ -152,18 +152,18 @@ function tracesOf(run, metric, dotted) {
   const statistic = metric.slice(metric.lastIndexOf("/") + 1);
   const several = shownRuns().length > 1, label = STATISTICS.includes(statistic) ? statistic : metric.split("/").pop();
   const name = several ? `${run.name} ${STATISTICS.includes(statistic) ? statistic : ""}`.trim() : label;
-  const base = { type: "scatter", name, mode: curve.x.length > 1 ? "lines" : "markers", connectgaps: false, text: metric };
+  const base = { type: "scatter", name, mode: curve.x.length > 24 ? "lines" : "lines+markers", connectgaps: false, text: metric };
   const smooth = curveView.smoothing > 0 && curve.x.length > 2;
   const raw = withGaps(run, curve);
   const traces = [{
     ...base, ...raw, meta: "raw", hoverinfo: smooth ? "skip" : undefined,
     line: { color: smooth || dotted ? fade(run.color, smooth ? 0.25 : 0.55) : run.color, width: dotted ? 1.2 : smooth ? 1 : 1.8, dash: dotted ? "dot" : "solid" },
-    marker: { color: run.color, size: 6 },
+    marker: { color: dotted ? fade(run.color, 0.55) : run.color, size: dotted ? 3 : 5 },
   }];
   if (smooth) {
     const x = curve.mean_x || curve.x, y = movingAverage(curve.mean_y || curve.y, curveView.smoothing);
     traces.push({
-      ...base, x: positions(run, x), y, meta: "smooth",
+      ...base, x: positions(run, x), y, meta: "smooth", mode: "lines",
       line: { color: dotted ? fade(run.color, 0.6) : run.color, width: dotted ? 1.2 : 2, dash: dotted ? "dot" : "solid" },
     });
   }

@@ -13,11 +13,16 @@ function runCard(run) {
     h("div", { class: "card-head" },
       page.data.runs.length > 1 && h("i", { class: "dot", style: { background: run.color } }),
       h("h2", {}, run.name), statusPill(run.status), h("span", { class: "path" }, run.folder)),
-    h("p", { class: "summary" }, run.summary.join(" ")),
+    h("p", { class: "summary" }, run.summary),
     progress(run.status),
     h("div", { class: "columns" },
       h("div", {}, h("h3", {}, "Key numbers"), keyNumbers(run)),
-      h("div", {}, h("h3", {}, "What looks wrong"), findings(run), problems(run))));
+      h("div", {}, h("h3", {}, "What looks wrong"), findings(run), problems(run), h("h3", {}, "The run"), runFacts(run))));
+}
+
+function runFacts(run) {
+  return h("table", { class: "run-facts" }, h("tbody", {}, Object.entries(run.facts).map(([name, value]) =>
+    h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, value)))));
 }
 
 function statusPill(status) {
@@ -38,13 +43,13 @@ function keyNumbers(run) {
   if (!run.key_numbers.length) return note("The run has not written a step yet.");
   const point = (pair) => (pair ? [number(pair[1]), h("small", {}, `step ${pair[0]}`)] : null);
   return h("table", { class: "numbers" },
-    h("thead", {}, h("tr", {}, ["", "first", "last", "best", ""].map((name) => h("th", {}, name)))),
+    h("thead", {}, h("tr", {}, ["", "first", "last", "best", "range", ""].map((name) => h("th", {}, name)))),
     h("tbody", {}, run.key_numbers.map((row) => h("tr", {},
       h("th", { scope: "row", title: row.metric }, row.label),
       h("td", {}, point(row.first)),
       h("td", { class: "last" }, point(row.last)),
-      h("td", {}, row.best ? point(row.best) : h("span", { class: "span", title: "lowest to highest" },
-        row.span[0] === row.span[1] ? "–" : `${number(row.span[0], 3)} … ${number(row.span[1], 3)}`)),
+      h("td", {}, row.best ? point(row.best) : h("span", { title: "neither more nor less is better" }, "–")),
+      h("td", {}, number(row.span[0], 3), h("small", {}, `to ${number(row.span[1], 3)}`)),
       h("td", { class: "spark" }, sparkline(run.curves[row.metric], run.color))))));
 }
 
@@ -54,11 +59,11 @@ function sparkline(curve, color) {
   const low = Math.min(...y), high = Math.max(...y), first = x[0], span = x[x.length - 1] - first || 1;
   const points = x.map((step, i) => {
     const height = high > low ? (y[i] - low) / (high - low) : 0.5;
-    return `${(2 + 116 * (step - first) / span).toFixed(1)},${(26 - 24 * height).toFixed(1)}`;
+    return `${(2 + 216 * (step - first) / span).toFixed(1)},${(26 - 24 * height).toFixed(1)}`;
   });
   const space = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(space, "svg");
-  svg.setAttribute("viewBox", "0 0 120 28");
+  svg.setAttribute("viewBox", "0 0 220 28");
   svg.setAttribute("aria-hidden", "true");
   const line = document.createElementNS(space, "polyline");
   line.setAttribute("points", points.join(" "));
