@@ -84,7 +84,7 @@ def split_evenly(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [values[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def axes(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def axes(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[int | float]]:
     """Return for some steps, the first and the last among them, all seconds and tokens so far."""
     rows, seconds, tokens = [], 0.0, 0.0
     for line in lines:

@@ -119,6 +119,7 @@ def write_report(
     path = first / "report.html" if out is None else Path(out)
     html = Page(several).html()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, html)
     except OSError as error:
         raise ConfigError(f"can't write {str(path)!r}: {error.strerror or error}") from error

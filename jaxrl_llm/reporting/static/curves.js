@@ -152,7 +152,7 @@ function tracesOf(run, metric, dotted) {
   const statistic = metric.slice(metric.lastIndexOf("/") + 1);
   const several = shownRuns().length > 1, label = STATISTICS.includes(statistic) ? statistic : metric.split("/").pop();
   const name = several ? `${run.name} ${STATISTICS.includes(statistic) ? statistic : ""}`.trim() : label;
-  const base = { type: "scatter", name, mode: curve.x.length > 24 ? "lines" : "lines+markers", connectgaps: false, text: metric };
+  const base = { type: "scatter", name: plain(name), mode: curve.x.length > 24 ? "lines" : "lines+markers", connectgaps: false };
   const smooth = curveView.smoothing > 0 && curve.x.length > 2;
   const raw = withGaps(run, curve);
   const traces = [{

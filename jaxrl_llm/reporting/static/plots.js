@@ -42,6 +42,11 @@ async function drawPlot(element, traces, layout) {
   });
 }
 
+function plain(text) {
+  /* Plotly reads some tags in names; here all of a name is text. */
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+}
+
 function fade(color, share) {
   /* "#rrggbb" with an opacity */
   return color + Math.round(share * 255).toString(16).padStart(2, "0");

@@ -58,7 +58,7 @@ async function drawTimePlot(times) {
   ].filter(Boolean).join(" ");
   const x = times.steps.map(([first, last]) => (first + last) / 2);
   const traces = stagesOf(times).map((stage) => ({
-    type: "bar", name: stage.name, x, y: stage.seconds, marker: { color: stage.color, line: { width: 0 } },
+    type: "bar", name: plain(stage.name), x, y: stage.seconds, marker: { color: stage.color, line: { width: 0 } },
     hovertemplate: "%{y:.3g} s", customdata: times.steps.map(barName),
   }));
   const plot = byId("time-plot");
