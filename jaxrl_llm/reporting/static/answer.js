@@ -114,7 +114,7 @@ function streamParts(kept, row, scale) {
     if (last && last.turn === turn) last.tokens.push(token);
     else pieces.push({ turn, tokens: [token] });
   });
-  return pieces.map((piece) => (piece.turn < 0 ? toldPiece(piece) : turnPiece(kept, row, piece, scale)));
+  return pieces.map((piece, i) => (piece.turn < 0 ? toldPiece(piece) : turnPiece(kept, row, piece, scale, i + 1 < pieces.length)));
 }
 
 function toldPiece(piece) {
@@ -123,11 +123,11 @@ function toldPiece(piece) {
     h("summary", {}, `told, ${plural(piece.tokens.length, "token")}: `, h("span", {}, shorten(text, 100))), h("pre", {}, text));
 }
 
-function turnPiece(kept, row, piece, scale) {
-  const reward = row.turn_rewards?.[piece.turn];
+function turnPiece(kept, row, piece, scale, isAnswered) {
+  const reward = row.turn_rewards?.some((r) => r) ? row.turn_rewards[piece.turn] : undefined;
   const head = row.turns ? h("div", { class: "turn-head" }, `turn ${piece.turn + 1}`,
     reward !== undefined && reward !== null ? `, reward ${number(reward)}` : "") : null;
-  const calls = row.turns ? callRanges(piece.tokens, kept.calls) : [];
+  const calls = row.turns ? callRanges(piece.tokens, kept.calls, isAnswered) : [];
   const parts = [];
   let at = 0;
   for (const [from, to] of calls) {
@@ -139,7 +139,10 @@ function turnPiece(kept, row, piece, scale) {
   return h("div", { class: "turn" }, head, parts);
 }
 
-function callRanges(tokens, markers) {
+/* Calls without markers are whole turns, and something was told after them. */
+const WHOLE_CALLS = [/^\s*\[\s*[A-Za-z_][\w.]*\s*\([^]*\)\s*\]/, /^\s*\{\s*"(name|type)"\s*:[^]*\}/];
+
+function callRanges(tokens, markers, isAnswered) {
   /* From which token to which the calls of tools go, by their markers in the text. */
   const starts = [];
   let text = "";
@@ -161,6 +164,8 @@ function callRanges(tokens, markers) {
       if (!close) break;
     }
   }
+  const whole = isAnswered && !ranges.length && WHOLE_CALLS.map((form) => form.exec(text)).find(Boolean);
+  if (whole) ranges.push([0, whole[0].length]);
   return ranges.sort((a, b) => a[0] - b[0]).map(([from, stop]) => [tokenAt(from), tokenAt(stop - 1) + 1]);
 }
 
