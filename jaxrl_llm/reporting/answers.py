@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ PER_TOKEN = ("advantages", "logprobs", "rollout_logprobs", "entropies")
 
 
 class KeptAnswers:
-    """Reads the answers of a run; steps that have been read are not read again.
+    """Reads the answers of a run; what has been read is not read again.
 
     Args:
         run: the files.
@@ -37,18 +37,18 @@ class KeptAnswers:
     def __init__(self, run: RunFiles) -> None:
         """Read nothing yet."""
         self._run = run
-        self._tables = dict[Path, tuple[Any, Any]]()
+        self._tables = dict[int, _Table]()
+        self._texts = dict[str, int]()
 
     def version(self) -> list[Any]:
         """Return what changes when there are other answers."""
-        paths = sorted((self._run.folder / "rollouts").glob("step_*.parquet"))
-        return [(path.name, path.stat().st_mtime_ns) for path in paths]
+        return [(step, _state(self._path(step))) for step in self._run.dumped_steps]
 
     def read(self, budget: int) -> dict[str, Any]:
         """Return answers of steps at equal distances, the first and the last among them.
 
         Args:
-            budget: bytes of JSON at most, about.
+            budget: bytes of JSON at most, about; each of these steps has one answer at least.
 
         Returns:
             `rows`, the answers; `prompts` and `texts` (of tokens), to which they point; `steps` and
@@ -56,24 +56,19 @@ class KeptAnswers:
             texts are not known, or None; `calls`, the markers of tools' calls.
         """
         steps, problems = self._run.dumped_steps, list[str]()
-        counts = {step: self._count(step, problems) for step in steps}
-        readable = [step for step, count in counts.items() if count is not None]
-        texts, plain = self._token_texts()
-        rows, shown = _Rows(texts), readable
-        size = sum(self._path(step).stat().st_size for step in readable)
-        if size * 2 > budget:  # a page holds about as many bytes for an answer as parquet, or more
-            shown = evenly(readable, STEPS)
-        often = self._recurring(shown)
-        for number, step in enumerate(shown):
-            share = (budget - rows.size) // (len(shown) - number)
-            rows.add(step, self._chosen(step, often), share)
+        self._open(steps, problems)
+        shown = [step for step in steps if step in self._tables]
+        token_texts, plain = self._token_texts()
+        if sum(_state(self._path(step))[1] for step in shown) > budget // 2:  # of parquet
+            shown = evenly(shown, STEPS)
+        rows, prompts = self._choose(shown, budget, token_texts)
         return {
-            "rows": rows.rows,
-            "prompts": list(map(_shown_prompt, rows.prompts)),
-            "texts": list(rows.texts),
+            "rows": rows,
+            "prompts": list(map(_shown_prompt, prompts)),
+            "texts": list(self._texts),
             "steps": steps,
-            "shown_steps": [step for step in shown if step in rows.steps],
-            "total": sum(filter(None, counts.values())),
+            "shown_steps": shown,
+            "total": sum(len(table.prompts) for table in self._tables.values()),
             "problems": problems,
             "plain": plain,
             "calls": CALLS,
@@ -82,27 +77,18 @@ class KeptAnswers:
     def _path(self, step: int) -> Path:
         return self._run.folder / "rollouts" / f"step_{step:06d}.parquet"
 
-    def _count(self, step: int, problems: list[str]) -> int | None:
-        """Return how many answers of a step there are; None if its file is damaged."""
-        try:
-            return self._table(step).num_rows
-        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-            reason = " ".join(str(error).split())
-            problems.append(f"rollouts/{self._path(step).name} can't be read: {reason}")
-            return None
-
-    def _table(self, step: int) -> Any:
-        """Return a step's file, opened; its columns are read when they are needed."""
-        import pyarrow.parquet
-
-        path = self._path(step)
-        state = path.stat()
-        key = (state.st_mtime_ns, state.st_size)
-        if path not in self._tables or self._tables[path][0] != key:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                count = file.metadata.num_rows
-            self._tables[path] = (key, _Table(path, count))
-        return self._tables[path][1]
+    def _open(self, steps: Sequence[int], problems: list[str]) -> None:
+        """Open the files that are new or other ones, and say which of all are damaged."""
+        known, self._tables = self._tables, {}
+        for step in steps:
+            path = self._path(step)
+            try:
+                table = known.get(step)
+                current = table is not None and table.state == _state(path)
+                self._tables[step] = table if table and current else _Table(path)
+            except (OSError, ValueError, LookupError) as error:  # pyarrow's are among these
+                reason = " ".join(str(error).split())
+                problems.append(f"rollouts/{path.name} can't be read: {reason}")
 
     def _token_texts(self) -> tuple[TokenTexts | None, str | None]:
         """Return what gives tokens their texts; else why there is nothing."""
@@ -112,17 +98,29 @@ class KeptAnswers:
         except (ValueError, OSError) as error:
             return None, str(error)
 
-    def _recurring(self, steps: Sequence[int]) -> set[str]:
-        """Return the prompts that several steps have."""
-        seen = Counter(prompt for step in steps for prompt in set(self._table(step).prompts()))
-        return {prompt for prompt, count in seen.items() if count > 1}
+    def _choose(
+        self, steps: Sequence[int], budget: int, token_texts: TokenTexts | None
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return as many answers as there is room for, and their prompts, to which they point.
 
-    def _chosen(self, step: int, often: set[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield the answers of a step with their numbers, first those to recurring prompts."""
-        table = self._table(step)
-        prompts = table.prompts()
-        for number in sorted(range(len(prompts)), key=lambda i: (prompts[i] not in often, i)):
-            yield number, table.row(number)
+        Those to prompts that several steps have come first. Each step has the same room; what one
+        leaves is for those after it.
+        """
+        seen = Counter(prompt for step in steps for prompt in set(self._tables[step].prompts))
+        rows, numbers, size = list[dict[str, Any]](), dict[str, int](), 0
+        for place, step in enumerate(steps):
+            table, end = self._tables[step], size + (budget - size) // (len(steps) - place)
+            of_step = list[dict[str, Any]]()
+            often = [number for number, prompt in enumerate(table.prompts) if seen[prompt] > 1]
+            order = [*often, *sorted({*range(len(table.prompts))} - {*often})]
+            for row, bytes_of_row in table.answers(order, token_texts, self._texts):
+                prompt = table.prompts[row["number"]]
+                size += bytes_of_row + (0 if prompt in numbers else len(prompt))
+                of_step.append({**row, "step": step, "prompt": _number_of(prompt, numbers)})
+                if size >= end:
+                    break
+            rows += sorted(of_step, key=lambda row: row["number"])
+        return rows, list(numbers)
 
 
 @functools.cache
@@ -130,68 +128,70 @@ def _decoder(model: str) -> Callable[[list[int]], str]:
     return decoder(model)
 
 
+def _state(path: Path) -> tuple[int, int]:
+    """Return what changes with a file: when it was written, and its size in bytes."""
+    state = path.stat()
+    return state.st_mtime_ns, state.st_size
+
+
 class _Table:
-    """One step's answers on disk, read when first needed."""
+    """One step's answers on disk; an answer is made ready when it is first asked for.
 
-    def __init__(self, path: Path, count: int) -> None:
-        self._path, self.num_rows = path, count
+    Args:
+        path: of the file.
+    """
 
-    def prompts(self) -> list[str]:
-        return self._rows.column("prompt").to_pylist()
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        return self._rows.slice(number, 1).to_pylist()[0]
-
-    @functools.cached_property
-    def _rows(self) -> Any:
+    def __init__(self, path: Path) -> None:
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(self._path)
+        self.state = _state(path)
+        self._path = path
+        with pyarrow.parquet.ParquetFile(path) as file:
+            self.prompts: list[str] = file.read(["prompt"]).column("prompt").to_pylist()
+        self._ready = dict[int, tuple[dict[str, Any], int]]()
+
+    def answers(
+        self, numbers: Iterable[int], token_texts: TokenTexts | None, texts: dict[str, int]
+    ) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield answers as the page has them, without prompts, each with its bytes as JSON.
+
+        Args:
+            numbers: of the answers in their step.
+            token_texts: gives tokens their texts, if that is possible.
+            texts: the numbers of all texts of tokens, to which new ones are added.
+        """
+        import pyarrow.parquet
+
+        whole = None  # it is large, and let go of when these answers are there
+        for number in numbers:
+            if number not in self._ready:
+                whole = pyarrow.parquet.read_table(self._path) if whole is None else whole
+                row = _shown_answer(whole.slice(number, 1).to_pylist()[0])
+                tokens = row.pop("tokens")
+                if token_texts is not None and tokens is not None:
+                    row["tokens"] = [_number_of(text, texts) for text in token_texts(tokens)]
+                row["number"] = number
+                self._ready[number] = row, len(json.dumps(row)) + 30
+            yield self._ready[number]
 
 
-class _Rows:
-    """Answers as the page has them, and how large they are as JSON."""
-
-    def __init__(self, token_texts: TokenTexts | None) -> None:
-        self.rows = list[dict[str, Any]]()
-        self.prompts, self.texts = dict[str, int](), dict[str, int]()
-        self.size, self.steps = 0, set[int]()
-        self._token_texts = token_texts
-
-    def add(self, step: int, answers: Iterator[tuple[int, Mapping[str, Any]]], budget: int) -> None:
-        """Add answers of a step, at least one, while there is room."""
-        added, end = list[dict[str, Any]](), self.size + budget
-        for number, answer in answers:
-            row = self._row(answer) | {"step": step, "number": number}
-            self.size += len(json.dumps(row)) + 1
-            added.append(row)
-            if self.size >= end:
-                break
-        self.rows += sorted(added, key=lambda row: row["number"])
-        self.steps |= {step} if added else set()
-
-    def _row(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        if answer["prompt"] not in self.prompts:
-            self.size += len(json.dumps(answer["prompt"]))
-        row: dict[str, Any] = {
-            "prompt": _number_of(answer["prompt"], self.prompts),
-            "answer": answer["answer"],
-            "score": _finite(answer.get("score")),
-            "advantage": _finite(answer.get("advantage")),
-            "finish": answer.get("finish"),
-            "data_source": answer.get("data_source"),
-            "error": answer.get("error"),
-            "truth": answer.get("ground_truth"),
-            "extra": answer.get("extra"),
-        }
-        turns = [*(answer.get("turn_ids") or [])]
-        if any(turn != 0 for turn in turns):
-            row["turns"] = turns
-            row["turn_rewards"] = [_finite(r) for r in answer.get("turn_rewards") or []]
-        if self._token_texts is not None and answer.get("tokens") is not None:
-            pieces = self._token_texts(answer["tokens"])
-            row["tokens"] = [_number_of(text, self.texts) for text in pieces]
-        return row | _token_values(answer)
+def _shown_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "answer": answer["answer"],
+        "score": _finite(answer.get("score")),
+        "advantage": _finite(answer.get("advantage")),
+        "finish": answer.get("finish"),
+        "data_source": answer.get("data_source"),
+        "error": answer.get("error"),
+        "truth": answer.get("ground_truth"),
+        "extra": answer.get("extra"),
+        "tokens": answer.get("tokens"),
+    }
+    turns = answer.get("turn_ids") or []
+    if any(turn != 0 for turn in turns):
+        row["turns"] = turns
+        row["turn_rewards"] = [_finite(reward) for reward in answer.get("turn_rewards") or []]
+    return row | _token_values(answer)
 
 
 def _token_values(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,18 +74,17 @@ class TokenTexts:
         >>> TokenTexts(byte)([0x61, 0xC3, 0xBC, 0x21])
         ['a', 'ü', '', '!']
         """
-        texts, at = list[str](), 0
-        while at < len(ids):
-            before = ids[max(at - 1, 0) : at]
-            for end in range(at + 1, min(at + LONGEST_CHARACTER, len(ids)) + 1):
-                text = self._after(tuple(before), tuple(ids[at:end]))
-                if not text.endswith(REPLACEMENT):
+        texts = list[str]()
+        while (at := len(texts)) < len(ids):
+            before = tuple(ids[max(at - 1, 0) : at])
+            taken, text = 1, ""
+            for count in range(1, min(LONGEST_CHARACTER, len(ids) - at) + 1):
+                tried = self._after(before, tuple(ids[at : at + count]))
+                if count == 1 or tried == REPLACEMENT or not tried.endswith(REPLACEMENT):
+                    taken, text = count, tried
+                if not tried.endswith(REPLACEMENT):
                     break
-            else:
-                end = at + 1
-                text = self._after(tuple(before), tuple(ids[at:end]))
-            texts += [text] + [""] * (end - at - 1)
-            at = end
+            texts += [text] + [""] * (taken - 1)
         return texts
 
     def _after(self, before: tuple[int, ...], ids: tuple[int, ...]) -> str:
@@ -94,6 +93,5 @@ class TokenTexts:
         if key not in self._known:
             start = self._decode(list(before)) if before else ""
             whole = self._decode([*before, *ids])
-            # the token before may be a part of a character, which these do not change
             self._known[key] = whole[len(start) :]
         return self._known[key]

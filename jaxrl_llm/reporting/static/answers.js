@@ -64,6 +64,7 @@ function drawAnswerControls(kept) {
   const controls = byId("answer-controls");
   if (controls.dataset.signature === signature) return;
   controls.dataset.signature = signature;
+  const typing = controls.contains(document.activeElement) ? document.activeElement : null;
   const list = (name, label, format = String) => choice(label, [["", "all"], ...values(name).map((v) => [v, format(v)])], answerView[name === "data_source" ? "source" : name], change(name === "data_source" ? "source" : name));
   fill(controls,
     runChoice(answerView.run, (value) => {
@@ -81,6 +82,7 @@ function drawAnswerControls(kept) {
       values("finish").length > 1 && list("finish", "finish"),
       choice("only", [["", "all"], ["best", "best score of its step"], ["worst", "worst score of its step"], ["error", "could not be scored"], ["up", "advantage above 0"], ["down", "advantage below 0"]], answerView.only, change("only")),
     ] : null);
+  if (typing) controls.querySelector(`[aria-label="${typing.getAttribute("aria-label")}"]`)?.focus();
 }
 
 function drawAnswerBody() {
