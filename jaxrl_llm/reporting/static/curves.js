@@ -3,6 +3,7 @@
 const curveView = { query: "", smoothing: 0, log: false, axis: "step" };
 const AXES = { step: "step", seconds: "time", tokens: "tokens" };
 const STATISTICS = ["mean", "max", "min"];
+const FEW = 24; // points, which are shown as such and not smoothed
 let curveObserver = null;
 
 function drawCurves() {
@@ -19,6 +20,7 @@ function curveControls() {
     oninput: (event) => {
       curveView.smoothing = Number(event.target.value);
       byId("smoothing-value").textContent = curveView.smoothing.toFixed(2);
+      noteCurves();
       redrawCurves();
     },
   });
@@ -89,6 +91,7 @@ function groupSection(group, members) {
 
 function noteCurves() {
   const parts = [];
+  if (curveView.smoothing > 0) parts.push(`Curves of up to ${FEW} points are not smoothed.`);
   const long = Math.max(0, ...shownRuns().flatMap((run) => Object.values(run.curves).map((c) => c.per_part || 0)));
   if (long) {
     parts.push(`Long curves show the lowest and the highest point of every ${long} steps, so no peak is lost; smoothing starts from the means of these steps.`);
@@ -152,8 +155,8 @@ function tracesOf(run, metric, dotted) {
   const statistic = metric.slice(metric.lastIndexOf("/") + 1);
   const several = shownRuns().length > 1, label = STATISTICS.includes(statistic) ? statistic : metric.split("/").pop();
   const name = several ? `${run.name} ${STATISTICS.includes(statistic) ? statistic : ""}`.trim() : label;
-  const base = { type: "scatter", name: plain(name), mode: curve.x.length > 24 ? "lines" : "lines+markers", connectgaps: false };
-  const smooth = curveView.smoothing > 0 && curve.x.length > 2;
+  const base = { type: "scatter", name: plain(name), mode: curve.x.length > FEW ? "lines" : "lines+markers", connectgaps: false };
+  const smooth = curveView.smoothing > 0 && curve.x.length > FEW;
   const raw = withGaps(run, curve);
   const traces = [{
     ...base, ...raw, meta: "raw", hoverinfo: smooth ? "skip" : undefined,

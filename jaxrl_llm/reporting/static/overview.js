@@ -4,8 +4,29 @@ const STATES = {
   training: "training", finished: "finished", stopped: "stopped", empty: "no step yet",
 };
 
+const GLANCES = 3; // plots below the runs
+
 function drawOverview() {
-  fill(byId("overview"), shownRuns().map(runCard));
+  const section = byId("overview");
+  if (!section.firstChild) fill(section, h("div", { id: "run-cards" }), h("div", { id: "glances", class: "plots" }));
+  fill(byId("run-cards"), shownRuns().map(runCard));
+  drawGlances();
+}
+
+function drawGlances() {
+  /* The curves of the first key numbers, of all runs. */
+  const numbers = new Map(shownRuns().flatMap((run) => run.key_numbers.map((row) => [row.metric, row.label])));
+  const metrics = [...numbers.keys()].slice(0, GLANCES), holder = byId("glances");
+  if (holder.dataset.names !== metrics.join("\n")) {
+    holder.dataset.names = metrics.join("\n");
+    fill(holder, metrics.map((metric) => h("figure", { class: "card" },
+      h("figcaption", {}, h("strong", {}, numbers.get(metric)), h("code", { class: "path" }, metric)), h("div", { class: "plot", "data-metric": metric }))));
+  }
+  for (const plot of holder.querySelectorAll(".plot")) {
+    drawPlot(plot, shownRuns().flatMap((run) => tracesOf(run, plot.dataset.metric, false)), {
+      height: 220, xaxis: { title: { text: axisUnit().title }, rangemode: "tozero" }, yaxis: { hoverformat: ".4g" },
+    });
+  }
 }
 
 function runCard(run) {
