@@ -10,7 +10,7 @@ function drawOverview() {
   const section = byId("overview");
   if (!section.firstChild) fill(section, h("div", { id: "run-cards" }), h("div", { id: "glances", class: "plots" }));
   fill(byId("run-cards"), shownRuns().map(runCard));
-  drawGlances();
+  requestAnimationFrame(() => setTimeout(drawGlances)); // once the numbers can be read
 }
 
 function drawGlances() {
