@@ -24,10 +24,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="show the page at an address of this machine, and follow runs that are training",
     )
+    parser.add_argument(
+        "--health", action="store_true", help="print what looks wrong in each run, and no more"
+    )
     parser.add_argument("--port", type=int, default=8321, help="of --serve; 0: one that is free")
     options = parser.parse_args(arguments)
-    if options.serve and options.out:
-        parser.error("--out writes a file and --serve writes none: name one of them")
+    if sum(map(bool, (options.out, options.serve, options.health))) > 1:
+        parser.error("--out, --serve and --health exclude each other: name one of them")
     return options
 
 
@@ -37,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.serve:
             follow_runs(options.runs, options.port)
+        elif options.health:
+            sys.stdout.write(checked_runs(options.runs))
         else:
             from jaxrl_llm.reporting.page import write_report
 
@@ -46,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+def checked_runs(runs: Sequence[str]) -> str:
+    """Return what looks wrong in runs, as text.
+
+    Raises:
+        ConfigError: there is no run in a folder.
+    """
+    from jaxrl_llm.reporting.health import check_run, health_text
+    from jaxrl_llm.runs.files import read_run
+
+    return "\n".join(f"{folder}\n{health_text(check_run(read_run(folder)))}\n" for folder in runs)
 
 
 def follow_runs(runs: Sequence[str], port: int) -> None:

@@ -1,5 +1,6 @@
 """What looks wrong in a run."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl_llm.runs.files import RunFiles
@@ -23,6 +24,12 @@ class Finding(NamedTuple):
     steps: tuple[int, ...]
     page: str
     severity: str
+
+
+def health_text(findings: Sequence[Finding]) -> str:
+    """Return what was found as text: a paragraph for each."""
+    paragraphs = [f"{f.severity}: {f.title}\n  {f.detail}\n  docs/{f.page}" for f in findings]
+    return "\n\n".join(paragraphs) or "nothing looks wrong"
 
 
 def check_run(run: RunFiles) -> list[Finding]:

@@ -63,12 +63,19 @@ def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
     assert done.stdout == "none\n"
 
 
-def test_what_looks_wrong_is_on_the_page(tmp_path, monkeypatch):
+def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "run", [step_line(1)])
     found = Finding("cut", "Answers are cut off", "half of them", (1, 2), "metrics.md#x", "error")
     monkeypatch.setattr("jaxrl_llm.reporting.read.check_run", lambda run: [found])
     (run,) = Page([folder]).metrics()["runs"]
     assert run["findings"] == [found._asdict()]
+    monkeypatch.setattr("jaxrl_llm.reporting.health.check_run", lambda run: [found])
+    assert main([str(folder), "--health"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{folder}\nerror: Answers are cut off") and "half of them" in printed
+    with pytest.raises(SystemExit):
+        main([str(folder), "--health", "--serve"])
+    assert "exclude each other" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------- metrics

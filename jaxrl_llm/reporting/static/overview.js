@@ -64,7 +64,7 @@ function keyNumbers(run) {
   if (!run.key_numbers.length) return note("The run has not written a step yet.");
   const point = (pair) => (pair ? [number(pair[1]), h("small", {}, `step ${pair[0]}`)] : null);
   return h("table", { class: "numbers" },
-    h("thead", {}, h("tr", {}, ["", "first", "last", "best", "range", ""].map((name) => h("th", {}, name)))),
+    h("thead", {}, h("tr", {}, ["", "first", "last", "best", "range", ""].map((name, i) => h("th", { class: i === 5 ? "spark" : "" }, name)))),
     h("tbody", {}, run.key_numbers.map((row) => h("tr", {},
       h("th", { scope: "row", title: row.metric }, row.label),
       h("td", {}, point(row.first)),
