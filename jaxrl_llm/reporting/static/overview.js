@@ -106,7 +106,7 @@ function findings(run) {
 
 function docsLink(place) {
   if (!place) return null;
-  const start = page.live ? "docs" : page.data.docs;
+  const start = page.live && page.data.docs ? "docs" : page.data.docs;
   const attributes = start ? { href: `${start}/${place}`, target: "_blank", rel: "noopener" } : { class: "path" };
   return h(start ? "a" : "span", attributes, `docs/${place}`);
 }
