@@ -141,8 +141,16 @@ def pytest_addoption(parser):
         help="leave out the slow tests whose paths (their marker `guards`) have not changed since, "
         "but for another quarter of them at each commit",
     )
+    parser.addoption(
+        "--slow-at-most",
+        type=int,
+        metavar="N",
+        help="of the slow tests that --changed-since leaves, run N, at each commit others; those "
+        "whose own file has changed run always",
+    )
 
 
+@pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(config, items):
     ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
@@ -155,8 +163,9 @@ def pytest_collection_modifyitems(config, items):
     if revision is None:
         return
     changed = _git(config, "diff", "--name-only", revision).split()
-    turn = int(_git(config, "rev-list", "--count", "HEAD")) % 4
-    left_out = [item for item in items if _may_wait(item, changed, turn)]
+    commits = int(_git(config, "rev-list", "--count", "HEAD"))
+    left_out = [item for item in items if _may_wait(item, changed, commits % 4)]
+    left_out += _above(config.getoption("--slow-at-most"), items, left_out, changed, commits)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
@@ -176,9 +185,17 @@ def _guarded(item):
 
 def _may_wait(item, changed, turn):
     """Whether nothing has changed for which a slow test stands guard, and it is not its turn."""
-    own = (item.nodeid.partition("::")[0], "pyproject.toml")
-    is_touched = any(path.startswith((*_guarded(item), *own)) for path in changed)
+    own = item.nodeid.partition("::")[0]
+    is_touched = any(path.startswith((*_guarded(item), own)) for path in changed)
     return _is_slow(item) and not is_touched and zlib.crc32(item.nodeid.encode()) % 4 != turn
+
+
+def _above(limit, items, left_out, changed, commits):
+    """Return the slow tests that are too many, of those whose own file has not changed."""
+    slow = [item for item in items if _is_slow(item) and item not in left_out]
+    others = [item for item in slow if item.nodeid.partition("::")[0] not in changed]
+    others.sort(key=lambda item: zlib.crc32(f"{commits} {item.nodeid}".encode()))
+    return [] if limit is None else others[max(0, limit - len(slow) + len(others)) :]
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import tempfile
+import tomllib
 from pathlib import Path
 
 import jax
@@ -24,15 +25,19 @@ from jaxrl_llm.algorithms import (
     shaping,
     values,
 )
+from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, fields_at
 from jaxrl_llm.config.files import load, read_config
-from jaxrl_llm.config.load import describe
+from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.load import describe, from_tree
+from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.monitoring.trackers import functions as trackers
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
@@ -448,9 +453,11 @@ def refused(key, field):
 
 
 def documented():
-    """Return a pattern for each metric of the page."""
+    """Return a pattern for each metric of the page; the table of trackers has other rows."""
     patterns = {}
     for row in rows("docs/metrics.md"):
+        if not row[0].startswith("`"):
+            continue
         name = row[0].strip("`")
         pattern = re.sub(r"\{([^}]*)\}", lambda m: f"({m[1].replace(',', '|')})", name)
         patterns[name] = re.compile(re.sub("<[a-z]+>", ".+", pattern.replace("<k>", "[0-9]+")))
@@ -536,7 +543,7 @@ def written(tmp_path_factory):
     (folder / "playing.py").write_text(PLAYING)
     overrides = f"""
         run_dir={folder}/run steps=1 model.path={folder}/model
-        model.warm_start=null data.train={folder}/train.parquet log.tensorboard=false
+        model.warm_start=null data.train={folder}/train.parquet log.trackers=[]
         data.validation={folder}/validation.parquet data.prepare.out={folder}
         data.prepare.train_rows=8 data.prepare.validation_rows=2 data.prepare.sft_rows=0
         batch.prompts_per_step=2 batch.prompts_per_minibatch=2 batch.max_tokens_per_device=128
@@ -597,6 +604,32 @@ def test_every_metric_is_documented(written):
     patterns = documented().values()
     everything = written | diagnostics() | ages()
     assert [name for name in everything if not any(p.fullmatch(name) for p in patterns)] == []
+
+
+def test_the_table_of_trackers_is_that_of_the_functions():
+    table = {}
+    for row in rows("docs/metrics.md"):
+        if len(row) == 5 and row[1].strip("`") in trackers.__all__:
+            table[row[1].strip("`")] = re.findall(r"`(\w+)`", row[3])
+    settings = {
+        name: list(inspect.signature(getattr(trackers, name)).parameters)[1:]
+        for name in trackers.__all__
+    }
+    assert table == settings
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    assert settings.keys() - extras.keys() == {"tensorboard"}
+
+
+@pytest.mark.parametrize("page", ["docs/metrics.md", "docs/your_functions.md"])
+def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
+    pages = "\n".join(b for b in blocks("docs/your_functions.md", "python") if "csv" in b)
+    (tmp_path / "mine.py").write_text(pages)
+    monkeypatch.chdir(tmp_path)
+    given = [yaml.safe_load(block)["log"] for block in blocks(page, "yaml") if "trackers" in block]
+    assert given
+    for log in given:
+        for spec in from_tree(LogConfig, log).trackers:
+            load_function(spec, kinds.TRACKERS, passed=None)
 
 
 def test_every_documented_metric_exists(written):

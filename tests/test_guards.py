@@ -34,7 +34,6 @@ def item(nodeid, *, slow=True, paths=("models/", "algorithms/losses.py")):
         (["README.md", "models/hf/files.py"], False),
         (["algorithms/losses.py"], False),
         ([FILE], False),
-        (["pyproject.toml"], False),
     ],
 )
 def test_a_test_waits_unless_its_paths_have_changed(guards, changed, wait):
@@ -46,6 +45,20 @@ def test_a_test_waits_unless_its_paths_have_changed(guards, changed, wait):
 def test_what_is_not_slow_always_runs(guards):
     for turn in range(4):
         assert not guards._may_wait(item(f"{FILE}::test", slow=False), [], turn)
+
+
+def test_of_many_slow_tests_some_run_at_each_commit_and_in_time_all(guards):
+    nodes = [item(f"{FILE}::test[{number}]") for number in range(12)]
+    quick = item(f"{FILE}::quick", slow=False)
+    changed = [item("tests/other.py::test")]
+    ran = set()
+    for commits in range(20):
+        above = guards._above(4, [*nodes, quick, *changed], nodes[:2], ["tests/other.py"], commits)
+        assert len(above) == 7  # of ten, three run beside the one whose file has changed
+        assert all(node not in above for node in (*nodes[:2], quick, *changed))
+        ran |= {node.nodeid for node in nodes[2:] if node not in above}
+    assert len(ran) == 10
+    assert guards._above(None, nodes, [], [], 0) == []
 
 
 @pytest.mark.parametrize("paths", [(), ("models/", "nowhere/")])

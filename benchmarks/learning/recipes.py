@@ -72,7 +72,7 @@ def train(config: Path, *overrides: str, work: Path, log: Path) -> float:
     start = time.perf_counter()
     with log.open("w") as file:
         subprocess.run(
-            [*command, "log.tensorboard=false", *overrides],
+            [*command, "log.trackers=[]", *overrides],
             cwd=work,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             check=True,

@@ -62,7 +62,7 @@ def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             "max_tokens_per_device": job["max_tokens_per_device"],
         },
         "checkpoint": {"every": 0},
-        "log": {"tensorboard": False},
+        "log": {"trackers": []},
     }
 
 

@@ -125,7 +125,7 @@ def settings(job: dict[str, Any], folder: Path) -> TrainConfig:
             "grad_clip": job["grad_clip"],
         },
         "batch": {"prompts_per_step": len(job["prompts"][0])},
-        "log": {"tensorboard": False},
+        "log": {"trackers": []},
     }
     for override in job["overrides"]:
         apply_override(tree, override)

@@ -181,7 +181,7 @@ def settings(staleness: int, args: argparse.Namespace, folder: Path) -> TrainCon
             "batch.max_tokens_per_device": 2048,
             "validation.every": 0,
             "checkpoint.every": 0,
-            "log.tensorboard": False,
+            "log.trackers": [],
         },
     )
 

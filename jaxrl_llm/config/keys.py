@@ -62,7 +62,7 @@ class Section(metaclass=_ConfigErrors):
 
 def function_key(
     home: str,
-    default: FunctionSpec | str | None,
+    default: FunctionSpec | tuple[FunctionSpec, ...] | str | None,
     description: str,
     *,
     passed: tuple[str, ...] | None = None,
@@ -71,7 +71,7 @@ def function_key(
 
     Args:
         home: module in which a bare name is looked up.
-        default: the function, by name or with keywords.
+        default: the function, by name or with keywords; several where the key is a list.
         description: what it is for.
         passed: parameters that a config may not set; None where they are the positional ones
             without a default.

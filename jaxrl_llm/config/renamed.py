@@ -6,6 +6,8 @@ RENAMED = {
     "algorithm.max_draws": "algorithm.max_generation_batches",
     "cache_gb": "kv_cache_gb",
     "data.template": "data.chat_template_kwargs",
+    "log.tensorboard": "log.trackers",
+    "log.wandb": "log.trackers",
     "reward.model": "reward.classifier",
     "reward.scorer": "reward.function",
     "reward_model": "implicit_reward_model",

@@ -47,7 +47,9 @@ def _key(key: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
         several = "items" in str(key)
         default = key.get("default")
         if isinstance(default, dict):
-            key["default"] = {"fn": default["fn"], **default.get("kwargs", default)}
+            key["default"] = _spec(default)
+        elif isinstance(default, list):
+            key["default"] = [_spec(one) for one in default]
         forms = [one, *([{"type": "array", "items": one}] if several else [])]
         nullable = [] if default else [{"type": "null"}]
         rest = {k: v for k, v in key.items() if k in ("default", "description")}
@@ -58,6 +60,11 @@ def _key(key: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
     if "$ref" in key:
         return {"anyOf": [{"$ref": key.pop("$ref")}, {"type": "null"}], **key}
     return key
+
+
+def _spec(default: dict[str, Any]) -> dict[str, Any]:
+    """Return a function that is a default as a file would hold it."""
+    return {"fn": default["fn"], **default.get("kwargs", default)}
 
 
 def _functions(home: str, passed: Sequence[str] | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxrl_llm.cluster import context
 from jaxrl_llm.monitoring.compiling import CompileProgress
 from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
-from jaxrl_llm.monitoring.trackers import BackgroundWriter
+from jaxrl_llm.monitoring.writer import BackgroundWriter
 from jaxrl_llm.sharding.distributed import is_first
 
 CLOSE_S = 5.0

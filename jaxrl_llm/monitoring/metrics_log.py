@@ -1,4 +1,4 @@
-"""Where metrics go: a JSONL file, TensorBoard, and Weights & Biases."""
+"""Where a step's metrics go: a JSONL file, and the run's trackers."""
 
 import collections
 import contextlib
@@ -6,26 +6,31 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.sections.log import LogConfig
-from jaxrl_llm.monitoring.trackers import (
-    BackgroundWriter,
-    Outages,
-    Row,
-    TensorBoard,
-    Tracker,
-    WeightsAndBiases,
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.monitoring.trackers.loading import load_trackers
+from jaxrl_llm.monitoring.trackers.records import (
+    TrackedRun,
+    TrackedStep,
+    distribution,
+    plain_rows,
 )
+from jaxrl_llm.monitoring.writer import BackgroundWriter, Outages
 from jaxrl_llm.sharding.distributed import is_first
 
 log = logging.getLogger(__name__)
 
 KEPT_LINES = 100_000
 """Lines of metrics.jsonl that wait in memory at most, about 300 MB."""
+
+DETAILED = 20
+"""Steps that wait for a tracker with their answers and distributions; more wait without them."""
 
 TRACKERS_CLOSE_S = 30.0
 """Seconds that the end of a run waits at most for a tracker."""
@@ -127,14 +132,14 @@ class MetricsLog:
     """All sinks at once; of several processes the first one writes.
 
     Args:
-        run_dir: holds metrics.jsonl and tensorboard.
+        run_dir: holds metrics.jsonl, and what trackers write to the run's folder.
         step: the step after which the run starts.
         position: bytes of metrics.jsonl to keep.
-        trackers: which trackers the run has.
+        trackers: functions that return the run's trackers.
         config: the resolved config, for trackers that show it.
 
     Raises:
-        ConfigError: the package wandb is not installed.
+        ConfigError: a tracker can't be used, as its package is not installed.
     """
 
     def __init__(
@@ -143,25 +148,35 @@ class MetricsLog:
         *,
         step: int,
         position: int,
-        trackers: LogConfig,
+        trackers: Sequence[FunctionSpec],
         config: Mapping[str, Any],
     ) -> None:
         """Open every sink, all but the file in the background."""
         self._file: MetricsFile | None = None
-        self._trackers: list[BackgroundWriter[Row]] = []
+        self._trackers: list[BackgroundWriter[TrackedStep]] = []
         if not is_first():
             return
-        opened: list[Tracker] = []
-        if trackers.wandb:
-            opened.append(WeightsAndBiases(trackers.wandb, run_dir, config))
-        if trackers.tensorboard:
-            first = step + 1 if step else 0
-            opened.append(TensorBoard(run_dir / "tensorboard", first, config))
+        run = TrackedRun(run_dir, config, first_step=step + 1 if step else 0)
+        opened = load_trackers(trackers, run)
         self._file = MetricsFile(run_dir / "metrics.jsonl", position)
         self._trackers = [BackgroundWriter(tracker) for tracker in opened]
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics to every sink. What they can't write does not end the run."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        answers: Sequence[Mapping[str, Any]] = (),
+        histograms: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write one step to every sink. What they can't write does not end the run.
+
+        Args:
+            step: its number.
+            metrics: by name.
+            answers: rows of a table of answers (`prompt`, `answer`, `score`, …), for trackers;
+                columns that are neither text nor numbers are left out.
+            histograms: values by name, whose distributions trackers show.
+        """
         if self._file is None:
             return
         row = dict(metrics)
@@ -169,8 +184,15 @@ class MetricsLog:
             dropped = self._file.dropped + sum(writer.dropped for writer in self._trackers)
             row["perf/dropped_log_records"] = float(dropped)
         self._file.write(step, row)
+        if not self._trackers:
+            return
+        seen = {name: distribution(values) for name, values in (histograms or {}).items()}
+        record = TrackedStep(
+            step, row, plain_rows(answers), {k: v for k, v in seen.items() if v is not None}
+        )
         for writer in self._trackers:
-            writer.write((step, row))
+            is_behind = writer.waiting >= DETAILED
+            writer.write(TrackedStep(step, row) if is_behind else record)
 
     def position(self, step: int) -> int:
         """Return the length in bytes of what is safely on disk; 0 where nothing is written.

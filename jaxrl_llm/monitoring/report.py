@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.tables import MetricsTable
-from jaxrl_llm.monitoring.trackers import Outages
+from jaxrl_llm.monitoring.writer import Outages
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch

@@ -11,7 +11,7 @@ import select
 import sys
 from typing import Any
 
-from jaxrl_llm.monitoring.trackers import PENDING, BackgroundWriter
+from jaxrl_llm.monitoring.writer import PENDING, BackgroundWriter
 
 PIECE = 1000
 """Characters written at once: at most 4000 bytes, for which a pipe that is ready has room."""

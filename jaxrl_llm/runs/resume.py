@@ -183,7 +183,7 @@ def resume_run(
         folder,
         step=step,
         position=extra.get("metrics_bytes", 0),
-        trackers=config.log,
+        trackers=config.log.trackers,
         config=as_tree(config),
     )
     stack.callback(log.close)

@@ -1,7 +1,7 @@
 """Metrics of a training step: its batch, how well engine and trainer agree, and the machine."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -58,6 +58,32 @@ def batch_metrics(
         **balance(batch),
         "reward/errors": float(sum(score.error is not None for score in scores)),
     }
+
+
+def step_histograms(batch: Batch, scores: Sequence[Score]) -> dict[str, np.ndarray]:
+    """Return the values of a step whose distribution trackers show, by name.
+
+    Answers that are not usable are left out.
+
+    Args:
+        batch: of the step, with its advantages.
+        scores: of each answer.
+
+    Returns:
+        `score` and `response_length` (tokens) of each answer; `advantages` of each drawn token;
+        and `logprob_diff`, the trainer's log-prob less the engine's (nats) of each drawn token,
+        where a pass has computed the trainer's.
+    """
+    mask, usable = batch["mask"], batch["usable"]
+    values = {
+        "score": np.array([score.score for score in scores], np.float32)[usable],
+        "response_length": batch["response_lengths"][usable],
+        "advantages": batch["advantages"][mask],
+    }
+    old, engine = batch.fields.get("old_logprobs"), batch["rollout_logprobs"]
+    if old is not None and old is not engine:
+        values["logprob_diff"] = old[mask] - engine[mask]
+    return values
 
 
 def turn_rewards(rollouts: Rollouts) -> np.ndarray:

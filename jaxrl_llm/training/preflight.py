@@ -6,6 +6,7 @@ from jaxrl_llm.config import kinds
 from jaxrl_llm.config.fields import asks_for, name_of
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.rewards.runner import check_reward_function
 from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.vllm.environment import find_python
@@ -18,7 +19,8 @@ def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     """Import the functions that get no arrays, look for vLLM, and warn of what can't learn.
 
     Raises:
-        ConfigError: a function can't be imported, or vLLM's environment is not there.
+        ConfigError: a function can't be imported, or a tracker's package or vLLM's environment is
+            not there.
     """
     data, rollout = config.data, config.rollout
     if config.reward.function:
@@ -26,6 +28,7 @@ def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     load_function(data.dataset, kinds.DATASETS, passed=("paths",), key="data.dataset")
     if data.prepare:
         load_function(data.prepare, kinds.PREPARATIONS, key="data.prepare")
+    check_trackers(config)
     if rollout.has_episodes:
         check_episode_functions(rollout)
     if rollout.engine == "vllm" and not (rollout.nodes or rollout.vllm.launch):

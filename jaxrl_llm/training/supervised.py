@@ -25,6 +25,7 @@ from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.export import save_model
 from jaxrl_llm.runs.resume import (
@@ -56,6 +57,7 @@ def run_sft(config: SftConfig) -> None:
     distributed.initialize()
     with distributed.abort_together((Preempted,)):
         quiet_libraries()
+        check_trackers(config)
         optimizer, schedule = make_optimizer(config.optim)
         if config.steps is not None:
             check_learning_rates(schedule, config.optim, config.steps)

@@ -106,7 +106,7 @@ class Workshop:
                 "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-2}},
                 "batch": {"examples_per_step": 16, "max_tokens_per_device": 256},
                 "checkpoint": {"every": 4},
-                "log": {"tensorboard": False},
+                "log": {"trackers": []},
             },
         )
         self.write(
@@ -133,7 +133,7 @@ class Workshop:
                     "prompts_per_minibatch": 4,
                     "max_tokens_per_device": 128,
                 },
-                "log": {"tensorboard": False},
+                "log": {"trackers": []},
             },
         )
 
@@ -272,7 +272,7 @@ def finished(run):
         "rollout.dump_every=2",
         "validation.every=2",
         "checkpoint.every=2",
-        "log.tensorboard=true",
+        "log.trackers=tensorboard",
     ).ok()
 
 

@@ -50,12 +50,20 @@ def failed(result, status, pattern):
         ),
         ("data.max_prompt_tokens=300", r"= 304, but the model has 256 positions"),
         ("rollout.kv_cache_gb=1e-6", r"rollout: a cache of 1e-06 GB holds 0 tokens: expected"),
-        ("log.wandb=project", r"log\.wandb='project' needs the package wandb: pip install"),
     ],
 )
 def test_configs_that_cannot_be_run(run, override, pattern):
     # A micro-batch holds the longest sequence of all the cases.
     refused(run("batch.max_tokens_per_device=512", override), 2, pattern)
+
+
+@pytest.mark.parametrize("program", [{"config": "sft.yaml", "main": sft_main}, {}])
+def test_a_tracker_that_cannot_be_used_is_told_before_a_model_is_looked_for(run, workshop, program):
+    words = ["model.path=nowhere", f"log.trackers={workshop.mine('tracker_without_key')}"]
+    result = run(*words, **program)
+    refused(
+        result, 2, r"log\.trackers: '.*:tracker_without_key': .*/mine\.py:\d+: KeyError: 'MY_KEY'"
+    )
 
 
 def test_a_missing_config_file(run):

@@ -20,7 +20,7 @@ LONG = (
     "data.validation=[]",
     "checkpoint.every=15",
     "rollout.dump_every=20",
-    "log.tensorboard=true",
+    "log.trackers=tensorboard",
 )
 
 

@@ -179,8 +179,12 @@ def test_the_functions_of_the_page_train(run, page):
         f"algorithm.advantage={page}:centred",
         f"algorithm.loss={page}:capped",
         "algorithm.loss.cap=1.5",
+        f"log.trackers=[{{fn: '{page}:csv_file', columns: [critic/score/mean, global_step]}}]",
     ]
-    line = run(*words, "steps=1").ok().metrics[-1]
+    result = run(*words, "steps=1").ok()
+    line = result.metrics[-1]
+    (row,) = (result.run_dir / "metrics.csv").read_text().splitlines()[-1:]
+    assert row == f"1,{line['critic/score/mean']},"
     assert 0 < line["critic/score/mean"] <= 1
     assert line["critic/advantages/min"] < 0 < line["critic/advantages/max"]
     assert line["reward/errors"] == 0
@@ -254,7 +258,7 @@ def test_a_reward_function_that_fails_too_often_stops_the_run(run, workshop):
 def test_a_skipped_update_is_told(warned, workshop):
     """No line said so, and tensorboardX warned of each NaN."""
     loss = f"algorithm.loss={workshop.mine('loss_nan_for_group_0')}"
-    _, (line,) = warned(loss, "steps=1", "validation.before=false", "log.tensorboard=true")
+    _, (line,) = warned(loss, "steps=1", "validation.before=false", "log.trackers=tensorboard")
     assert "step 1: 1 update(s) skipped, for the actor's gradient was not finite; more than" in line
     assert "optim.max_skipped=3 in a row stop the run" in line
 

@@ -175,7 +175,7 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(run, finished
     folder = copy_of(finished)
     words = ["rollout.dump_every=2", "validation.every=2", "checkpoint.every=2", "steps=4"]
     before = (folder / "metrics.jsonl").read_bytes()
-    again = run(*words, "log.tensorboard=true", run_dir=folder).ok()
+    again = run(*words, "log.trackers=tensorboard", run_dir=folder).ok()
     assert "before and after" in again.out and "critic/score/mean" in again.out
     table = again.out.index("before and after")
     assert again.out[table:] == finished.out[finished.out.index("before and after") :]
@@ -243,7 +243,7 @@ def test_the_other_files(finished, workshop):
     assert {"jaxrl_llm", "jax", "python", "devices", "seed", "git_commit"} <= set(versions)
     resolved = load(TrainConfig, folder / "config.yaml")
     words = ["steps=4", "rollout.dump_every=2", "validation.every=2", "checkpoint.every=2"]
-    words += ["log.tensorboard=true", f"run_dir={folder}"]
+    words += ["log.trackers=tensorboard", f"run_dir={folder}"]
     assert resolved == load(TrainConfig, workshop.root / "train.yaml", words)
     assert yaml.safe_load((folder / "config.yaml").read_text())["seed"] == 0
     assert not list(folder.rglob("*.tmp"))

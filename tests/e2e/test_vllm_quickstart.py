@@ -51,7 +51,7 @@ def test_the_quickstart_learns_from_vllms_answers(tmp_path):
 def test_vllm_samples_while_the_step_is_trained(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/quickstart.yaml"]
-    command += ["rollout.engine=vllm", "rollout.staleness=1", "steps=4", "log.tensorboard=false"]
+    command += ["rollout.engine=vllm", "rollout.staleness=1", "steps=4", "log.trackers=[]"]
     command += ["model.path=configs/quickstart", "model.random_init=true", "model.warm_start=null"]
     command += ["rollout.max_new_tokens=40", "rollout.max_running_sequences=64"]
     command += ["validation.before=false", "batch.prompts_per_step=16"]

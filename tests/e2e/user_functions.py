@@ -217,3 +217,7 @@ def raises_on_odd(data_source, solution_str, ground_truth, extra_info):
     if extra_info["index"] % 2:
         raise LookupError("no such answer")
     return digit_sum(data_source, solution_str, ground_truth)
+
+
+def tracker_without_key(run):
+    raise KeyError("MY_KEY")

@@ -1,10 +1,12 @@
 """Where metrics go, and how they survive a resumed run."""
 
 import errno
+import functools
 import json
 import logging
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -190,9 +192,9 @@ def test_memory_for_lines_is_bounded(stored, tmp_path, monkeypatch, caplog):
 # ------------------------------------------------------------------------------------------ sinks
 
 
-def open_log(folder, *, step=0, position=0, config=None, tensorboard=False, wandb=None):
-    trackers = LogConfig(tensorboard=tensorboard, wandb=wandb)
-    return MetricsLog(folder, step=step, position=position, trackers=trackers, config=config or {})
+def open_log(folder, *trackers, step=0, position=0, config=None):
+    specs = LogConfig(trackers=trackers).trackers
+    return MetricsLog(folder, step=step, position=position, trackers=specs, config=config or {})
 
 
 def test_the_file_alone(tmp_path):
@@ -204,7 +206,7 @@ def test_the_file_alone(tmp_path):
 
 
 def test_tensorboard(tmp_path):
-    log = open_log(tmp_path, tensorboard=True)
+    log = open_log(tmp_path, "tensorboard")
     log.write(1, {"actor/loss": 0.5})
     log.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -213,29 +215,83 @@ def test_tensorboard(tmp_path):
     assert np.float32(0.5).tobytes() in content
 
 
-def test_weights_and_biases(tmp_path, monkeypatch):
-    calls = []
+class Kept:
+    """A tracker that keeps what it is given."""
 
-    class Run:
-        def log(self, values, step):
-            calls.append((step, values))
+    name = "kept"
 
-        def finish(self):
-            calls.append("finish")
+    def __init__(self, run, records):
+        self.run, self.records = run, records
 
-    fake = type(sys)("wandb")
-    fake.init = lambda **settings: calls.append(settings) or Run()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = open_log(tmp_path / "run", wandb="project", config={"seed": 1})
-    log.write(3, {"a": 1.0})
+    def open(self):
+        self.records.append(self.run)
+
+    def write(self, record):
+        self.records.append(record)
+
+    def close(self):
+        self.records.append("closed")
+
+
+def test_a_function_of_ones_own_is_a_tracker(tmp_path):
+    records = []
+
+    def mine(run, *, tag):
+        assert tag == "t"
+        return Kept(run, records)
+
+    log = open_log(tmp_path, functools.partial(mine, tag="t"), step=2, config={"seed": 1})
+    answers = [{"answer": "4", "score": np.float32(1), "tokens": [1], "gone": np.nan, "ok": True}]
+    log.write(3, {"a": 1.0}, answers, {"score": np.array([1.0, 3.0]), "none": np.array([np.nan])})
     log.close()
-    assert calls[0]["project"] == "project"
-    assert calls[0]["name"] == "run"
-    assert calls[0]["config"] == {"seed": 1}
-    assert calls[1:] == [(3, {"a": 1.0, "perf/dropped_log_records": 0.0}), "finish"]
+    run, record, closed = records
+    assert run == (tmp_path, {"seed": 1}, 3)
+    assert record[:2] == (3, {"a": 1.0, "perf/dropped_log_records": 0.0})
+    assert record.answers == ({"answer": "4", "score": 1.0, "gone": None, "ok": True},)
+    (seen,) = record.histograms.values()
+    assert (seen.total, seen.squares, seen.edges[0], seen.edges[-1]) == (4.0, 10.0, 1.0, 3.0)
+    assert closed == "closed"
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 3, **record.metrics}]
 
 
-def test_weights_and_biases_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"log.wandb='p' needs the package wandb: pip install"):
-        open_log(tmp_path, wandb="p")
+def test_a_tracker_that_is_behind_gets_metrics_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_log, "DETAILED", 3)
+    records, goes_on = [], threading.Event()
+
+    class Slow(Kept):
+        def write(self, record):
+            goes_on.wait()
+            super().write(record)
+
+    log = open_log(tmp_path, lambda run: Slow(run, records))
+    for step in range(1, 9):
+        log.write(step, {"a": 1.0}, [{"answer": "x"}], {"score": np.ones(5)})
+    goes_on.set()
+    log.close()
+    written = records[1:-1]
+    assert [record.step for record in written] == list(range(1, 9))
+    assert [len(record.answers) for record in written] == [1] * 3 + [0] * 5
+    assert [len(record.histograms) for record in written] == [1] * 3 + [0] * 5
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab", "comet"])
+def test_a_tracker_whose_package_is_not_installed(tmp_path, monkeypatch, name):
+    package = {"comet": "comet_ml"}.get(name, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"log\.trackers: '{name}' needs the package {package}: pip install .*\[{name}\]'"
+    with pytest.raises(ConfigError, match=message):
+        open_log(tmp_path, name)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_trackers_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match=r"log\.trackers: remove 'console', the terminal has a"):
+        open_log(tmp_path, "console")
+    with pytest.raises(ConfigError, match=r"log\.trackers: remove 'file', metrics\.jsonl in run_"):
+        open_log(tmp_path, "file")
+    with pytest.raises(ConfigError, match=r"an object with name, open, write and close, got a int"):
+        open_log(tmp_path, lambda run: 3)
+    with pytest.raises(ConfigError, match=r"log\.trackers: .*lambda.*ZeroDivisionError"):
+        open_log(tmp_path, lambda run: 1 / 0)
+    with pytest.raises(ConfigError, match=r"no function 'tensorbord' .*mean 'tensorboard'"):
+        open_log(tmp_path, "tensorbord")

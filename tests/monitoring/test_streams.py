@@ -17,7 +17,7 @@ import pytest
 from jaxrl_llm.monitoring import display as module
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.streams import StderrHandler, Stream, log_to_stderr
-from jaxrl_llm.monitoring.trackers import BackgroundWriter
+from jaxrl_llm.monitoring.writer import BackgroundWriter
 from tests.waiting import wait_until
 
 SOON_S = 20.0  # what takes longer hangs
@@ -65,7 +65,7 @@ def test_stdout_that_is_closed_by_its_reader():
     process.stdout.close()
     status, stderr = end(process)
     assert status == 3
-    assert "WARNING:jaxrl_llm.monitoring.trackers:can't write to stdout: Broken pipe; " in stderr
+    assert "WARNING:jaxrl_llm.monitoring.writer:can't write to stdout: Broken pipe; " in stderr
     assert stderr.count("can't write") == 1 and "ignored" not in stderr
 
 

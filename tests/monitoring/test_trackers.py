@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
 import os
 import resource
 import struct
-import sys
+import subprocess
 import threading
 import time
 
@@ -24,7 +25,9 @@ from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.report import RolloutDumps
-from jaxrl_llm.monitoring.trackers import BackgroundWriter, TensorBoard
+from jaxrl_llm.monitoring.trackers.records import TrackedRun, TrackedStep
+from jaxrl_llm.monitoring.trackers.tensorboard import TensorBoard
+from jaxrl_llm.monitoring.writer import BackgroundWriter
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch
 from tests.waiting import wait_until
@@ -196,7 +199,7 @@ def test_a_sink_that_never_works(warnings):
 def test_a_clock_that_is_set_back_and_forth(tmp_path, monkeypatch, warnings):
     now = [time.time()]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    log = open_log(tmp_path, tensorboard=True)
+    log = open_log(tmp_path, "tensorboard")
     for step, days in enumerate((0, -60, -60, 120, 0), start=1):
         now[0] += days * 86400
         log.write(step, {"loss": 0.5})
@@ -207,13 +210,13 @@ def test_a_clock_that_is_set_back_and_forth(tmp_path, monkeypatch, warnings):
 
 def test_a_run_that_is_continued_hides_the_steps_after_its_checkpoint(tmp_path):
     for step in (0, 5):
-        tracker = TensorBoard(tmp_path, step)
+        tracker = TensorBoard(TrackedRun(tmp_path, {}, step))
         tracker.open()
-        tracker.write((step + 1, {"loss": 0.5, "b c": 2.0}))
+        tracker.write(TrackedStep(step + 1, {"loss": 0.5, "b c": 2.0}))
         tracker.close()
-    first, second = sorted(tmp_path.iterdir())
+    first, second = sorted((tmp_path / "tensorboard").iterdir())
     assert second.name.startswith("events.out.tfevents.") and first != second
-    written = events(tmp_path)
+    written = events(tmp_path / "tensorboard")
     assert [event.file_version for event in written[::3]] == ["brain.Event:2"] * 2
     assert [(e.step, e.session_log.status) for e in written[1::3]] == [
         (0, SessionLog.START),
@@ -226,10 +229,10 @@ def test_a_run_that_is_continued_hides_the_steps_after_its_checkpoint(tmp_path):
 
 def test_the_config_is_shown_as_text_and_as_hyper_parameters(tmp_path):
     config = {"seed": 3, "model": {"path": "m", "lora": None}, "data": {"shuffle": True}}
-    tracker = TensorBoard(tmp_path, 0, config)
+    tracker = TensorBoard(TrackedRun(tmp_path, config, 0))
     tracker.open()
     tracker.close()
-    values = [value for event in events(tmp_path) for value in event.summary.value]
+    values = [value for event in events(tmp_path / "tensorboard") for value in event.summary.value]
     text, *_ = values
     assert (text.tag, text.metadata.plugin_data.plugin_name) == ("config/text_summary", "text")
     assert text.tensor.string_val == [b"    seed: 3\n    model.path: m\n    data.shuffle: True"]
@@ -260,7 +263,7 @@ def fill(path):
 
 def test_a_disk_that_is_full_and_is_freed(disk, warnings):
     run_dir = disk / "run"
-    log = open_log(run_dir, tensorboard=True)
+    log = open_log(run_dir, "tensorboard")
     row = {f"metric/{number}": number + 0.5 for number in range(50)}
     (writer,), record = log._trackers, log._file
     for step in range(1, 31):
@@ -290,7 +293,7 @@ def test_a_disk_that_is_full_and_is_freed(disk, warnings):
 
 
 def test_a_limit_on_file_sizes(tmp_path, warnings):
-    log = open_log(tmp_path, tensorboard=True)
+    log = open_log(tmp_path, "tensorboard")
     (writer,) = log._trackers
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -312,59 +315,90 @@ def test_a_limit_on_file_sizes(tmp_path, warnings):
 # --------------------------------------------------------------------------------- all of them
 
 
-def open_log(folder, *, step=0, position=0, config=None, tensorboard=False, wandb=None):
-    trackers = LogConfig(tensorboard=tensorboard, wandb=wandb)
-    return MetricsLog(folder, step=step, position=position, trackers=trackers, config=config or {})
+def open_log(folder, *trackers, step=0, position=0, config=None):
+    specs = LogConfig(trackers=trackers).trackers
+    return MetricsLog(folder, step=step, position=position, trackers=specs, config=config or {})
 
 
-@pytest.mark.parametrize("hangs", ["init", "log", "finish"])
-def test_weights_and_biases_without_a_network(tmp_path, monkeypatch, released, warnings, hangs):
-    client = Memory(lambda call: released.wait() if call == hangs else None)
+class Piped(Memory):
+    """Hands records to a process, which is killed after the third."""
 
-    class Run:
-        def log(self, values, step):
-            client._call("log")
-            client.records.append(step)
+    def open(self):
+        super().open()
+        self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
-        def finish(self):
-            client._call("finish")
+    def write(self, record):
+        if len(self.records) == 3:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdin.write(b"x" * 4096)
+        self.process.stdin.flush()
+        super().write(record)
 
-    fake = type(sys)("wandb")
-    fake.init = lambda **settings: client._call("init") or Run()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 2.0 if hangs == "finish" else 0.1)
-    with soon():
-        log = open_log(tmp_path, wandb="project", tensorboard=True)
-        wait_until(lambda: "init" in client.calls)
-        for step in range(STEPS + 50):
-            log.write(step, {"loss": 0.5})
-        log.close()
+    def close(self):
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def raising(at, error):
+    def raise_(call):
+        if call == at:
+            raise error
+
+    return raise_
+
+
+FAULTS = {
+    "raises at open": lambda hang: Memory(raising("open", RuntimeError("no key"))),
+    "raises at write": lambda hang: Memory(raising("write", RuntimeError("down"))),
+    "exits at write": lambda hang: Memory(raising("write", SystemExit(1))),
+    "hangs at open": lambda hang: Memory(lambda call: hang() if call == "open" else None),
+    "hangs at write": lambda hang: Memory(lambda call: hang() if call == "write" else None),
+    "hangs at close": lambda hang: Memory(lambda call: hang() if call == "close" else None),
+    "is slow": lambda hang: Memory(lambda call: time.sleep(0.001)),
+    "is killed": lambda hang: Piped(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tracker_costs_no_step(tmp_path, monkeypatch, released, warnings, fault):
+    """The steps are all taken while what hangs is let go of only after the test."""
+    monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 0.1 if "hangs" in fault else SOON_S)
+    few = functools.partial(BackgroundWriter, limit=100)
+    monkeypatch.setattr(metrics_log, "BackgroundWriter", few)
+    sink, total = FAULTS[fault](released.wait), 150
+    log = open_log(tmp_path, lambda run: sink, "tensorboard")
+    (faulty, sound) = log._trackers
+    wait_until(lambda: "open" in sink.calls)
+    rows = [{"prompt": "p", "answer": "x" * 1000}] * 4
+    for step in range(total):
+        log.write(step, {"loss": 0.5}, rows, {"score": np.ones(8)})
+        assert faulty.waiting <= 101
+        if fault in ("is killed", "is slow"):  # so that none is dropped because too many wait
+            wait_until(lambda: faulty.waiting < 100)
+        wait_until(lambda: not sound.waiting)
+    assert not released.is_set()
+    log.close()
     written = lines(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in written] == list(range(STEPS + 50))
-    assert "Weights & Biases has not ended within" in "".join(warnings())
-    if hangs != "finish":
-        assert written[-1]["perf/dropped_log_records"] >= 48
-        assert "Weights & Biases does not keep up: 1000 records wait" in "".join(warnings())
-        assert f"Weights & Biases: records dropped at the end: {STEPS + 50}" in warnings()
+    assert [line["step"] for line in written] == list(range(total))
+    assert steps(tmp_path / "tensorboard") == list(range(total)) and sound.dropped == 0
+    assert len(sink.records) + faulty.dropped == total
+    assert bool(faulty.dropped) == (fault not in ("hangs at close", "is slow"))
+    if "hangs" in fault:
+        assert "memory has not ended within 0.1 s and is left alone" in warnings()
+    elif faulty.dropped:
+        (first, last) = warnings()
+        assert first.startswith("can't write to memory: ") and str(faulty.dropped) in last
 
 
-def test_trackers_do_not_slow_a_run_down(tmp_path, monkeypatch, released):
-    row = {f"metric/{number}": float(number) for number in range(100)}
-
-    def seconds(folder, **more):
-        log, start = open_log(folder, **more), time.monotonic()
-        for step in range(STEPS):
-            log.write(step, row)
-        taken = time.monotonic() - start
-        monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 0.1)
-        log.close()
-        return taken
-
-    fake = type(sys)("wandb")
-    fake.init = lambda **settings: released.wait()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    alone = seconds(tmp_path / "alone")
-    assert seconds(tmp_path / "hanging", wandb="project") < 10 * alone + 2.0
+def test_no_thread_but_the_trackers_own_calls_it(tmp_path):
+    threads = set()
+    sink = Memory(lambda call: threads.add(threading.current_thread().name))
+    log = open_log(tmp_path, lambda run: sink)
+    log.write(1, {"loss": 0.5})
+    log.close()
+    assert threads == {"writer: memory"}
 
 
 # ---------------------------------------------------------------------------- answers and profiles

@@ -3,16 +3,20 @@
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.keys import STRICT, Section, Several
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import STRICT, Function, Section, Several, function_key
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig(Section):
     """What a run says of itself, besides run_dir/metrics.jsonl."""
 
-    tensorboard: bool = Field(default=True, description="write run_dir/tensorboard")
-    wandb: str | None = Field(
-        default=None, description="project at Weights & Biases; null does not log there"
+    trackers: Several[Function] = function_key(
+        kinds.TRACKERS,
+        (FunctionSpec("tensorboard"),),
+        "list of functions in monitoring.trackers.functions, where each step goes besides; [] has "
+        "none",
     )
     profile_steps: Several[int] = Field(
         default=(),
