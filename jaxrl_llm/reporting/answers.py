@@ -61,13 +61,13 @@ class KeptAnswers:
         token_texts, plain = self._token_texts()
         if sum(_state(self._path(step))[1] for step in shown) > budget // 2:  # of parquet
             shown = evenly(shown, STEPS)
-        rows, prompts = self._choose(shown, budget, token_texts)
+        rows, prompts = self._choose(shown, budget, token_texts, problems)
         return {
             "rows": rows,
             "prompts": list(map(_shown_prompt, prompts)),
             "texts": list(self._texts),
             "steps": steps,
-            "shown_steps": shown,
+            "shown_steps": sorted({row["step"] for row in rows}),
             "total": sum(len(table.prompts) for table in self._tables.values()),
             "problems": problems,
             "plain": plain,
@@ -87,8 +87,7 @@ class KeptAnswers:
                 current = table is not None and table.state == _state(path)
                 self._tables[step] = table if table and current else _Table(path)
             except (OSError, ValueError, LookupError) as error:  # pyarrow's are among these
-                reason = " ".join(str(error).split())
-                problems.append(f"rollouts/{path.name} can't be read: {reason}")
+                problems.append(_damage(path, error))
 
     def _token_texts(self) -> tuple[TokenTexts | None, str | None]:
         """Return what gives tokens their texts; else why there is nothing."""
@@ -99,7 +98,11 @@ class KeptAnswers:
             return None, str(error)
 
     def _choose(
-        self, steps: Sequence[int], budget: int, token_texts: TokenTexts | None
+        self,
+        steps: Sequence[int],
+        budget: int,
+        token_texts: TokenTexts | None,
+        problems: list[str],
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """Return as many answers as there is room for, and their prompts, to which they point.
 
@@ -113,12 +116,15 @@ class KeptAnswers:
             of_step = list[dict[str, Any]]()
             often = [number for number, prompt in enumerate(table.prompts) if seen[prompt] > 1]
             order = [*often, *sorted({*range(len(table.prompts))} - {*often})]
-            for row, bytes_of_row in table.answers(order, token_texts, self._texts):
-                prompt = table.prompts[row["number"]]
-                size += bytes_of_row + (0 if prompt in numbers else len(prompt))
-                of_step.append({**row, "step": step, "prompt": _number_of(prompt, numbers)})
-                if size >= end:
-                    break
+            try:
+                for row, bytes_of_row in table.answers(order, token_texts, self._texts):
+                    prompt = table.prompts[row["number"]]
+                    size += bytes_of_row + (0 if prompt in numbers else len(prompt))
+                    of_step.append({**row, "step": step, "prompt": _number_of(prompt, numbers)})
+                    if size >= end:
+                        break
+            except (OSError, ValueError) as error:
+                problems.append(_damage(self._path(step), error))
             rows += sorted(of_step, key=lambda row: row["number"])
         return rows, list(numbers)
 
@@ -126,6 +132,10 @@ class KeptAnswers:
 @functools.cache
 def _decoder(model: str) -> Callable[[list[int]], str]:
     return decoder(model)
+
+
+def _damage(path: Path, error: Exception) -> str:
+    return f"rollouts/{path.name} can't be read: {' '.join(str(error).split())}"
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -177,7 +187,7 @@ class _Table:
 
 def _shown_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "answer": answer["answer"],
+        "answer": answer.get("answer") or "",
         "score": _finite(answer.get("score")),
         "advantage": _finite(answer.get("advantage")),
         "finish": answer.get("finish"),

@@ -28,6 +28,9 @@ KEY_NUMBERS = {
 """The metrics of the overview, by their beginnings: a label, and which value is the best."""
 
 
+MOST_SOURCES = 6
+"""Of held-out prompts, whose means are among the key numbers; the curves have the others."""
+
 TORN = "the last line is not whole, and is left out"
 """What is said of a line whose writing was interrupted, or is under way."""
 
@@ -147,7 +150,8 @@ def key_numbers(lines: Sequence[Line]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for line in lines for name in line))
     found = []
     for start, (label, best) in KEY_NUMBERS.items():
-        for name in (n for n in names if n.startswith(start)):
+        validated = [n for n in names if n.startswith(start) and ("@" not in n or "/mean@" in n)]
+        for name in validated[:MOST_SOURCES]:
             pairs = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             if not pairs:
                 continue

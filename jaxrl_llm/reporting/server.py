@@ -1,5 +1,6 @@
 """Serves the page of runs that are training, on this machine alone."""
 
+import contextlib
 import gzip
 import threading
 from collections.abc import Callable, Sequence
@@ -68,7 +69,11 @@ def _handler(
                 self.send_error(403, f"expected one of the hosts {', '.join(sorted(HOSTS))}")
                 return
             address = urlsplit(self.path)
-            found = answer(address.path, parse_qs(address.query))
+            try:
+                found = answer(address.path, parse_qs(address.query))
+            except (ConfigError, OSError) as error:  # as where a folder is moved meanwhile
+                self.send_error(503, " ".join(str(error).split()))
+                return
             if found is None:
                 self.send_error(404)
                 return
@@ -85,7 +90,8 @@ def _handler(
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the reader has gone
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: the page asks every two seconds."""

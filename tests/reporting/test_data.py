@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
@@ -179,6 +180,25 @@ def test_a_model_that_is_not_on_this_machine_is_not_downloaded(monkeypatch, tmp_
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
     with pytest.raises(ValueError, match="the tokenizer of 'some/model' is not on this machine"):
         decoder("some/model")
+
+
+def test_a_step_whose_file_is_damaged_inside_is_named(tmp_path):
+    rows = [kept_answer("z" * 50, prompt=f'["{number}"]') for number in range(50)]
+    run = RunFiles(write_run(tmp_path / "run", [], answers={1: rows, 2: rows}))
+    path = run.folder / "rollouts" / "step_000001.parquet"
+    content = bytearray(path.read_bytes())
+    with pyarrow.parquet.ParquetFile(path) as file:
+        group = file.metadata.row_group(0)
+        columns = {c.path_in_schema: c for c in map(group.column, range(group.num_columns))}
+    start = columns["answer"].dictionary_page_offset
+    content[start : start + columns["answer"].total_compressed_size] = bytes(
+        columns["answer"].total_compressed_size
+    )
+    path.write_bytes(content)
+    kept = KeptAnswers(run).read(1_000_000)
+    assert kept["shown_steps"] == [2] and len(kept["rows"]) == 50
+    (problem,) = kept["problems"]
+    assert problem.startswith("rollouts/step_000001.parquet can't be read: ")
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):

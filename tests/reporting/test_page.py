@@ -249,6 +249,8 @@ def test_the_answers_to_one_prompt_over_steps(open_runs, whole_run):
     until(page, "document.querySelector('#prompt-plot')?.data?.length === 2")
     assert page.evaluate("document.querySelector('#prompt-plot').data[1].y") == [0.5, 0.5]
     assert page.locator(".step-column h3").all_inner_texts() == ["step 10", "step 20"]
+    page.locator("[aria-label='find a prompt']").press_sequentially("2+2", delay=200)
+    assert page.input_value("[aria-label='find a prompt']") == "2+2"
     page.locator(".small-answer").first.click()
     assert "Step 10, answer 1" in page.inner_text("#answer")
 

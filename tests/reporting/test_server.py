@@ -93,6 +93,15 @@ def test_what_the_server_answers_and_to_whom(serve, tmp_path):
         assert ask(address, path)[0] == 404, path
 
 
+def test_a_folder_that_is_gone_is_said_and_may_come_back(serve, tmp_path):
+    folder = write_run(tmp_path / "run", [step_line(1)])
+    address = serve(folder)
+    folder.rename(tmp_path / "away")
+    assert ask(address, "/data")[0] == 503
+    (tmp_path / "away").rename(folder)
+    assert ask(address, "/data")[0] == 200
+
+
 def test_a_port_that_is_taken_is_refused(serve, tmp_path):
     folder = write_run(tmp_path / "run", [])
     port = int(serve(folder).rstrip("/").rpartition(":")[2])

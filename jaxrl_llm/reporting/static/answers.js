@@ -82,7 +82,7 @@ function drawAnswerControls(kept) {
       values("finish").length > 1 && list("finish", "finish"),
       choice("only", [["", "all"], ["best", "best score of its step"], ["worst", "worst score of its step"], ["error", "could not be scored"], ["up", "advantage above 0"], ["down", "advantage below 0"]], answerView.only, change("only")),
     ] : null);
-  if (typing) controls.querySelector(`[aria-label="${typing.getAttribute("aria-label")}"]`)?.focus();
+  if (typing) focusAgain(controls, typing.getAttribute("aria-label"));
 }
 
 function drawAnswerBody() {

@@ -59,6 +59,13 @@ function segments(label, options, value, onchange) {
   return h("div", { class: "field" }, h("span", {}, label), h("div", { class: "segments", role: "group", "aria-label": label }, buttons));
 }
 
+function focusAgain(holder, label) {
+  /* Give a field that was made anew the focus, with the cursor at its end. */
+  const field = holder.querySelector(`[aria-label="${label}"]`);
+  field?.focus();
+  if (field?.type === "search") field.setSelectionRange(field.value.length, field.value.length);
+}
+
 function note(...children) {
   return h("p", { class: "note" }, ...children);
 }

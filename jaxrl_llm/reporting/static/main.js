@@ -45,7 +45,7 @@ async function poll() {
     document.body.classList.remove("lost");
     if (metrics || answers) {
       drawHead();
-      await drawView();
+      if (answers || currentView() !== "answers") await drawView();
     }
   } catch (error) {
     document.body.classList.add("lost");

@@ -27,7 +27,7 @@ function drawPrompts(kept) {
         promptView.query = value;
         if (listed.length) promptView.prompt = (several.find(([p]) => text(p).toLowerCase().includes(value.toLowerCase())) || several[0])[0];
         drawPrompts(kept);
-        byId("answer-body").querySelector("input").focus();
+        focusAgain(byId("answer-body"), "find a prompt");
       }),
       choice("prompt", listed.map(([prompt, found]) => [prompt, `${shorten(text(prompt), 80)}  (${found.size} steps)`]), promptView.prompt, (value) => {
         promptView.prompt = Number(value);
