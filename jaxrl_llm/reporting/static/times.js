@@ -52,18 +52,18 @@ async function drawTimePlot(times) {
   const cut = sorted[sorted.length - 1] > CUT * usual;
   const wide = times.steps.some(([a, b]) => a !== b);
   byId("time-note").textContent = [
-    "Click a bar to see one step.",
-    wide ? "A bar is the mean of a few steps." : "",
+    wide ? "A bar is the mean of a few steps; click one to see its stages." : "Click a bar to see the stages of its step.",
     cut ? "The longest bars are cut off, double-click to see them whole." : "",
   ].filter(Boolean).join(" ");
   const x = times.steps.map(([first, last]) => (first + last) / 2);
+  const gap = x.length > 120 ? 0 : 0.15, width = times.steps.map(([first, last]) => last - first + 1 - gap);
   const traces = stagesOf(times).map((stage) => ({
-    type: "bar", name: plain(stage.name), x, y: stage.seconds, marker: { color: stage.color, line: { width: 0 } },
+    type: "bar", name: plain(stage.name), x, width, y: stage.seconds, marker: { color: stage.color, line: { width: 0 } },
     hovertemplate: "%{y:.3g} s", customdata: times.steps.map(barName),
   }));
   const plot = byId("time-plot");
   await drawPlot(plot, traces, {
-    height: 320, barmode: "stack", bargap: x.length > 120 ? 0 : 0.15, showlegend: true,
+    height: 320, barmode: "stack", showlegend: true,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 }, traceorder: "normal" },
     margin: { l: 48, r: 12, t: 40, b: 40 },
     xaxis: { title: { text: "step" } },
