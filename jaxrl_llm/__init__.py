@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxrl_llm.lazy import attach
+from jaxrl_llm.version import __version__
 
 if TYPE_CHECKING:
     from jaxrl_llm.config.errors import ConfigError, RunError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.runs.compile_cache import use_compilation_cache
     from jaxrl_llm.runs.export import export_model
     from jaxrl_llm.runs.files import RunFiles, read_run
+    from jaxrl_llm.runs.push import push_model
     from jaxrl_llm.serve import serve
     from jaxrl_llm.sft import sft
     from jaxrl_llm.train import train

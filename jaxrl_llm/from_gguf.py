@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from jaxrl_llm.config.complete import complete_words
+
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
@@ -25,6 +27,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="directory or repository whose tokenizer is taken; without it that of the file, which "
         "needs torch",
     )
+    complete_words(parser)
     return parser.parse_args(arguments)
 
 

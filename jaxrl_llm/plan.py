@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compile for this GPU, which need not be there, instead of for the CPU; implies --gpu",
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
+    complete_words(parser, TrainConfig)
     options = parser.parse_intermixed_args(arguments)
     target = options.compile_for
     if target and options.gpu not in (None, target):

@@ -23,7 +23,7 @@ def run(source):
 
 def test_importing_the_package_imports_nothing_else():
     loaded = run("import sys, jaxrl_llm; print(*(n for n in sys.modules if n[:9] == 'jaxrl_llm'))")
-    assert set(loaded) == {"jaxrl_llm", "jaxrl_llm.lazy"}
+    assert set(loaded) == {"jaxrl_llm", "jaxrl_llm.lazy", "jaxrl_llm.version"}
     heavy = run("import sys, jaxrl_llm; dir(jaxrl_llm); print(*{'jax', 'numpy'} & {*sys.modules})")
     assert heavy == []
 

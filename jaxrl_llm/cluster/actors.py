@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.version import __version__
 
 if TYPE_CHECKING:  # jax must not be imported before its variables are set
     from jaxrl_llm.rollout.types import Completion, Receipt, Request
@@ -95,7 +96,8 @@ class _Process:
             port,
             {
                 "python": platform.python_version(),
-                **{name: version(name) for name in ("jaxrl_llm", *PACKAGES)},
+                "jaxrl_llm": __version__,
+                **{name: version(name) for name in PACKAGES},
             },
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.files import read_config
 from jaxrl_llm.config.functions import renamed_functions
@@ -43,6 +44,7 @@ def config_main(
     if arguments is None:
         take_huge_pages()
     parser = _parser(program, about, cls, flags)
+    complete_words(parser, cls)
     options = parser.parse_intermixed_args(arguments)
     try:
         config = _config(cls, options, flags or {})

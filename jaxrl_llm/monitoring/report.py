@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.tables import MetricsTable
+from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
 from jaxrl_llm.monitoring.writer import Outages
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts
@@ -123,13 +123,4 @@ def example_lines(rollouts: Rollouts, scores: Sequence[Score], *, samples: int) 
 
 def print_before_and_after(lines: MetricsTable, display: Display) -> None:
     """Print a table of the first, the last and the best validation and training score."""
-    names = dict.fromkeys(n for line in lines for n in line if "@" in n or n == "critic/score/mean")
-    rows = []
-    for name in names:
-        values = [(line["step"], line[name]) for line in lines if name in line]
-        (first, before), (last, after) = values[0], values[-1]
-        best = max(value for _, value in values)
-        rows.append(
-            [name, f"{before:.3f} (step {first})", f"{after:.3f} (step {last})", f"{best:.3f}"]
-        )
-    display.table("before and after", ["metric", "before", "after", "best"], rows)
+    display.table("before and after", BEFORE_AND_AFTER, lines.before_and_after())

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ SHOWN = {
 }
 """Metrics in a step's line on the screen, by their labels."""
 
+TRAINING_RESULTS = ("critic/score/mean", "train/loss")
+"""Metrics that say what training has come to, besides validations, whose names have an @."""
+
+BEFORE_AND_AFTER = ["metric", "before", "after", "best"]
+"""The columns of `MetricsTable.before_and_after`."""
+
 LINES = 20  # of a table on the screen
 VISIBLE = 0.01  # nats by which log-probs differ if a token is to be as orange as can be
 GREEN, RED, ORANGE = "46,160,67", "218,54,51", "219,124,38"
@@ -36,6 +43,12 @@ class MetricsTable(list[dict[str, Any]]):
     >>> table.curve("a"), table.names
     (([0, 1], [1.0, 2.0]), ['a', 'b'])
     """
+
+    @classmethod
+    def read(cls, path: Path) -> "MetricsTable":
+        """Return the whole lines of a `metrics.jsonl`; none where there is no such file yet."""
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return cls(json.loads(line) for line in lines if line.endswith(b"\n"))
 
     @property
     def names(self) -> list[str]:
@@ -52,6 +65,23 @@ class MetricsTable(list[dict[str, Any]]):
             raise KeyError(f"no metric {name!r}; {closest(name, self.names)}")
         lines = [line for line in self if line.get(name) is not None]
         return [line["step"] for line in lines], [line[name] for line in lines]
+
+    def before_and_after(self) -> list[list[str]]:
+        """Return name, first, last and best value of each score, and of the loss of `sft`.
+
+        >>> MetricsTable([{"step": 0, "val/acc/mean@1": 0.5}, {"step": 9}]).before_and_after()
+        [['val/acc/mean@1', '0.500 (step 0)', '0.500 (step 0)', '0.500']]
+        """
+        rows = []
+        for name in self.names:
+            is_result = "@" in name or name in TRAINING_RESULTS
+            steps, values = self.curve(name) if is_result else ([], [])
+            if not values:
+                continue
+            best = min(values) if name == "train/loss" else max(values)
+            ends = (f"{values[end]:.3f} (step {steps[end]})" for end in (0, -1))
+            rows.append([name, *ends, f"{best:.3f}"])
+        return rows
 
     def _columns(self) -> dict[str, str]:
         named = {label: name for label, name in SHOWN.items() if name in self.names}

@@ -15,13 +15,16 @@ from jaxrl_llm.config.functions import NOT_IMPORTABLE, FunctionSpec, renamed_fun
 from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.sections.model import LoraConfig
 from jaxrl_llm.config.sources import UserFunction, source_of
+from jaxrl_llm.data.files import write_text
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.adapter import save_adapter
 from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.files import check_new_directory, whole_directory
 from jaxrl_llm.models.hf.save import save_arrays, save_params
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.model import Model, decoder_spec, is_adapted, model_of
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
+from jaxrl_llm.runs.model_card import Exported, make_card
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
 from jaxrl_llm.training.own_model import KEY, make_model
 
@@ -129,11 +132,13 @@ def export_model(
     role: str = "actor",
     adapter: bool = False,
     function_from: str | None = None,
+    license: str | None = None,
 ) -> int:
-    """Write the parameters of a run's checkpoint as a Hugging Face directory.
+    """Write the parameters of a run's checkpoint as a Hugging Face directory, with a model card.
 
     A run that trained an adapter gives the model with the adapter merged into it. A model of one's
-    own (`model.function`) has no `config.json`; it is loaded by the function again.
+    own (`model.function`) has no `config.json`; it is loaded by the function again. `push_model`
+    takes the directory to the hub.
 
     Args:
         run_dir: of `train` or `sft`.
@@ -143,6 +148,7 @@ def export_model(
         role: which of the models that the run trains.
         adapter: write the adapter alone, in PEFT's format.
         function_from: as for `restore_model`.
+        license: of the weights, by the hub's name, such as apache-2.0; None: the card says nothing.
 
     Returns:
         The checkpoint's step.
@@ -150,20 +156,27 @@ def export_model(
     Raises:
         ConfigError: no run, no such checkpoint, no adapter, or `out` exists.
     """
-    params, model, source, saved_step = restore_model(
-        run_dir, step=step, role=role, function_from=function_from
-    )
+    trained = restore_model(run_dir, step=step, role=role, function_from=function_from)
+    params, model, source, saved_step = trained
     if adapter and not is_adapted(model):
         raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
+    has_config = is_adapted(model) or isinstance(model, Decoder)
+    name = Path(out).resolve().name
+    exported = Exported(name, source, saved_step, role, adapter, has_config, license)
     try:
-        if adapter:
-            spec = decoder_spec(model)
-            save_adapter(out, params, spec, base=source, dtype=jax.numpy.dtype(dtype))
-            return saved_step
-        if is_adapted(model):
-            params, spec = merged_into_base(params, decoder_spec(model), source)
-            model = model_of(spec)
-        save_model(out, params, model, source=source, dtype=dtype)
+        card = make_card(run_dir, exported)
+        check_new_directory(Path(out), dtype)
+        with whole_directory(Path(out)) as place:
+            if adapter:
+                kind = jax.numpy.dtype(dtype)
+                save_adapter(place, params, decoder_spec(model), base=source, dtype=kind)
+            else:
+                if is_adapted(model):
+                    params, spec = merged_into_base(params, decoder_spec(model), source)
+                    model = model_of(spec)
+                save_model(place, params, model, source=source, dtype=dtype)
+            for name, text in card.items():
+                write_text(place / name, text)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return saved_step

@@ -37,9 +37,7 @@ class RunFiles:
     @property
     def metrics(self) -> MetricsTable:
         """The lines of `metrics.jsonl`, one mapping for each step; as far as they are written."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return MetricsTable(json.loads(line) for line in lines if line.endswith(b"\n"))
+        return MetricsTable.read(self.folder / "metrics.jsonl")
 
     @property
     def checkpoints(self) -> list[int]:

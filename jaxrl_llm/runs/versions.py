@@ -12,6 +12,7 @@ import jax
 
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
 """Packages whose versions change a run's results."""
@@ -34,7 +35,7 @@ def collect_versions(seed: int) -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     return {
-        "jaxrl_llm": importlib.metadata.version("jaxrl_llm"),
+        "jaxrl_llm": __version__,
         "git_commit": git("rev-parse", "HEAD"),
         "git_changed_files": git("status", "--porcelain"),
         "python": platform.python_version(),

@@ -50,11 +50,22 @@ def resolve(path_or_id: str | Path) -> Path:
             f"{path} is a GGUF file; make a directory of it first: "
             f"python -m jaxrl_llm.from_gguf {path} {path.stem}"
         )
-    name = "" if isinstance(path_or_id, Path) else path_or_id
-    match = HUB_ID.fullmatch(name)
-    if match is None or name.startswith("."):
+    named = repository(path_or_id)
+    if named is None:
         raise FileNotFoundError(f"no directory {str(path_or_id)!r}")
-    return _snapshot(match["repo"], match["revision"])
+    return _snapshot(*named)
+
+
+def repository(path_or_id: str | Path) -> tuple[str, str | None] | None:
+    """Return the repository and the revision that a model's name means; None for a directory.
+
+    >>> repository("Qwen/Qwen3-0.6B@main"), repository("./models")
+    (('Qwen/Qwen3-0.6B', 'main'), None)
+    """
+    if isinstance(path_or_id, Path) or path_or_id.startswith(".") or Path(path_or_id).is_dir():
+        return None
+    match = HUB_ID.fullmatch(path_or_id)
+    return match and (match["repo"], match["revision"])
 
 
 @functools.cache

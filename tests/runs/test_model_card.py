@@ -1,0 +1,169 @@
+"""The page of an exported model, from the folder of a run that is laid out by hand."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.load import to_yaml
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.monitoring.curve_image import draw_curves, nice_ticks
+from jaxrl_llm.runs.model_card import Exported, make_card
+
+LINES = [
+    {"step": 0, "val-core/openai/gsm8k/acc/mean@1": 0.25},
+    {"step": 1, "critic/score/mean": 0.5, "actor/entropy": 3.0},
+    {"step": 2, "critic/score/mean": 0.75, "val-core/openai/gsm8k/acc/mean@1": 0.625},
+    {"step": 3, "critic/score/mean": None},
+    {"step": 4, "critic/score/mean": 0.0, "val-core/openai/gsm8k/acc/mean@1": 0.125},
+]
+VERSIONS = {"jaxrl_llm": "0.1.0", "git_commit": "abc", "git_changed_files": "M a", "seed": 3}
+VERSIONS |= {"devices": ["NVIDIA H100", "NVIDIA H100"], "xla_flags": ""}
+SOURCE = "Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run with a secret in its config, data files and a function of its own."""
+    row = {"prompt": [{"role": "user", "content": "?"}], "data_source": "openai/gsm8k"}
+    write_rows(tmp_path / "train.parquet", [row] * 3)
+    (tmp_path / "held-out.jsonl").write_text(json.dumps(row | {"data_source": "mine"}) + "\n")
+    keys = {
+        "run_dir": f"{Path.home()}/runs/a",
+        "seed": 3,
+        "model": {"path": SOURCE, "warm_start": None},
+        "data.train": [str(tmp_path / "train.parquet")],
+        "data.validation": [str(tmp_path / "held-out.jsonl"), "gone.parquet"],
+        "data.prepare": None,
+        "reward.function": {"fn": "mine.py:judge", "api_key": "sk-secret", "scale": 2},
+        "rollout.engine": "vllm",
+        "rollout.vllm.env": {"HF_TOKEN": "hf_secret"},
+    }
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(load(TrainConfig, "quickstart", keys)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    (folder / "versions.json").write_text(json.dumps(VERSIONS))
+    functions = {"reward.function": {"name": "mine.py:judge", "sha256": "f00d"}}
+    (folder / "functions.json").write_text(json.dumps(functions))
+    return folder
+
+
+def card_of(files):
+    return ModelCard(files["README.md"])
+
+
+def test_the_hub_reads_what_the_model_is(run_dir):
+    data = card_of(make_card(run_dir, Exported("adder", SOURCE, 4, license="mit"))).data.to_dict()
+    assert data == {
+        "base_model": SOURCE,
+        "base_model_relation": "finetune",
+        "datasets": ["openai/gsm8k"],
+        "library_name": "transformers",
+        "license": "mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["jaxrl_llm", "reinforcement-learning", "grpo"],
+    }
+    local = card_of(make_card(run_dir, Exported("adder", "base/of/mine", 4))).data.to_dict()
+    assert not {"base_model", "base_model_relation", "license"} & local.keys()
+    adapter = card_of(make_card(run_dir, Exported("adder", f"{SOURCE}@main", 4, adapter=True))).data
+    assert (adapter.library_name, adapter.base_model) == ("peft", SOURCE)
+    assert adapter.to_dict()["base_model_relation"] == "adapter"
+
+
+def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
+    text = card_of(make_card(run_dir, Exported("adder", SOURCE, 2))).text
+    assert text.startswith("\n# adder\n\nThe policy after step 2 of reinforcement learning")
+    assert "| `critic/score/mean` | 0.500 (step 1) | 0.750 (step 2) | 0.750 |" in text
+    accuracy = "| `val-core/openai/gsm8k/acc/mean@1` |"
+    assert f"{accuracy} 0.250 (step 0) | 0.625 (step 2) | 0.625 |" in text
+    assert "actor/entropy" not in text
+    later = card_of(make_card(run_dir, Exported("adder", SOURCE, 4))).text
+    assert f"{accuracy} 0.250 (step 0) | 0.125 (step 4) | 0.625 |" in later
+    assert re.search(r"\| `.*/train.parquet` \| 3 \| openai/gsm8k \(3\) \|", text)
+    assert re.search(r"\| `.*/held-out.jsonl` \| 1 \| mine \(1\) \|", text)
+    assert "| `gone.parquet` | not there any more |  |" in text
+    assert "| `reward.function` | `mine.py:judge` | `f00d` |" in text
+    assert "| devices | 2 x NVIDIA H100 |" in text
+    assert "| commit | abc, with changed files |" in text
+
+
+def test_the_config_beside_it_can_be_run_and_holds_no_secret(run_dir):
+    files = make_card(run_dir, Exported("adder", SOURCE, 4))
+    assert "secret" not in "".join(files.values())
+    shown = re.search(r"```yaml\n(.*?)```", files["README.md"], re.DOTALL)[1]
+    assert shown == files["training.yaml"]
+    path = run_dir / "training.yaml"
+    path.write_text(files["training.yaml"])
+    config, original = load(TrainConfig, path), load(TrainConfig, run_dir / "config.yaml")
+    assert config.run_dir == "~/runs/a"
+    assert dict(config.rollout.vllm.env) == {"HF_TOKEN": "(not published)"}
+    assert config.reward.function.kwargs == {"api_key": "(not published)", "scale": 2}
+    assert (config.algorithm, config.optim) == (original.algorithm, original.optim)
+    command = "python -m jaxrl_llm.train --config training.yaml run_dir=runs/again"
+    assert f"```sh\n{command}\n```" in files["README.md"]
+
+
+def test_the_curve_is_an_image_of_finite_points(run_dir):
+    files = make_card(run_dir, Exported("adder", SOURCE, 4))
+    assert "![Learning curve](learning_curve.svg)" in files["README.md"]
+    space = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(files["learning_curve.svg"])
+    assert root.tag == f"{space}svg"
+    lines = [line.get("points").split() for line in root.iter(f"{space}polyline")]
+    points = [[tuple(map(float, point.split(","))) for point in line] for line in lines]
+    assert [len(line) for line in points] == [3, 3]
+    assert [x for x, _ in points[0]] == [64.0, 384.0, 704.0]  # steps 0, 2, 4
+    heights = [y for _, y in points[0]]
+    assert heights[1] < heights[0] < heights[2], "SVG's y grows downwards"
+    assert {text.text for text in root.iter(f"{space}text")} >= {"critic/score/mean", "step", "0.4"}
+
+
+def test_names_are_escaped_and_one_point_is_seen():
+    root = ElementTree.fromstring(draw_curves({"<a> & b": ([5], [0.1])}))
+    assert "<a> & b" in {element.text for element in root.iter()}
+    assert [element.get("r") for element in root.iter() if element.tag.endswith("circle")] == ["3"]
+
+
+@pytest.mark.parametrize("low, high", [(0, 1e-5), (-3.2, 150), (5.5, 6.5), (1e6, 1e6 + 3)])
+def test_ticks_are_some_evenly_spaced_numbers_inside(low, high):
+    ticks = nice_ticks(low, high)
+    assert 3 <= len(ticks) <= 6
+    assert low <= ticks[0] < ticks[-1] <= high
+    assert {round((b - a) / (ticks[1] - ticks[0]), 6) for a, b in pairwise(ticks)} == {1}
+
+
+def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):
+    config = load(SftConfig, "quickstart_sft", {"run_dir": str(tmp_path)})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    exported = Exported("base", config.model.path, 9)
+    files = make_card(tmp_path, exported)
+    assert files.keys() == {"README.md", "training.yaml"}
+    assert "python -m jaxrl_llm.sft --config training.yaml" in files["README.md"]
+    assert "random weights of the shape of" in files["README.md"]
+    assert "## Results" not in files["README.md"]
+    lines = ({"step": n, "train/loss": loss} for n, loss in enumerate([3.0, 1.0, 2.0], start=1))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = make_card(tmp_path, exported)
+    assert "| `train/loss` | 3.000 (step 1) | 2.000 (step 3) | 1.000 |" in files["README.md"]
+    assert yaml.safe_load(files["training.yaml"])["seed"] == 0
+
+
+def test_other_roles_are_called_what_they_are(run_dir):
+    critic = make_card(run_dir, Exported("v", SOURCE, 4, role="critic"))["README.md"]
+    assert "AutoModelForTokenClassification.from_pretrained" in critic
+    assert "\nThe critic after step 4" in critic
+    assert "pipeline_tag" not in critic
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("function: null", "function: {fn: 'm.py:f'}", 1))
+    own = make_card(run_dir, Exported("m", SOURCE, 4, has_config=False))["README.md"]
+    assert "library_name" not in own
+    assert "model:\n  path: .\n  function:\n    fn: m.py:f\n" in own
