@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError
 
 
@@ -28,6 +29,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--health", action="store_true", help="print what looks wrong in each run, and no more"
     )
     parser.add_argument("--port", type=int, default=8321, help="of --serve; 0: one that is free")
+    complete_words(parser)
     options = parser.parse_args(arguments)
     if sum(map(bool, (options.out, options.serve, options.health))) > 1:
         parser.error("--out, --serve and --health exclude each other: name one of them")
