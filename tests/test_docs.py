@@ -7,6 +7,8 @@ import re
 import shutil
 import tempfile
 import tomllib
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -33,6 +35,7 @@ from jaxrl_llm.config.files import load, read_config
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.load import describe, from_tree
 from jaxrl_llm.config.sections.log import LogConfig
+from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
@@ -49,7 +52,7 @@ from jaxrl_llm.training.run import run_training
 from jaxrl_llm.types import Batch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GSM8K = ROOT / "configs/gsm8k_qwen3_1.7b_grpo.yaml"
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs/recipes").glob("*.yaml"))}
 COMMANDS = """\
@@ -168,16 +171,21 @@ def test_every_recipe_is_in_the_readmes_table():
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(RECIPES)
 
 
-# --------------------------------------------------------------------------------- coming from verl
+def test_every_recipe_has_its_card_in_the_gallery():
+    cards = re.findall(r"^  `--config recipes/(\w+)`", read("docs/gallery.md"), re.MULTILINE)
+    assert sorted(cards) == sorted(RECIPES)
 
 
-def twins():
-    """List what stands in the column of our keys: (cell, [(key, value or None)])."""
+# -------------------------------------------------------------------------- coming from elsewhere
+
+
+def twins(name):
+    """List what stands in the column of our keys of a page: (cell, [(key, value or None)])."""
     cells = []
-    for row in rows("docs/coming_from_verl.md"):
+    for row in rows(f"docs/coming_from_{name}.md"):
         cell = row[1]
-        if cell.startswith(("not supported yet", "not needed")):
-            continue
+        if cell.startswith(("not supported yet", "not needed")) or re.match(r"`[a-z_]+/", cell):
+            continue  # the latter is a metric
         quoted = re.findall(r"`([a-z_.]+)(?:: (.*?))?`", cell)
         assert quoted, cell
         cells.append((cell, [(key, value or None) for key, value in quoted]))
@@ -187,7 +195,8 @@ def twins():
 def known_keys():
     """Return every key, and the keywords of the default loss, which the page uses as keys too."""
     keywords = inspect.signature(losses.ppo_clip).parameters.values()
-    return {name for name, _, _ in describe(TrainConfig, optional=True)} | {
+    configs = (TrainConfig, SftConfig)
+    return {name for cls in configs for name, _, _ in describe(cls, optional=True)} | {
         f"algorithm.loss.{p.name}" for p in keywords if p.kind is p.KEYWORD_ONLY
     }
 
@@ -230,13 +239,18 @@ def test_the_keys_of_an_evaluation_are_those_of_its_page():
     ]
 
 
-def test_the_table_of_keys_is_read():
-    assert len(twins()) > 120
-    known = {"seed", "batch.prompts_per_minibatch", "algorithm.loss.clip_high", "critic.path"}
-    assert known <= {key for _, pairs in twins() for key, _ in pairs}
+LIBRARIES = {"verl": 120, "trl": 60, "tunix": 55}
+"""Those that readers come from, and how many rows of our keys their page has at least."""
 
 
-@pytest.mark.parametrize(("cell", "pairs"), twins())
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_table_of_keys_is_read(library):
+    assert len(twins(library)) > LIBRARIES[library]
+    known = {"seed", "batch.prompts_per_minibatch", "algorithm.loss.clip_high"}
+    assert known <= {key for _, pairs in twins(library) for key, _ in pairs}
+
+
+@pytest.mark.parametrize(("cell", "pairs"), [pair for name in LIBRARIES for pair in twins(name)])
 def test_our_keys_exist_and_take_the_values_shown(cell, pairs):
     assert {key for key, _ in pairs} <= known_keys(), cell
     shown = [f"{key}={value}" for key, value in pairs if value is not None]
@@ -256,17 +270,40 @@ def test_verls_estimators_losses_and_aggregations_all_have_a_row():
 def test_every_key_that_the_text_names_exists():
     names = known_keys()
     groups = {name.partition(".")[0] for name in names if "." in name}
-    text = read("docs/coming_from_verl.md")
+    text = "\n".join(read(f"docs/coming_from_{library}.md") for library in LIBRARIES)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    for page in ("metrics.md", "troubleshooting.md", "glossary.md", "tutorial/*.md"):
+        prose += "".join(path.read_text() for path in (ROOT / "docs").glob(page))
     ours = [
         name
-        for name in re.findall(
-            r"`([a-z_]+\.[a-z_.]+)(?:: [^`]*)?`", prose + read("docs/metrics.md")
-        )
+        for name in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=] ?[^`]*)?`", prose)
         if name.partition(".")[0] in groups and not name.endswith((".py", ".jsonl", ".md"))
     ]
-    assert len(ours) > 5
-    assert [name for name in ours if name not in names] == []
+    assert len(ours) > 80
+    sections = {name.rpartition(".")[0] for name in names}
+    assert [name for name in ours if name not in names | sections] == []
+
+
+def test_trls_arguments_exist():
+    """Those of the page are words of TRL's source, where its version is the page's."""
+    if find_spec("trl") is None or version("trl") not in read("docs/coming_from_trl.md"):
+        pytest.skip("the page's version of trl is not installed")
+    files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
+    paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
+    folders = {
+        name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
+    }
+    words = set()
+    for path in paths:
+        package, *rest = path.split(".")
+        words |= set(
+            re.findall(r"\w+", Path(folders[package], *rest).with_suffix(".py").read_text())
+        )
+    theirs = [
+        name for row in rows("docs/coming_from_trl.md") for name in re.findall(r"`(\w+)", row[0])
+    ]
+    assert len(theirs) > 80
+    assert [name for name in theirs if name not in words] == []
 
 
 def test_the_tutorials_lines_are_those_of_the_config():
