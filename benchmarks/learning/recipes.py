@@ -2,10 +2,13 @@
 
     python -m benchmarks.learning.recipes
     python -m benchmarks.learning.recipes --recipes dapo ppo --seeds 0 --out curves
+    python -m benchmarks.learning.recipes --keep-metrics tests/reporting/runs_that_are_well.json.gz
 
 One run after the other, each its own process. A finished run is kept in the work folder and not
 repeated while its recipe's file stays the same, so that an interrupted benchmark can go on; remove
 the folder to measure other code.
+`--keep-metrics` also trains the quickstart, and keeps what it, its base model and the first seed of
+each recipe have logged, for the test of `jaxrl_llm/reporting/health.py`.
 `--out` gets a curve for each recipe (NAME.png) and the numbers behind it (results.json). The table
 goes to stdout and, once every recipe has its runs, between the two marks of docs/algorithms.md.
 
@@ -14,14 +17,18 @@ Exit status 1: a run failed, or gained less than 0.2 in held-out accuracy.
 
 import argparse
 import datetime
+import gzip
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -32,6 +39,8 @@ PAGE = ROOT / "docs/algorithms.md"
 MARKS = ("<!-- learning: begin -->\n", "<!-- learning: end -->\n")
 LEAST_GAIN = 0.2
 REFERENCE = "grpo"
+NOT_KEPT = r"timing_s/(?!step)|perf/(?!compile_wait|dropped)|global_seqlen/|prompt_length/"
+"""Metrics that say nothing about a run's health."""
 
 
 def arguments(
@@ -40,8 +49,18 @@ def arguments(
     out: str,
     work: str,
     flags: tuple[str, str] = ("--recipes", "--work"),
+    more: Mapping[str, type] = MappingProxyType({}),
 ) -> argparse.Namespace:
-    """Read the command line of a benchmark that trains some of these recipes."""
+    """Read the command line of a benchmark that trains some of these recipes.
+
+    Args:
+        everything: the names of the recipes.
+        about: what the benchmark does.
+        out: the folder of its results, below the repository's.
+        work: the folder of its runs, likewise.
+        flags: the options that name recipes and the folder of the runs.
+        more: further options, with the types of their values.
+    """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,6 +75,8 @@ def arguments(
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
     parser.add_argument("--out", type=Path, default=ROOT / out)
     parser.add_argument(flags[1], dest="work", type=Path, default=ROOT / work)
+    for flag, kind in more.items():
+        parser.add_argument(flag, type=kind)
     return parser.parse_args()
 
 
@@ -250,10 +271,35 @@ def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
     return failed
 
 
+def kept(folder: Path) -> dict[str, Any]:
+    """Return a run's config and its metrics, with four digits; null where a value is not finite."""
+    rows = [
+        {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in line.items()
+            if not re.match(NOT_KEPT, name)
+        }
+        for line in metrics_of(folder)
+    ]
+    return {"config": yaml.safe_load((folder / "config.yaml").read_text()), "rows": rows}
+
+
+def keep_metrics(file: Path, names: list[str], seed: int, work: Path) -> None:
+    """Write what recipes, the quickstart and its base model have logged as one compressed file."""
+    quickstart = ROOT / "configs/quickstart.yaml"
+    if not finished(quickstart, seed, work):
+        run(quickstart, seed, work)
+    (supervised,) = (work / "runs/quickstart").glob("base.sft_*")
+    runs = {name: kept(work / f"runs/{name}/{seed}") for name in [*names, quickstart.stem]}
+    text = json.dumps(runs | {"quickstart_sft": kept(supervised)}, separators=(",", ":"))
+    file.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
 def main() -> int:
     """Train what is missing, report everything that is there."""
     everything = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    args = arguments(everything, __doc__, "docs/learning", "runs/learning")
+    options = {"--keep-metrics": Path}
+    args = arguments(everything, __doc__, "docs/learning", "runs/learning", more=options)
     work = args.work.resolve()
     link("configs", work)
     make_base(RECIPES / f"{REFERENCE}.yaml", "runs/quickstart/base", work)
@@ -265,6 +311,8 @@ def main() -> int:
         write(results, args.out)
     if len(results) == len(pairs):
         write_page(table(results))
+    if args.keep_metrics and not failed:
+        keep_metrics(args.keep_metrics, args.recipes, args.seeds[0], work)
     for result in results:
         base, final = base_and_final(result)
         if final - base < LEAST_GAIN:

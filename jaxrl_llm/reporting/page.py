@@ -16,8 +16,9 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.reporting.answers import KeptAnswers
 from jaxrl_llm.reporting.curves import describe_metric
+from jaxrl_llm.reporting.history import is_held
 from jaxrl_llm.reporting.meanings import GROUPS
-from jaxrl_llm.reporting.read import is_held, read_for_page
+from jaxrl_llm.reporting.read import read_for_page
 from jaxrl_llm.runs.files import RunFiles, read_run
 
 MAX_BYTES = 10_000_000

@@ -1,6 +1,5 @@
 """A run's folder as plain data, for its page. What is damaged is named, and the rest is read."""
 
-import fcntl
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_run
+from jaxrl_llm.reporting.history import is_held
 from jaxrl_llm.reporting.stages import stage_seconds
 from jaxrl_llm.runs.files import RunFiles
 
@@ -61,20 +61,6 @@ def read_lines(path: Path) -> tuple[list[Line], list[str]]:
 def _finite(value: Any) -> float | None:
     number = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if number else None
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether a process is running in a run's folder: whether its lock is taken."""
-    try:
-        with (folder / ".lock").open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            fcntl.flock(file, fcntl.LOCK_UN)
-    except OSError:  # no lock, or a file system without locks
-        return False
-    return False
 
 
 def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -11,7 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.evaluate import main as evaluate_main
+from jaxrl_llm.reporting.health import check_run
 from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.runs.files import read_run
 from tests.e2e.conftest import SHRUNK
 from tests.guarded import RUN
 
@@ -153,6 +155,8 @@ def test_an_agent_of_one_turn_is_the_plain_run_bit_for_bit(run, same):
 def test_broken_episodes_are_counted_and_left_out(agents):
     result = agents("rollout.environment.broken=0.2", "data.validation=[]").ok()
     assert [0 < line["episode/broken"] < 17 for line in result.metrics] == [True] * 2
+    found = {finding.name for finding in check_run(read_run(result.run_dir))}
+    assert {"episodes_broken", "tools_fail"} <= found
     assert all(np.isfinite(value).all() for value in trained(agents, result).values())
     stopped = agents("rollout.environment.broken=1.0", "data.validation=[]")
     assert stopped.status == 1 and "32 of 32 episodes are broken" in stopped.err

@@ -1,0 +1,368 @@
+"""What looks wrong is found in metrics with a planted fault, and in no run that is well.
+
+The metrics of broken runs are simulated here: an ordinary run, of which a few metrics are changed.
+`tests/e2e/test_health.py` breaks real runs. Those that are well are real.
+"""
+
+import gzip
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import read_run
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.load import to_yaml
+from jaxrl_llm.config.train import load_config
+from jaxrl_llm.reporting import health, history
+from jaxrl_llm.reporting.health import CHECKS, anchor, check_history, check_run, health_text
+from jaxrl_llm.reporting.history import RunHistory
+
+ROOT = Path(__file__).resolve().parents[2]
+WELL = Path(__file__).with_name("runs_that_are_well.json.gz")
+STEPS = 60
+CONFIG = {"steps": STEPS, "batch": {"prompts_per_step": 64}, "rollout": {"samples_per_prompt": 8}}
+
+
+def curve(start, end, *, noise=0.01, begin=1):
+    """(step) -> value: from `start` at step `begin` to `end`, with noise in proportion."""
+
+    def at(step):
+        progress = 1 - math.exp(-5 * max(step - begin, 0) / STEPS)
+        dice = np.random.default_rng(step)
+        return start + (end - start) * progress + noise * abs(end - start) * dice.normal()
+
+    return at
+
+
+ORDINARY = {
+    "critic/score/mean": curve(0.3, 0.7),
+    "critic/score/min": 0.0,
+    "critic/score/max": 1.0,
+    "critic/advantages/min": -2.5,
+    "critic/advantages/max": 2.5,
+    "critic/groups_without_spread": curve(0.4, 0.6),
+    "response_length/mean": curve(200, 260),
+    "response_length/clip_ratio": 0.02,
+    "reward/errors": 0.0,
+    "actor/entropy": curve(0.9, 0.4),
+    "actor/loss": 0.01,
+    "actor/grad_norm": curve(1.2, 0.5, noise=0.2),
+    "actor/lr": 1e-6,
+    "actor/skipped": 0.0,
+    "actor/kl": curve(0.0, 0.08),
+    "actor/ppo_kl": 0.001,
+    "actor/pg_clipfrac": 0.01,
+    "critic/vf_explained_var": curve(0.0, 0.5),
+    "rollout_corr/rejected": 0.01,
+    "training/rollout_logprobs_diff_mean": curve(0.002, 0.003),
+    "perf/compile_wait_s": lambda step: 20.0 if step == 1 else 0.0,
+    "timing_s/step": 5.0,
+    "perf/dropped_log_records": 0.0,
+    "val-core/math/acc/mean@1": lambda step: curve(0.3, 0.7)(step) if step % 10 == 0 else math.nan,
+}
+
+
+def simulated(changes=None, *, steps=STEPS):
+    """The lines of metrics of an ordinary run, with some metrics changed; NaN is left out."""
+    metrics = ORDINARY | (changes or {})
+    rows = [{"step": 0, "val-core/math/acc/mean@1": 0.3}]
+    for step in range(1, steps + 1):
+        values = {name: m(step) if callable(m) else m for name, m in metrics.items()}
+        known = {name: v for name, v in values.items() if v is None or not math.isnan(v)}
+        rows.append({"step": step, **known})
+    return rows
+
+
+def found(rows, config=CONFIG, *, is_open=False):
+    """The names of what looks wrong."""
+    return {f.name for f in check_history(RunHistory(rows, config, lambda: is_open))}
+
+
+FAULTS = {
+    "no_signal": {
+        "critic/advantages/min": 0.0,
+        "critic/advantages/max": 0.0,
+        "critic/groups_without_spread": 1.0,
+    },
+    "most_groups_equal": {
+        "critic/groups_without_spread": 0.9,
+        "critic/score/mean": curve(0.03, 0.06),
+    },
+    "score_fell": {"critic/score/mean": lambda s: 0.7 if 20 < s < 40 else 0.35 + 0.01 * (s % 3)},
+    "validation_fell": {
+        "val-core/math/acc/mean@1": lambda s: {10: 0.6, 20: 0.7, 40: 0.55, 60: 0.5}.get(s, math.nan)
+    },
+    "no_learning": {
+        "critic/score/mean": curve(0.3, 0.301, noise=3.0),
+        "val-core/math/acc/mean@1": lambda s: 0.3 if s % 10 == 0 else math.nan,
+    },
+    "answers_cut": {"response_length/clip_ratio": curve(0.05, 0.4)},
+    "answers_shrank": {
+        "response_length/mean": curve(200, 20),
+        "val-core/math/acc/mean@1": lambda s: 0.28 if s % 10 == 0 else math.nan,
+    },
+    "answers_grew": {
+        "response_length/mean": curve(200, 900),
+        "val-core/math/acc/mean@1": lambda s: 0.28 if s % 10 == 0 else math.nan,
+    },
+    "entropy_collapsed": {
+        "actor/entropy": curve(0.9, 0.001),
+        "critic/groups_without_spread": curve(0.4, 0.97),
+        "critic/score/mean": curve(0.3, 0.45),
+    },
+    "entropy_exploded": {
+        "actor/entropy": curve(0.9, 6.0),
+        "val-core/math/acc/mean@1": lambda s: 0.29 if s % 10 == 0 else math.nan,
+    },
+    "far_from_reference": {
+        "actor/kl": curve(0.0, 4.0),
+        "val-core/math/acc/mean@1": lambda s: 0.29 if s % 10 == 0 else math.nan,
+    },
+    "policy_jumps": {"actor/ppo_kl": lambda s: 2.0 if s in {20, 30} else 0.01},
+    "much_clipping": {"actor/pg_clipfrac": curve(0.1, 0.7)},
+    "updates_skipped": {"actor/skipped": lambda s: float(s == 30)},
+    "gradient_zero": {"actor/grad_norm": lambda s: 1.0 if s < 50 else 0.0},
+    "gradient_spikes": {"actor/grad_norm": lambda s: 30.0 if s == 42 else 1.0},
+    "learning_rate_zero": {"actor/lr": lambda s: max(0.0, 1e-6 * (1 - s / 40))},
+    "critic_explains_nothing": {"critic/vf_explained_var": curve(0.0, -0.2)},
+    "experts_idle": {"actor/router_idle": curve(0.1, 0.8)},
+    "reward_errors": {"reward/errors": 20.0},
+    "episodes_broken": {"episode/broken": 60.0},
+    "tools_fail": {"tools/search/calls": 700.0, "tools/search/timeout": 50.0},
+    "template_drifts": {"rollout/template_drift": curve(0.0, 0.5)},
+    "engine_drifts": {"training/rollout_logprobs_diff_mean": curve(0.002, 0.02)},
+    "tokens_rejected": {"rollout_corr/rejected": curve(0.0, 0.7)},
+    "answers_too_old": {"async/age/mean": 1.99},
+    "not_finite": {"critic/score/mean": lambda s: None if s == 7 else curve(0.3, 0.7)(s)},
+    "compiles_late": {"perf/compile_wait_s": lambda s: 2.0 if s % 2 else 0.0},
+    "records_dropped": {"perf/dropped_log_records": lambda s: max(0.0, s - 50.0)},
+    "restarted": {"cluster/restarts": lambda s: float(s > 30)},
+}
+"""Changed metrics, by the one check that is to find them."""
+
+
+def test_an_ordinary_run_has_no_findings_at_any_step():
+    rows = simulated()
+    for n in range(len(rows) + 1):
+        assert found(rows[:n], is_open=True) == set(), n
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_nothing_else(name):
+    stale = {"staleness": 2} if name == "answers_too_old" else {}
+    config = CONFIG | {"rollout": CONFIG["rollout"] | stale}
+    assert found(simulated(FAULTS[name]), config) == {name}
+
+
+def test_every_check_is_tried():
+    tried = {*FAULTS, "stopped_early", "loss_does_not_fall"}
+    assert tried == {check.__name__ for check in CHECKS.values()}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_in_the_steps_that_have_it(name):
+    stale = {"staleness": 2} if name == "answers_too_old" else {}
+    config = CONFIG | {"rollout": CONFIG["rollout"] | stale}
+    (finding,) = check_history(RunHistory(simulated(FAULTS[name]), config))
+    assert set(finding.steps) <= set(range(1, STEPS + 1)) and "nan" not in finding.detail
+    expected = {
+        "policy_jumps": (20, 30),
+        "gradient_spikes": (42,),
+        "updates_skipped": (30,),
+        "not_finite": (7,),
+        "gradient_zero": tuple(range(50, 61)),
+        "learning_rate_zero": tuple(range(40, 61)),
+        "no_learning": (),
+    }
+    assert finding.steps == expected.get(name, finding.steps)
+    assert finding.steps or name == "no_learning"
+
+
+# --------------------------------------------------------------------------------- near misses
+
+
+RIGHT = {
+    "critic/score/mean": lambda s: min(1.0, 0.3 + s / 50),
+    "critic/score/min": lambda s: float(s > 40),
+    "critic/groups_without_spread": lambda s: min(1.0, 0.3 + s / 50),
+    "critic/advantages/min": lambda s: -2.5 * (s <= 40),
+    "critic/advantages/max": lambda s: 2.5 * (s <= 40),
+    "actor/entropy": curve(0.9, 0.001),
+    "actor/grad_norm": lambda s: 1.0 if s <= 40 else 0.0,
+    "critic/vf_explained_var": lambda s: 0.5 if s <= 40 else -3.0,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(RIGHT, id="all answers have become right"),
+        pytest.param({"actor/entropy": curve(0.3, 2.0)}, id="more entropy, and better"),
+        pytest.param({"response_length/mean": curve(200, 2000)}, id="longer, and better"),
+        pytest.param({"response_length/mean": curve(200, 20)}, id="shorter, and better"),
+        pytest.param({"actor/kl": curve(0.0, 4.0)}, id="far away, and better"),
+        pytest.param({"critic/score/mean": curve(0.3, 0.7, noise=0.2)}, id="noisy scores"),
+        pytest.param({"actor/lr": lambda s: 1e-6 * (s > 2)}, id="a warm-up"),
+        pytest.param({"reward/errors": lambda s: 5.0 if s == 55 else 0.0}, id="few errors"),
+        pytest.param({"tools/x/calls": 100.0, "tools/x/failed": 30.0}, id="calls that fail"),
+        pytest.param(
+            {"actor/skipped": 0.0, "reward/style/mean": math.nan}, id="a metric now and then"
+        ),
+        pytest.param(
+            {"perf/compile_wait_s": lambda s: 300.0 if s == 30 else 0.0}, id="one late shape"
+        ),
+        pytest.param(
+            {"val-core/math/acc/mean@1": lambda s: {10: 0.7, 60: 0.5}.get(s, math.nan)},
+            id="one low validation",
+        ),
+        pytest.param(
+            {f"critic/score/{end}": 0.0 for end in ("mean", "min", "max")},
+            id="rewards of turns alone",
+        ),
+        pytest.param({"async/age/mean": 0.99}, id="K = 1 with an engine of its own"),
+    ],
+)
+def test_what_is_no_fault(changes):
+    config = CONFIG | {"rollout": CONFIG["rollout"] | {"staleness": 1}}
+    assert found(simulated(changes), config) == set()
+
+
+def test_a_run_that_is_not_at_its_end():
+    rows = simulated()[:30]
+    assert found(rows) == {"stopped_early"} and found([]) == {"stopped_early"}
+    assert found(rows, is_open=True) == set()
+    assert found(rows, CONFIG | {"steps": None}) == set()  # epochs: the number is not known
+
+
+def supervised(losses):
+    return [{"step": s, "train/loss": v, "train/lr": 1e-3} for s, v in enumerate(losses, 1)]
+
+
+def test_supervised_training_that_gets_no_better():
+    falls, rises = np.linspace(2.0, 1.0, 40).tolist(), np.linspace(2.0, 3.0, 40).tolist()
+    config = {"steps": 40}
+    assert found(supervised(falls), config) == set()
+    assert found(supervised(rises), config) == {"loss_does_not_fall"}
+    assert found(supervised([2.0] * 40), config) == {"loss_does_not_fall"}
+    assert found(supervised(rises[:10]), {"steps": 10}) == set()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_missing_metrics_and_nulls_stop_no_check(steps, left):
+    """A third of the metrics is missing and another null, in turn; constants are of one value."""
+    rows = simulated(steps=steps)
+    for row in rows[1:]:
+        for at, name in enumerate(ORDINARY):
+            if at % 3 == left:
+                row.pop(name, None)
+            elif at % 3 == (left + 1) % 3:
+                row[name] = None
+    assert found(rows, {}) <= {"not_finite"}
+    bare = [{"step": step} for step in range(steps)]
+    assert found(bare, {"steps": steps - 1}) == set()
+
+
+@pytest.mark.parametrize(("score", "severity"), [(0.7, "warning"), (0.2, "error")])
+def test_answers_that_are_cut_may_be_whole(score, severity):
+    rows = simulated(
+        {
+            "response_length/clip_ratio": 0.9,
+            "critic/score/mean": curve(0.25, score),
+            "val-core/math/acc/mean@1": math.nan,
+        }
+    )
+    (finding,) = check_history(RunHistory(rows, CONFIG))
+    assert (finding.name, finding.severity) == ("answers_cut", severity)
+
+
+# ------------------------------------------------------------------------------- runs that are well
+
+
+def kept_runs():
+    return json.loads(gzip.decompress(WELL.read_bytes()))
+
+
+def test_runs_that_are_well_have_no_findings_at_any_step():
+    runs = kept_runs()
+    recipes = {path.stem for path in (ROOT / "configs/recipes").glob("*.yaml")}
+    assert runs.keys() == {*recipes, "quickstart", "quickstart_sft"}
+    for name, kept in runs.items():
+        rows = kept["rows"]
+        for n in range(0, len(rows) + 1, 1 if len(rows) < 60 else 25):
+            assert found(rows[:n], kept["config"], is_open=True) == set(), (name, n)
+        assert found(rows, kept["config"]) == set(), name
+
+
+def test_a_fault_in_a_run_that_was_well_is_found():
+    kept = kept_runs()["grpo"]
+    rows = kept["rows"]
+    for row in rows[26:]:
+        row["critic/score/mean"] *= 0.3
+    assert found(rows, kept["config"]) == {"score_fell"}
+
+
+# ------------------------------------------------------------------------------------ from files
+
+
+def test_a_runs_folder(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run"):
+        read_run(tmp_path)
+    config = load_config("quickstart", {"run_dir": str(tmp_path), "steps": STEPS})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    run = read_run(tmp_path)
+    (finding,) = check_run(run)
+    assert (finding.name, finding.steps, finding.severity) == ("stopped_early", (), "error")
+    lines = [json.dumps(row) for row in simulated()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 61, "crit']))
+    assert check_run(run) == []
+    changed = simulated(FAULTS["gradient_spikes"] | FAULTS["no_signal"])
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, changed)) + "\n")
+    findings = check_run(run)
+    assert [f.severity for f in findings] == ["error", "warning"]
+    assert health.health_summary(findings) == (
+        "1 error, 1 warning: Nothing to learn from; The gradient has spikes"
+    )
+    assert "warning: The gradient has spikes (step 42)\n" in health_text(findings)
+
+
+def test_a_process_that_holds_the_folder_is_seen(tmp_path):
+    import filelock
+
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    lock = filelock.FileLock(tmp_path / ".lock")
+    with lock:
+        assert history.read_history(read_run(tmp_path)).is_open()
+    assert not history.read_history(read_run(tmp_path)).is_open()
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def headings(page):
+    return re.findall(
+        r"^#+ (.+)$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+
+def test_each_check_has_a_heading_with_its_rule():
+    text = (ROOT / "docs/health.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE))
+    assert list(sections) == list(CHECKS)
+    for title, check in CHECKS.items():
+        rule = " ".join(check.__doc__.split()).removeprefix("Find ")
+        assert rule[1:] in " ".join(sections[title].split()), title
+        assert "**Why.**" in sections[title] and "**What to do.**" in sections[title]
+
+
+def test_links_to_headings_lead_somewhere():
+    text = (ROOT / "docs/health.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([\w.]*)#([\w-]+)\)", text)
+    links += [tuple(f"health.md#{anchor(title)}".split("#")) for title in CHECKS]
+    assert len(links) > len(CHECKS)
+    for page, heading in links:
+        assert heading in map(anchor, headings(page or "health.md")), (page, heading)
