@@ -126,6 +126,7 @@ def check_python(words):
     with only_parsed() as patch, pytest.raises(ParsedError) as parsed:
         patch.setattr("sys.argv", [module, *arguments])
         patch.setenv("GLIBC_TUNABLES", "")  # else some begin again, for huge pages
+        patch.delitem(sys.modules, module, raising=False)  # of which runpy would warn
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     (options,) = parsed.value.args
     if module == "jaxrl_llm.plan":
