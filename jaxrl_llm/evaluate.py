@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.evaluate import EvaluateConfig
+from jaxrl_llm.monitoring.activity import activity
 
 FLAGS = {"model": "store", "data": "append"}
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Run a whole evaluation from its config."""
-    from jaxrl_llm.evaluation.evaluation import run_evaluation  # imports jax: slow
+    with activity("starting"):  # jax is slow, a wrong key should not wait
+        from jaxrl_llm.evaluation.evaluation import run_evaluation
 
     run_evaluation(config)
 

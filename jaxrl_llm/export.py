@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -69,10 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     repo_id, private = options.pop("push_to"), options.pop("private")
     try:
-        if repo_id is None:
-            _export(options)
-        else:
-            _export_and_push(options, repo_id, private=private)
+        with ACTIVITIES.reported():
+            if repo_id is None:
+                _export(options)
+            else:
+                _export_and_push(options, repo_id, private=private)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -83,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(options: dict) -> None:
-    from jaxrl_llm.runs.export import export_model  # jax is slow to import, --help should not wait
-
+    with activity("starting"):  # jax is slow to import, --help should not wait
+        from jaxrl_llm.runs.export import export_model
     step = export_model(**options)
     sys.stdout.write(f"wrote step {step} to {options['out']}\n")
 
@@ -103,7 +105,8 @@ def _export_and_push(options: dict, repo_id: str, *, private: bool) -> None:
             shutil.rmtree(own)
         raise
     sys.stdout.flush()
-    address = push_model(out, repo_id, private=private)
+    with activity("pushing"):
+        address = push_model(out, repo_id, private=private)
     if own is not None:
         shutil.rmtree(own)
     sys.stdout.write(f"pushed it to {address}\n")

@@ -15,6 +15,7 @@ from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 
 
 def simulate_devices(devices: int) -> None:
@@ -123,8 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = change(())
-        devices = open_devices(options.devices, target)
-        sys.stdout.write(plan_run(config, target or options.gpu or "H100", change, devices))
+        with ACTIVITIES.reported():
+            with activity("starting"):
+                devices = open_devices(options.devices, target)
+            plan = plan_run(config, target or options.gpu or "H100", change, devices)
+        sys.stdout.write(plan)
     except ConfigError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2

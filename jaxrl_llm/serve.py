@@ -13,6 +13,7 @@ from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.serve import ServeConfig
+from jaxrl_llm.monitoring.activity import activity
 
 API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"
 KEEP_ALIVE_S = 60  # longer than clients keep a connection, or they would write to a closed one
@@ -33,10 +34,11 @@ def serve(config: ServeConfig) -> None:
         import uvicorn
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
-    from jaxrl_llm.monitoring.compiling import reporting_compilation  # which imports jax
-    from jaxrl_llm.monitoring.logs import quiet_libraries
-    from jaxrl_llm.runs.compile_cache import use_compilation_cache
-    from jaxrl_llm.serving.app import make_app
+    with activity("starting"):  # jax is slow to import
+        from jaxrl_llm.monitoring.compiling import reporting_compilation
+        from jaxrl_llm.monitoring.logs import quiet_libraries
+        from jaxrl_llm.runs.compile_cache import use_compilation_cache
+        from jaxrl_llm.serving.app import make_app
 
     quiet_libraries()
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
@@ -85,7 +87,8 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     from jaxrl_llm.training.layouts import open_layout
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
-    layout = open_layout(mesh, "rollout", config.mesh.rollout)
+    with activity("opening the devices"):
+        layout = open_layout(mesh, "rollout", config.mesh.rollout)
     policy = load_policy(config.model, layout, on_host=True, function_from=config.function_from)
     max_tokens = config.max_tokens or policy.model.max_positions
     if max_tokens is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.monitoring.activity import activity
 
 if TYPE_CHECKING:
     from jaxrl_llm.runs.files import RunFiles
@@ -17,7 +18,8 @@ def sft(config: SftConfig) -> "RunFiles":
     Returns:
         What the run has written: metrics and checkpoints.
     """
-    from jaxrl_llm.training.supervised import run_sft  # jax is slow, a wrong key should not wait
+    with activity("starting"):  # jax is slow, a wrong key should not wait
+        from jaxrl_llm.training.supervised import run_sft
 
     run_sft(config)
     from jaxrl_llm.runs.files import RunFiles

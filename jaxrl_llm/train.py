@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.monitoring.activity import activity
 
 if TYPE_CHECKING:
     from jaxrl_llm.runs.files import RunFiles
@@ -26,7 +27,8 @@ def train(config: TrainConfig) -> "RunFiles":
 
         launch(config)
     else:
-        from jaxrl_llm.training.run import run_training  # jax is slow, a wrong key should not wait
+        with activity("starting"):  # jax is slow, a wrong key should not wait
+            from jaxrl_llm.training.run import run_training
 
         run_training(config)
     from jaxrl_llm.runs.files import RunFiles

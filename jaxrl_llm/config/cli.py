@@ -15,6 +15,7 @@ from jaxrl_llm.config.files import read_config
 from jaxrl_llm.config.functions import renamed_functions
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import apply_override, describe, from_tree, to_yaml
+from jaxrl_llm.monitoring.activity import ACTIVITIES
 
 Config = TypeVar("Config", bound=Section)
 
@@ -46,12 +47,14 @@ def config_main(
     parser = _parser(program, about, cls, flags)
     complete_words(parser, cls)
     options = parser.parse_intermixed_args(arguments)
+    config = None
     try:
         config = _config(cls, options, flags or {})
         if options.print_config:
             sys.stdout.write(to_yaml(config))
             return 0
-        run(config)
+        with ACTIVITIES.reported():
+            run(config)
     except ConfigError as error:
         return _report(error, 2)
     except Preempted as error:
@@ -65,11 +68,18 @@ def config_main(
         where = f"can't write {error.filename}: " if error.filename else ""
         return _report(OSError(f"{where}{error.strerror}"), 1)
     except KeyboardInterrupt:
-        sys.stderr.write(
-            "interrupted: the same command continues from the newest checkpoint, if there is one\n"
-        )
+        sys.stderr.write(f"interrupted{_what_becomes_of(config)}\n")
         return 130
     return 0
+
+
+def _what_becomes_of(config: Section | None) -> str:
+    """Return how an interrupted program goes on, if it does."""
+    from jaxrl_llm.config.sft import SftConfig
+    from jaxrl_llm.config.train import TrainConfig
+    from jaxrl_llm.runs.summary import interruption_line
+
+    return f": {interruption_line(config)}" if isinstance(config, TrainConfig | SftConfig) else ""
 
 
 def _parser(

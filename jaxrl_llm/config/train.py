@@ -17,7 +17,7 @@ from jaxrl_llm.config.sections.cluster import ClusterConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
 from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
-from jaxrl_llm.config.sections.log import LogConfig
+from jaxrl_llm.config.sections.log import TrainLogConfig
 from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
@@ -64,7 +64,7 @@ class TrainConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
-    log: LogConfig = Field(default_factory=LogConfig)
+    log: TrainLogConfig = Field(default_factory=TrainLogConfig)
     stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
     cluster: ClusterConfig | None = Field(
         default=None, description="run on a Ray cluster; null: on this machine"

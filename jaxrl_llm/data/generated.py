@@ -10,6 +10,7 @@ from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.data.files import remove_partials, write_text
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.sharding import distributed
 
 
@@ -35,7 +36,8 @@ def _prepare_files(spec: FunctionSpec, files: tuple[str, ...]) -> None:
             )
         return
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
-    with config_errors_at("data.prepare"):
+    ACTIVITIES.say()
+    with config_errors_at("data.prepare"), activity("preparing data"):
         load_function(spec, kinds.PREPARATIONS, key="data.prepare")()
     missing = [path for path in files if not Path(path).exists()]
     if missing:

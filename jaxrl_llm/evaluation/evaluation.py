@@ -23,6 +23,7 @@ from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
 from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
 from jaxrl_llm.evaluation.policy import Policy, load_policy
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.report import answer_rows
@@ -61,7 +62,8 @@ def _evaluate(config: EvaluateConfig) -> Report:
         stack.enter_context(reporting_compilation())
         stack.enter_context(compiling_on_demand())
         score = make_function_scoring(config.reward, config.reward.function, stack)
-        layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
+        with activity("opening the devices"):
+            layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         log.info("loading %s", config.model)
         policy = load_policy(
             config.model,
@@ -140,6 +142,7 @@ def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
     return rows
 
 
+@activity("reading the data")
 def read_evaluation_prompts(
     config: EvaluateConfig, policy: Policy, stack: contextlib.ExitStack
 ) -> tuple[list[Prompt], EpisodeSampler | None]:

@@ -25,6 +25,8 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, model_of
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.tables import TokenTable
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
@@ -72,6 +74,7 @@ class Policy:
         config = ModelConfig(path="", dtype=self.dtype)  # pyright: ignore[reportArgumentType]
         return forward_config(config, self.model, self.layout)
 
+    @reporting_compilation()
     def open_engine(
         self,
         max_tokens: int,
@@ -98,6 +101,7 @@ class Policy:
         settings = EngineSettings(max_running_sequences, max_tokens, cache_gb, self.dtype)
         return loaded_engine(self.model, self.params, settings, layout, self.tokenizer)
 
+    @reporting_compilation()
     def sample(
         self,
         engine: Engine,
@@ -217,6 +221,8 @@ def _token_logprobs(
     return token_fields(params, rows, forward, mesh).logprobs
 
 
+@reporting_compilation()
+@activity("loading the weights")
 def load_policy(
     path: str | Path,
     layout: Layout | None = None,

@@ -1,18 +1,44 @@
 """What a step costs: seconds of its stages, compilations, and memory."""
 
 import contextlib
+import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from jaxrl_llm.compilation import WAITED, is_accounted
+from jaxrl_llm.monitoring.activity import LONGEST_S, PATIENCE_S, activity
 
 PHASE = "phase"
 """Name of the statistic that marks the stages of a step among a trace's other events."""
+
+
+LABELS = {
+    "gen": "sampling",
+    "gen_max": "sampling greedily",
+    "reward": "scoring",
+    "old_log_prob": "log-probs",
+    "ref": "the reference's log-probs",
+    "adv": "advantages",
+    "update_actor": "updating",
+    "update_weights": "syncing weights",
+    "testing": "validating",
+}
+"""What stages are called where somebody watches the run, besides those that `stage_label` makes."""
+
+
+def stage_label(stage: str) -> str:
+    """Return what a stage is called where somebody watches the run.
+
+    >>> stage_label("gen"), stage_label("update_critic")
+    ('sampling', 'updating critic')
+    """
+    words = stage.replace("update_", "updating ").replace("_", " ")
+    return LABELS.get(stage, words)
 
 
 class Clock:
@@ -27,7 +53,7 @@ class Clock:
     def __call__(self, stage: str) -> Iterator[None]:
         """Time one stage, and mark it in a trace if one is being written."""
         start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(stage, **{PHASE: 1}):
+        with jax.profiler.TraceAnnotation(stage, **{PHASE: 1}), activity(stage_label(stage)):
             yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
@@ -88,6 +114,31 @@ class CompileCounter:
 def is_due(step: int, every: int, last: int) -> bool:
     """Tell whether something is done at this step: every n steps, and at the last one."""
     return step == last or (every > 0 and step % every == 0)
+
+
+class Pace:
+    """Tells which steps have a line: the first, ten more, and others where steps are slow.
+
+    Args:
+        total: steps in all.
+        now: seconds of a clock that only goes on.
+    """
+
+    def __init__(self, total: int, now: Callable[[], float] = time.monotonic) -> None:
+        """Nothing has a line yet."""
+        self._total, self._now = total, now
+        self._said, self._wait = -math.inf, PATIENCE_S
+
+    def __call__(self, step: int) -> bool:
+        """Return whether a step that is done has a line."""
+        now = self._now()
+        is_late = now - self._said >= self._wait
+        if not (is_late or is_due(step, max(1, self._total // 10), self._total)):
+            return False
+        if is_late and self._said > -math.inf:
+            self._wait = min(2 * self._wait, LONGEST_S)
+        self._said = now
+        return True
 
 
 def summary(name: str, values: Any) -> dict[str, float]:

@@ -1,114 +1,89 @@
-"""What is being compiled, for a reader who waits: one line, or the text beside a bar."""
+"""What is being compiled, for a reader who waits."""
 
-import collections
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxrl_llm.compilation import ADDED, BEGUN, ENDED
+from jaxrl_llm.monitoring.activity import ACTIVITIES, Activity
 
-log = logging.getLogger(__name__)
+LOOKUPS = "/jax/compilation_cache/"
+"""What jax's events begin with that tell of programs which were compiled before."""
 
-PATIENCE_S = 1.5
-"""After which a reader is told."""
+_following: list["CompileProgress"] = []
 
 
 class CompileProgress:
-    """Follows the programs that this process compiles while it is open.
-
-    Args:
-        tell: called with a text whenever that changes, by the thread that compiles, one at a time;
-            empty when nothing is compiled.
+    """Follows the programs that this process compiles while it is open, as an activity.
 
     Attributes:
         total: programs so far, ready ones included.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         """Begin to follow."""
-        self._tell, self._lock = tell, threading.Lock()
-        self._labels: list[str] = []
-        self.total = self._ready = 0
+        self._lock, self._labels = threading.Lock(), list[str]()
+        self._has_note = False
+        self._activity = Activity("compiling", count=lambda: self._ready)
+        self._activity.thread = 0  # they are compiled in several
+        self.total = self._ready = self._lookups = self._hits = 0
         jax.monitoring.register_event_listener(self._listen)
 
     def close(self) -> None:
         """Follow no more."""
         jax.monitoring.unregister_event_listener(self._listen)
+        ACTIVITIES.end(self._activity)
 
     def _listen(self, event: str, **given: str | int) -> None:
-        if event not in (ADDED, BEGUN, ENDED):
-            return
-        with self._lock:
-            if event == ADDED:
-                self.total += 1
-            elif event == BEGUN:
-                self._labels.append(str(given["label"]))
-                self.total = max(self.total, self._ready + len(self._labels))
-            elif given["label"] in self._labels:
-                self._labels.remove(str(given["label"]))
-                self._ready += 1
-            text = ""
-            if self._labels:
-                text = f"compiling {self._labels[0]} ({self._ready + 1} of {self.total})"
-            self._tell(text)
+        if event.startswith(LOOKUPS):
+            self._lookups += event.endswith("/compile_requests_use_cache")
+            self._hits += event.endswith("/cache_hits")
+        elif event in (ADDED, BEGUN, ENDED):
+            with self._lock:
+                self._follow(event, str(given["label"]))
+
+    def _follow(self, event: str, label: str) -> None:
+        was_busy = bool(self._labels)
+        if event == ADDED:
+            self.total += 1
+        elif event == BEGUN:
+            self._labels.append(label)
+            self.total = max(self.total, self._ready + len(self._labels))
+        elif label in self._labels:
+            self._labels.remove(label)
+            self._ready += 1
+        has_all = self._lookups and self._lookups == self._hits
+        self._activity.label = "loading programs" if has_all else "compiling"
+        if not self._has_note and self._lookups > self._hits:
+            self._activity.note, self._has_note = _kept(), True
+        self._activity.total = self.total
+        self._activity.detail = self._labels[0] if self._labels else ""
+        if self._labels and not was_busy:
+            ACTIVITIES.begin(self._activity)
+        elif was_busy and not self._labels:
+            ACTIVITIES.end(self._activity)
 
 
 @contextlib.contextmanager
 def reporting_compilation() -> Iterator[None]:
-    """Log once that programs are compiled, where that takes a while; not where they are kept."""
-    lock, timers = threading.Lock(), list[threading.Timer]()
-    current_text, lookups = [""], collections.Counter[str]()
-
-    def listen(event: str, **_: str | int) -> None:
-        lookups[event.removeprefix("/jax/compilation_cache/")] += 1
-
-    def tell(text: str) -> None:
-        with lock:
-            current_text[0] = text
-            if text and not timers:
-                start_timer()
-
-    def start_timer() -> None:
-        timers[:] = [threading.Timer(PATIENCE_S, report)]
-        timers[0].daemon = True
-        timers[0].start()
-
-    def report() -> None:
-        with lock:
-            requests = lookups["compile_requests_use_cache"]
-            if not timers:
-                return
-            if not current_text[0]:
-                timers.clear()  # the next program starts another
-            elif requests and requests == lookups["cache_hits"]:
-                start_timer()
-            else:
-                log.info("compiling %d programs%s", progress.total, _kept())
-
-    progress = CompileProgress(tell)
-    jax.monitoring.register_event_listener(listen)
-    try:
+    """Let a reader know within a `with` what goes on, programs that are compiled included."""
+    with ACTIVITIES.reported(), contextlib.ExitStack() as stack:
+        if not _following:
+            _following.append(stack.enter_context(contextlib.closing(CompileProgress())))
+            stack.callback(_following.clear)
         yield
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
-        progress.close()
-        with lock:
-            for timer in timers:
-                timer.cancel()
-            timers.clear()
 
 
 def _kept() -> str:
-    """Return where programs are kept, as text; empty where they are not."""
+    """Return where compiled programs are kept, as text; empty where they are not."""
     settings: Any = jax.config
     if not settings.jax_compilation_cache_dir:
         return ""
     folder = Path(settings.jax_compilation_cache_dir)
     with contextlib.suppress(ValueError, RuntimeError):  # elsewhere than at home
         folder = Path("~") / folder.relative_to(Path.home())
-    return f"; they are kept in {folder} for the next run"
+    return f"; programs are kept in {folder} for the next run"

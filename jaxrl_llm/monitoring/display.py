@@ -1,21 +1,53 @@
 """A run's progress on the screen: of this process, or of the launcher of a job on a cluster."""
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.monitoring.compiling import CompileProgress
+from jaxrl_llm.monitoring.activity import ACTIVITIES
+from jaxrl_llm.monitoring.answers import COLUMNS, answer_cells
 from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
 from jaxrl_llm.monitoring.writer import BackgroundWriter
 from jaxrl_llm.sharding.distributed import is_first
 
 CLOSE_S = 5.0
 """Seconds that the end of a run waits at most for stdout."""
+PIPE_WIDTH = 120
+"""Columns of a table where there is no terminal."""
+WIDE = 110
+"""Columns of a terminal from which on there is room for metrics beside the bar."""
+BESIDE_BAR = {
+    "loss {:.4f}": ("train/loss",),
+    "{:,.0f} tokens/s": ("perf/throughput",),
+    "{:.1f} GiB": ("perf/max_memory_allocated_gb", "perf/cpu_memory_used_gb"),
+}
+"""Metrics of the newest step beside a bar: of each kind the first one that the step has."""
+
+
+class ActivityColumn(ProgressColumn):
+    """What goes on now, beside a bar."""
+
+    max_refresh = None
+
+    def render(self, task: Task) -> Text:
+        """Return it as one line."""
+        del task
+        return Text(ACTIVITIES.text, "cyan", no_wrap=True, overflow="ellipsis")
 
 
 class Display:
@@ -31,25 +63,32 @@ class Display:
             self._writer = BackgroundWriter(Stream("stdout", sys.stdout))
             file: Any = BackgroundFile(self._writer, sys.stdout)
         self.console = Console(
-            file=file, soft_wrap=True, highlight=False, quiet=self._writer is None
+            file=file, soft_wrap=True, highlight=False, emoji=False, quiet=self._writer is None
         )
-        self._progress = None
+        if not self.console.is_terminal:
+            self.console.width = PIPE_WIDTH
+        self._progress, self._stack = None, contextlib.ExitStack()
         if self.console.is_terminal and is_first():
+            is_wide = self.console.width >= WIDE
+            newest = (TextColumn("{task.fields[newest]}", markup=False),)
             self._progress = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(20 if is_wide else 8),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
+                *(newest if is_wide else ()),
+                ActivityColumn(Column(ratio=1, no_wrap=True)),
                 console=self.console,
+                expand=True,  # what goes on gets what is left
             )
-            self._title = title
-            self._task = self._progress.add_task(title, total=total, completed=done)
+            self._task = self._progress.add_task(title, total=total, completed=done, newest="")
             self._progress.start()
-            self._compiling = CompileProgress(self._tell)
+            self._stack.enter_context(ACTIVITIES.shown())
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
         self.console.print(text, markup=False)
+        ACTIVITIES.say()
 
     def advance(self, text: str = "") -> None:
         """Print a step's line, if it has one, and move the bar."""
@@ -59,7 +98,15 @@ class Display:
             self._progress.advance(self._task)
 
     def plot(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Draw a step's metrics, where that is possible."""
+        """Show a step's newest metrics beside the bar."""
+        del step
+        if self._progress:
+            found = {
+                text: next((metrics[name] for name in names if name in metrics), None)
+                for text, names in BESIDE_BAR.items()
+            }
+            shown = [text.format(value) for text, value in found.items() if value is not None]
+            self._progress.update(self._task, newest="  ".join(shown))
 
     def flush(self) -> None:
         """Draw what was not drawn yet, where steps are drawn."""
@@ -70,21 +117,34 @@ class Display:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+        ACTIVITIES.say()
+
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print some of a step's answers as a table.
+
+        Args:
+            step: whose answers they are.
+            rows: of each answer `prompt`, `answer`, `score`, `advantage` and `error`, as in
+                `rollouts/step_*.parquet`.
+        """
+        table = Table(title=f"answers of step {step}", title_justify="left", show_lines=True)
+        for name in COLUMNS:
+            justify = "right" if name in ("score", "advantage") else "left"
+            table.add_column(name, justify=justify, overflow="fold")
+        for cells in answer_cells(rows, self.console.width):
+            table.add_row(*(Text(cell) for cell in cells))  # which is not read as markup
+        self.console.print(table, soft_wrap=False)
+        ACTIVITIES.say()
 
     def close(self) -> None:
         """Remove the bar, and wait until all is printed, if it is read."""
         try:
             if self._progress:
-                self._compiling.close()
                 self._progress.stop()
         finally:
+            self._stack.close()
             if self._writer:
                 self._writer.close(CLOSE_S)
-
-    def _tell(self, text: str) -> None:
-        """Show what goes on before the bar."""
-        assert self._progress is not None
-        self._progress.update(self._task, description=text or self._title)
 
 
 class LauncherDisplay(Display):
@@ -105,6 +165,16 @@ class LauncherDisplay(Display):
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
         context.call_display("table", title, columns, rows)
+
+    def plot(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step's newest metrics beside the bar there."""
+        known = {name for names in BESIDE_BAR.values() for name in names if name in metrics}
+        shown = {name: metrics[name] for name in known}
+        context.call_display("plot", step, shown)
+
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print some of a step's answers as a table there."""
+        context.call_display("answers", step, [dict(row) for row in rows])
 
     def close(self) -> None:
         """Remove the bar."""

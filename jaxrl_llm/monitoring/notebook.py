@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.cluster import context
+from jaxrl_llm.monitoring.answers import COLUMNS, answer_cells
 from jaxrl_llm.monitoring.display import Display, LauncherDisplay
 from jaxrl_llm.monitoring.tables import MetricsTable, html_table
 from jaxrl_llm.sharding.distributed import is_first
@@ -47,7 +48,7 @@ class NotebookDisplay(Display):
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         """Show nothing yet."""
         self._title, self._total, self._done = title, total, done
-        self._metrics, self._lines = MetricsTable(), list[str]()
+        self._metrics, self._lines, self._answers = MetricsTable(), list[str](), ""
         self._handle, self._cell, self._has_plots = None, None, True
         import_matplotlib()  # before drawing is timed
         self._begun, self._drawn, self._cost = time.monotonic(), -float("inf"), 0.0
@@ -73,6 +74,12 @@ class NotebookDisplay(Display):
         from IPython.display import HTML, display
 
         display(HTML(f"<b>{html.escape(title)}</b>{html_table(columns, rows)}"))
+
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some of a step's answers below the lines, in place of those before."""
+        table = html_table(COLUMNS, list(answer_cells(rows)))
+        self._answers = f"<div>answers of step {step}</div>{table}"
+        self._show(at_once=step >= self._total)
 
     def flush(self) -> None:
         """Show what came last."""
@@ -111,7 +118,7 @@ class NotebookDisplay(Display):
         bar = f"<progress value='{self._done}' max='{self._total}'></progress>"
         head = f"{html.escape(self._title)} {bar} {self._done}/{self._total} steps{left}"
         lines = html.escape("\n".join(self._lines))
-        return f"<div>{head}</div>{self._plots()}<pre>{lines}</pre>"
+        return f"<div>{head}</div>{self._plots()}<pre>{lines}</pre>{self._answers}"
 
     def _plots(self) -> str:
         """Draw the plots; a run goes on without them where that fails."""

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.monitoring.answers import choose_answers, printable
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
 from jaxrl_llm.monitoring.writer import Outages
@@ -92,6 +95,22 @@ def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> l
     return rows
 
 
+def chosen_rows(
+    batch: Batch, rollouts: Rollouts, scores: Sequence[Score], *, samples: int
+) -> list[dict[str, Any]]:
+    """Return a row, as `trained_rows` has it, of each of a step's answers that are shown.
+
+    Args:
+        batch: with the advantages of B answers.
+        rollouts: the answers.
+        scores: one for each.
+        samples: answers to each prompt.
+    """
+    chosen = choose_answers([score.score for score in scores], samples)
+    some = batch.take(np.array(chosen))
+    return trained_rows(some, rollouts.take(chosen), [scores[i] for i in chosen])
+
+
 EXAMPLES = 3
 """Validation answers that are shown on the screen."""
 EXAMPLE_CHARS = 80
@@ -114,10 +133,10 @@ def example_lines(rollouts: Rollouts, scores: Sequence[Score], *, samples: int) 
         mark = "" if "acc" not in score.extra else "✓ " if score.extra["acc"] else "✗ "
         result = f"failed: {score.error}" if score.error is not None else f"{mark}{score.score:.4g}"
         prompt, answer = (
-            shorten(" ".join(text.split()), EXAMPLE_CHARS)
+            shorten(printable(" ".join(text.split())), EXAMPLE_CHARS)
             for text in (asked, rollouts.texts[index])
         )
-        lines.append(f"  {prompt} → {answer}  {shorten(result, EXAMPLE_CHARS)}")
+        lines.append(f"  {prompt} → {answer}  {shorten(printable(result), EXAMPLE_CHARS)}")
     return lines
 
 

@@ -11,6 +11,7 @@ import select
 import sys
 from typing import Any
 
+from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.monitoring.writer import PENDING, BackgroundWriter
 
 PIECE = 1000
@@ -147,6 +148,7 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, and those that wait."""
+        ACTIVITIES.say()
         try:
             self._kept.append(self.format(record) + "\n")
         except Exception:

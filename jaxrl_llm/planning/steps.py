@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.planning.estimate import PER_NODE, Gpu, StepSeconds, estimate_seconds
 from jaxrl_llm.planning.gpu_compiler import UNMERGED
 from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
@@ -51,13 +52,17 @@ def compile_planned_steps(
         options: of the GPU's compiler; None where the CPU's compiles.
     """
     steps = []
-    for step, trace in shapes.trace.items():
-        lowered, begun = trace().lower(), time.perf_counter()
-        if options is None:
-            compiled = with_float16(lowered).compile()
-        else:
-            more = UNMERGED if step.kind is StepKind.DECODE else {}
-            compiled = lowered.compile(compiler_options={**options, **more})
+    for number, (step, trace) in enumerate(shapes.trace.items()):
+        begun = time.perf_counter()
+        with activity("compiling", len(shapes.trace)) as progress:
+            progress.advance(number)
+            progress.detail = str(step)
+            lowered = trace().lower()
+            if options is None:
+                compiled = with_float16(lowered).compile()
+            else:
+                more = UNMERGED if step.kind is StepKind.DECODE else {}
+                compiled = lowered.compile(compiler_options={**options, **more})
         log.info("compiled %s in %.0f s", step, time.perf_counter() - begun)
         steps.append(analyze_step(step, compiled, workload(shapes, step), gpu))
     return steps

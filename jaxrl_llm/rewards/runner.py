@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_reward_function
 from jaxrl_llm.workers.answers import shorten
 
@@ -81,31 +82,43 @@ class RewardRunner(ABC):
             items: the replies; the strings, and whatever else they hold, must be picklable.
             first: the first one's row, for messages.
 
-        Failures are logged on one line, with the first of them.
+        Failures are logged on one line, with the first of them and one that is another.
 
         Raises:
             RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
                 closed.
         """
         failures: dict[int, Outcome] = {}
-        with self._lock, closing(self._outcomes(items)) as outcomes:
+        with (
+            self._lock,
+            activity("scoring", len(items)) as progress,
+            closing(self._outcomes(items)) as outcomes,
+        ):
             self._first = first
             check_open(self._closed)
             scores = {}
             for number, outcome in outcomes:
+                progress.advance()
                 scores[number] = self._to_score(number, items[number], outcome)
                 if outcome.failure is not None:
                     failures[number] = outcome
             if failures:
-                number = min(failures)
-                kinds = Counter(outcome.failure for outcome in failures.values())
-                log.warning(
-                    "reward %r failed on %d of %d answers (%s); the first: %s",
-                    *(self._spec.fn, len(failures), len(items)),
-                    ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-                    self._described(number, items[number], failures[number]),
-                )
+                self._warn(items, failures)
         return [scores[number] for number in range(len(items))]
+
+    def _warn(self, items: Sequence[RewardItem], failures: dict[int, Outcome]) -> None:
+        """Log on one line how many calls failed, and the first two ways in which they did."""
+        kinds = Counter(outcome.failure for outcome in failures.values())
+        ways: dict[str | None, int] = {}
+        for number in sorted(failures):
+            ways.setdefault(failures[number].message, number)
+        described = [self._described(n, items[n], failures[n]) for n in [*ways.values()][:2]]
+        log.warning(
+            "reward %r failed on %d of %d answers (%s); the first: %s",
+            *(self._spec.fn, len(failures), len(items)),
+            ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+            "; another: ".join(described),
+        )
 
     def _to_score(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
         if outcome.failure is None:

@@ -17,6 +17,7 @@ from jaxrl_llm.models.functional import FunctionalModel
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
 from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding import distributed
@@ -26,6 +27,7 @@ from jaxrl_llm.training.kernel_choice import choose_cache_kernel, choose_experts
 log = logging.getLogger(__name__)
 
 
+@activity("starting the engine")
 def make_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path) -> Engine:
     """Build the engine that the config names, here or on nodes of its own."""
     job = context.current()
@@ -139,6 +141,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
     )
 
 
+@activity("starting the engine")
 def loaded_engine(
     model: Model,
     params: Any,

@@ -27,7 +27,14 @@ from jaxrl_llm.rollout.runner import (
     run_episode,
     run_in_loop,
 )
-from jaxrl_llm.rollout.sampling import EpisodeState, OnEnd, Rollouts, as_rollouts, begin_episodes
+from jaxrl_llm.rollout.sampling import (
+    EpisodeState,
+    OnEnd,
+    Rollouts,
+    as_rollouts,
+    begin_episodes,
+    sampling_activity,
+)
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools, record_end
 from jaxrl_llm.rollout.tools.journal import Journal
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
@@ -164,7 +171,7 @@ class EpisodeSampler:
             return
         limits = episode_limits(self._agent_config, sampling.max_new_tokens, self._prompt_tokens)
         lockstep = self._agent_config.order == "lockstep"
-        with contextlib.ExitStack() as stack:
+        with sampling_activity(begun), contextlib.ExitStack() as stack:
             journals = {
                 draw: stack.enter_context(opened_journal(journal(draw), self._agent_config, draw))
                 for draw in dict.fromkeys(state.draw for state in begun)

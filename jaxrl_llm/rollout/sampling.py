@@ -1,5 +1,6 @@
 """Sampled episodes, as the training loop, evaluation and reward functions get them."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -8,7 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.engine import Engine, EngineError, Listener, PartialEngine, Stop
+from jaxrl_llm.monitoring.activity import Activity, activity
+from jaxrl_llm.rollout.engine import (
+    CountingEngine,
+    Engine,
+    EngineError,
+    Listener,
+    PartialEngine,
+    Stop,
+)
 from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
@@ -129,6 +138,29 @@ def sample(
     return as_rollouts(states, decode)
 
 
+def sampling_activity(
+    states: Sequence[EpisodeState], engine: Engine | None = None
+) -> contextlib.AbstractContextManager[Activity]:
+    """Return the activity of drawing answers.
+
+    Args:
+        states: of the answers.
+        engine: what is in flight there is not whole; None where answers say so when they end.
+    """
+
+    has_begun = False
+
+    def count() -> int:
+        nonlocal has_begun
+        if isinstance(engine, CountingEngine):
+            in_flight = engine.stats().in_flight
+            has_begun |= in_flight > 0  # before, the engine has not got them yet
+            return len(states) - in_flight if has_begun else 0
+        return sum(state.episode is not None for state in states)
+
+    return activity("sampling", len(states), count=count)
+
+
 def sample_states(
     engine: Engine,
     states: Sequence[EpisodeState],
@@ -177,7 +209,8 @@ def sample_states(
             on_end(begun[number])
 
     listener = None if on_end is None else tell
-    completions = sample_first(engine, requests, len(first), stop, listener)
+    with sampling_activity(begun, engine):
+        completions = sample_first(engine, requests, len(first), stop, listener)
     for state, completion in zip(begun, completions, strict=True):
         keep_drawn(state, completion, longest)
 

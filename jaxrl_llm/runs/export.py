@@ -23,6 +23,7 @@ from jaxrl_llm.models.hf.files import check_new_directory, whole_directory
 from jaxrl_llm.models.hf.save import save_arrays, save_params
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.model import Model, decoder_spec, is_adapted, model_of
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.model_card import Exported, make_card
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
@@ -49,6 +50,7 @@ class TrainedModel(NamedTuple):
     step: int
 
 
+@activity("reading the checkpoint")
 def restore_model(
     run_dir: str | Path,
     *,
@@ -182,6 +184,7 @@ def export_model(
     return saved_step
 
 
+@activity("exporting")
 def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype: str) -> None:
     """Write a directory of safetensors and tokenizer; with `config.json` where there can be one.
 

@@ -74,7 +74,7 @@ class RunFiles:
 
     @property
     def dumped_steps(self) -> list[int]:
-        """The steps whose answers are kept (`rollout.dump_every`)."""
+        """The steps whose answers are kept: the first, the last, and by `rollout.dump_every`."""
         return sorted(
             int(p.stem.removeprefix("step_")) for p in self.folder.glob("rollouts/step_*.parquet")
         )
@@ -90,7 +90,7 @@ class RunFiles:
         if step not in steps:
             raise ConfigError(
                 f"no answers of step {step} in {str(self.folder)!r}, only of {steps}: "
-                "rollout.dump_every says of which steps they are kept"
+                "rollout.dump_every names those that are kept besides the first and the last"
             )
         import pyarrow.parquet  # slow, and not all that read a run need it
 

@@ -16,11 +16,13 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import batches
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
+from jaxrl_llm.runs.summary import opening_lines
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.training.load_model import LoadedModel
@@ -43,6 +45,7 @@ class TrainableModel(NamedTuple):
     key: str = "model.path"
 
 
+@activity("reading the weights' checksums")
 def starting_digests(
     models: Mapping[str, TrainableModel], items: Sequence[Any], frozen: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -90,7 +93,8 @@ def restore_or_start(
         )
         for name, trainable in models.items()
     }
-    saved = checkpoints.restore(like)
+    with activity("reading the checkpoint"):
+        saved = checkpoints.restore(like)
     keys = {name: trainable.key for name, trainable in models.items()} | {"data": "data.train"}
     for name, digest in digests.items():
         if saved.extra["origin"][name] != digest:
@@ -190,6 +194,9 @@ def resume_run(
     total = config.steps or len(items) * config.epochs // size
     display = open_display("training" if is_rl else "supervised training", total, step)
     stack.callback(display.close)
+    trained = {name: trainable.model.like for name, trainable in models.items()}
+    for line in opening_lines(config, trained, len(items), total):
+        display.line(line)
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
     return ResumedRun(
         step, total, states, extra, stream, digests, checkpoints, log, display, preemption

@@ -16,6 +16,7 @@ from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.rewards.scoring import check_sources
 from jaxrl_llm.rollout.agent_rows import check_agent_rows
@@ -141,6 +142,7 @@ def open_window(
     return window
 
 
+@activity("opening the devices")
 def open_training_layouts(config: TrainConfig) -> Layouts:
     """Lay out the devices of the training processes; engines may have nodes of their own."""
     mesh = config.mesh
@@ -159,6 +161,7 @@ def check_longest_sequence(config: TrainConfig, model: Model) -> None:
         )
 
 
+@activity("reading the data")
 def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]]:
     """Read the rows to train and to validate on, and check their columns and data sources."""
     data = config.data
@@ -175,6 +178,7 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
     return train, validation
 
 
+@activity("tokenizing the prompts")
 def tokenize_rows(
     config: TrainConfig,
     train_rows: Sequence[Row],

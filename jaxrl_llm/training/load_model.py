@@ -26,6 +26,7 @@ from jaxrl_llm.models.model import Model, decoder_spec, model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
@@ -59,6 +60,7 @@ class LoadedModel(NamedTuple):
         return decoder_spec(self.model)
 
 
+@activity("loading the weights")
 def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
     """Load a Hugging Face directory, or draw its weights at random, in the training layout.
 

@@ -11,14 +11,14 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.evaluation.validation import headline
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due, stage_label
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.report import trained_rows
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import to_device, to_host
 from jaxrl_llm.training.batch_metrics import batch_metrics, check_agreement, system_metrics
 from jaxrl_llm.training.experience import with_ages
@@ -149,10 +149,10 @@ class TrainingLoop:
         if run.should_validate(step):
             with clock("testing"):
                 metrics |= run.validate(step)
-        if is_due(step, run.config.rollout.dump_every, 0) and distributed.is_first():
+        if run.should_dump(step):
             run.dump(step, batch, rollouts, scores)
         metrics |= system_metrics(clock, self._compiled, batch)
-        run.record(step, metrics)
+        run.record(step, metrics, **run.some_answers(step, batch, rollouts, scores))
         self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef))
         self.ended = end_step(run, self.progress, self.window, metrics)
         BACKGROUND.release()  # the other programs, now that there is a step to see
@@ -246,8 +246,10 @@ def update_role(
     """
     first = int(state.updates)
     updates, policy_stats = [], {}
-    for _ in range(config.batch.epochs_per_step):
-        for minibatch in minibatches(batch, config):
+    cut = [*minibatches(batch, config)] * config.batch.epochs_per_step
+    with activity(stage_label(f"update_{role.name}"), len(cut)) as progress:
+        for minibatch in cut:
+            progress.advance()
             if not minibatch["mask"].any():
                 continue  # none of its answers is usable
             annotated = role.annotate_minibatch(state, minibatch)
@@ -280,6 +282,7 @@ def end_step(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> b
     return ending
 
 
+@activity("saving")
 def save(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> None:
     """Save everything from which the run continues bit for bit."""
     validated = {k: v for k, v in metrics.items() if "/mean@" in k}

@@ -21,6 +21,8 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.report import answer_rows, print_before_and_after
@@ -31,6 +33,7 @@ from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
+from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import copy_on_device
 from jaxrl_llm.training.build import build_stages, read_checked_rows
@@ -228,10 +231,13 @@ class Run(RunFiles):
         for step in self._loop:
             self.last = step
         self._unusable = None
-        self._loop.stages.run.checkpoints.wait()
+        with activity("saving"):
+            self._loop.stages.run.checkpoints.wait()
         check_finished(self.number, self.total_steps)
         if distributed.is_first():
-            print_before_and_after(self.metrics, self._loop.stages.run.display)
+            display = self._loop.stages.run.display
+            print_before_and_after(self.metrics, display)
+            print_closing(self.config, display)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the folder and the devices."""
@@ -250,7 +256,8 @@ class Run(RunFiles):
         """Close the run, as `close`."""
         self._unusable, opened = CLOSED, self._stack.pop_all()
         self._watchdog.beat()
-        opened.__exit__(kind, error, traceback)
+        with activity("ending the run"):
+            opened.__exit__(kind, error, traceback)
 
     @property
     def _watchdog(self) -> Any:
@@ -309,8 +316,10 @@ def _claim(
     distributed.initialize()
     stack.enter_context(distributed.abort_together((Preempted,)))
     quiet_libraries()
-    functions = resolve_functions(config)  # wrong names fail before anything is loaded
-    check_inputs(config, functions)
+    stack.enter_context(ACTIVITIES.reported())
+    with activity("checking the config"):
+        functions = resolve_functions(config)  # wrong names fail before anything is loaded
+        check_inputs(config, functions)
     return functions, stack.enter_context(run_folder(config.run_dir, config))
 
 
@@ -347,8 +356,15 @@ def _is_finished(config: TrainConfig, folder: Path) -> bool:
     )
     if distributed.is_first():
         print_before_and_after(RunFiles(folder).metrics, display)
+        print_closing(config, display)
     display.close()
     return True
+
+
+def print_closing(config: TrainConfig, display: Display) -> None:
+    """Print where a run is, and what to do next."""
+    for line in closing_lines(config):
+        display.line(line)
 
 
 def warm_start(config: TrainConfig) -> None:
@@ -373,4 +389,5 @@ def warm_start(config: TrainConfig) -> None:
     recipe = to_yaml(sft) + "".join(f.digest for f in user_functions(sft).values())
     # another recipe must not continue this one's checkpoints
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(recipe)[:8]}")
-    build_once(path, recipe, lambda: run_sft(sft))
+    with activity("making the base model"):
+        build_once(path, recipe, lambda: run_sft(sft, hints=False))

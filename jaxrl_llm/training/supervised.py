@@ -21,8 +21,10 @@ from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.rows import check_example_row, load_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.model import Model, decoder_spec, model_of
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
 from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
@@ -35,13 +37,14 @@ from jaxrl_llm.runs.resume import (
     open_watchdog,
     resume_run,
 )
+from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.update import Learner, check_skipped
+from jaxrl_llm.training.update import Learner, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
@@ -52,10 +55,15 @@ def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> Float[Array, "B T"
     return -logprobs
 
 
-def run_sft(config: SftConfig) -> None:
-    """Train on a config's examples, then export the model."""
+def run_sft(config: SftConfig, *, hints: bool = True) -> None:
+    """Train on a config's examples, then export the model.
+
+    Args:
+        config: of the run.
+        hints: whether to print what can be done with the model.
+    """
     distributed.initialize()
-    with distributed.abort_together((Preempted,)):
+    with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
         quiet_libraries()
         check_trackers(config)
         optimizer, schedule = make_optimizer(config.optim)
@@ -68,12 +76,14 @@ def run_sft(config: SftConfig) -> None:
             )
         with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
             folder = stack.enter_context(run_folder(config.run_dir, config))
-            params, model, base = _train(config, optimizer, schedule, folder, stack)
+            params, model, base, display = _train(config, optimizer, schedule, folder, stack)
             source = config.model.path
             if base is not None:
                 params, spec = merged_into_base(params, decoder_spec(model), source, base)
                 model = model_of(spec)
             save_model(config.export_to, params, model, source=source, dtype="float32")
+            for line in closing_lines(config) if hints else ():
+                display.line(line)
 
 
 def _train(
@@ -82,8 +92,8 @@ def _train(
     schedule: Callable[[Any], Any],
     folder: RunFolder,
     stack: contextlib.ExitStack,
-) -> tuple[Params, Model, Any]:
-    """Return what was trained, the model, and the layout of its base if it has an adapter.
+) -> tuple[Params, Model, Any, Display]:
+    """Return what was trained, the model, the layout of an adapter's base, and the display.
 
     All other arrays are let go of, so that merging and saving hold the model once.
     """
@@ -91,7 +101,7 @@ def _train(
     learner, opened, model, base = _start(config, optimizer, folder, stack)
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
-    step, compiled = opened.step, CompileCounter()
+    step, compiled, has_line = opened.step, CompileCounter(), Pace(total)
     left = range(step + 1, total + 1)
     profiler = Profiler(left, config.log.profile_steps, folder.path, opened.display)
     for step in left:
@@ -116,26 +126,32 @@ def _train(
         }
         log.write(step, metrics)
         line = f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}"
-        opened.display.advance(line if is_due(step, max(1, total // 10), total) else "")
+        opened.display.advance(line if has_line(step) else "")
         opened.display.plot(step, metrics)
         BACKGROUND.release()
         opened.checkpoints.check()
         ending = opened.preemption.requested()
         if ending or is_due(step, config.checkpoint.every, total):
-            extra = {
-                "data": stream.get_state(),
-                "metrics_bytes": log.position(step),
-                "origin": opened.start_digests,
-            }
-            opened.checkpoints.save(step, {"actor": state}, extra)
+            _save(step, state, opened)
         if ending:
             break
     profiler.close()
     compiled.close()
-    opened.checkpoints.wait()
+    with activity("saving"):
+        opened.checkpoints.wait()
     check_finished(step, total)
     BACKGROUND.clear()  # its programs' shapes hold on to the base
-    return state.params, model, base
+    return state.params, model, base, opened.display
+
+
+@activity("saving")
+def _save(step: int, state: TrainState, opened: ResumedRun) -> None:
+    extra = {
+        "data": opened.stream.get_state(),
+        "metrics_bytes": opened.log.position(step),
+        "origin": opened.start_digests,
+    }
+    opened.checkpoints.save(step, {"actor": state}, extra)
 
 
 def _start(
@@ -149,7 +165,8 @@ def _start(
     weights = "random weights of" if config.model.random_init else "weights of"
     logger.info("supervised training: making ready %s %s", weights, config.model.path)
     has_own_axes = config.model.function is not None
-    layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
+    with activity("opening the devices"):
+        layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed)
     forward = forward_config(config.model, model.model, layout)
@@ -181,6 +198,7 @@ def _start(
     return learner, opened, model.model, base
 
 
+@activity("reading the data")
 def _read_examples(config: SftConfig) -> list[Example]:
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)

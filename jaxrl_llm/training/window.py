@@ -11,6 +11,7 @@ others. What is in flight then is plain data: the engine is empty.
 """
 
 import base64
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -21,8 +22,8 @@ import numpy as np
 
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
-from jaxrl_llm.monitoring.stall import reporting_stall
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN
@@ -231,7 +232,8 @@ class Window:
         if all_ends or finishes:
             needed = len(states)
         waited_for = states[:needed]
-        with clock("gen"), reporting_stall(lambda: self._describe_wait(waited_for)):
+        describe = functools.partial(self._describe_wait, waited_for)
+        with clock("gen"), activity("sampling", describe=describe):
             self.rollout.sample(states, needed, None, self._score_soon())
         self._scores.add(self._groups, clock)
 

@@ -172,7 +172,7 @@ def test_interrupted(config_file, capsys):
         raise KeyboardInterrupt
 
     assert call(run, "--config", config_file("train")) == 130
-    assert capsys.readouterr().err.startswith("interrupted: the same command continues")
+    assert capsys.readouterr().err.startswith("interrupted: the same command begins again")
 
 
 def test_other_errors_keep_their_traceback(config_file):

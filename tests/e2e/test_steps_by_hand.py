@@ -164,7 +164,7 @@ print("entropy" in str(run.metrics), "entropy" in run.metrics._repr_html_())
     best = max((scores[step], step) for step in (2, 4))[1]
     first, second, *tables = done.stdout.splitlines()
     assert first == f"[1, 2, 3, 4] {[2, 4]} {best}"
-    assert second.startswith("4 [2, 4] 32 ")
+    assert second.startswith("4 [1, 2, 4] 32 ")
     assert tables == ["True True", "True True"]
 
 

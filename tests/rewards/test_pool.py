@@ -219,6 +219,15 @@ def test_time_limit_is_per_item_not_per_chunk(make):
     assert [score.score for score in scores] == [1.0] * 24
 
 
+def test_many_failures_are_one_line_with_two_different_ones(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make(0, on_error=0.0).score(items("1", *["raise"] * 40, *["none"] * 47))
+    (line,) = caplog.messages
+    assert "failed on 87 of 88 answers (40 exception, 47 invalid); the first: row 1 " in line
+    assert "; another: row 41 " in line and "got None" in line
+    assert line.count("row ") == 2
+
+
 def test_long_rows_are_shortened_in_the_log(make, caplog):
     with caplog.at_level(logging.WARNING):
         make(0).score(items("x" * 5000))

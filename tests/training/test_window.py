@@ -4,7 +4,6 @@ import json
 import random
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -17,13 +16,13 @@ from scipy import stats
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, batches
+from jaxrl_llm.monitoring import activity as activity_module
+from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.monitoring.clock import Clock
-from jaxrl_llm.monitoring.stall import reporting_stall
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
 from jaxrl_llm.rollout.types import Completion, SamplingParams
-from jaxrl_llm.training import window as window_module
 from jaxrl_llm.training.experience import ScoreError
 from jaxrl_llm.training.groups import GroupScores
 from jaxrl_llm.training.schedule import FILE, Schedule
@@ -390,9 +389,11 @@ def test_what_a_step_waits_for_is_told(monkeypatch, caplog):
         def stats(self):
             return "all running"
 
-    monkeypatch.setattr(window_module, "reporting_stall", partial(reporting_stall, every_s=0.05))
+    monkeypatch.setattr(activity_module, "STALLED_S", 0.05)
+    monkeypatch.setattr(activity_module, "POLL_S", 0.01)
     engine = Slow(4, 1.0)
-    train(open_window(engine), engine, 1, 1)
+    with ACTIVITIES.reported():
+        train(open_window(engine), engine, 1, 1)
     rows = ", ".join(str(p.index) for p in sorted_prompts())
     assert (
         f"waiting for 0 s: 6 of 6 answers to sample, to the prompts of rows {rows}" in caplog.text

@@ -24,3 +24,17 @@ class LogConfig(Section):
             "steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainLogConfig(LogConfig):
+    """The same for a run that samples answers."""
+
+    answers_every: int = Field(
+        default=50,
+        ge=0,
+        description=(
+            "show a few answers of every n-th step, of the first and of the last, on the screen "
+            "and to trackers; 0 shows none"
+        ),
+    )

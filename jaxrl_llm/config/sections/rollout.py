@@ -117,7 +117,12 @@ class SamplingConfig(Section):
         ),
     )
     dump_every: int = Field(
-        default=0, ge=0, description="write the rollouts of every n-th step to parquet; 0 never"
+        default=0,
+        ge=0,
+        description=(
+            "write the rollouts of every n-th step to parquet; those of the first and the last "
+            "step are always kept, with 0 these alone"
+        ),
     )
     staleness: int = Field(
         default=0,

@@ -67,6 +67,11 @@ class EngineStats(NamedTuple):
     reused_tokens: int
     preemptions: int
 
+    @property
+    def in_flight(self) -> int:
+        """Return how many requests have no answer yet."""
+        return self.running + self.waiting
+
 
 class NativeEngine:
     """An `Engine` in pure JAX. Rows are split over the batch axes of a mesh, weights by rules.

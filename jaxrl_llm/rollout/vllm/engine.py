@@ -15,6 +15,7 @@ from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.fp8 import quantization_config
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import (
     EngineError,
     EngineSettings,
@@ -168,7 +169,8 @@ class VllmEngine:
             EngineError: vLLM does not take them, or holds others than were sent. The engine has no
                 weights then; the next sync that works repairs it.
         """
-        self._await(lambda: all(replica.sidecar for replica in self._replicas))
+        with activity("starting vLLM"):
+            self._await(lambda: all(replica.sidecar for replica in self._replicas))
         with self._loading:
             with self._state:
                 self._has_weights = True

@@ -19,6 +19,11 @@ class VllmStats(NamedTuple):
     outstanding: int
     restarts: int
 
+    @property
+    def in_flight(self) -> int:
+        """Return how many requests have no answer yet."""
+        return self.outstanding
+
 
 @dataclasses.dataclass(eq=False)
 class Replica:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device, to_host
@@ -61,6 +62,7 @@ class ModelsStage:
         return self.roles if step > self.warmup_steps else self.roles[:-1]
 
 
+@activity("building the models")
 def build_models(
     config: TrainConfig, functions: AlgorithmFunctions, model: LoadedModel, layouts: Layouts
 ) -> tuple[ModelsStage, dict[str, TrainableModel]]:

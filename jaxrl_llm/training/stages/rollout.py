@@ -17,6 +17,7 @@ from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
 from jaxrl_llm.models.model import Model, QuantizableModel, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import Engine, EngineError, Stop
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler
 from jaxrl_llm.rollout.sampling import (
@@ -93,6 +94,7 @@ class RolloutStage:
     overlaps_training: bool = False
     keeps_cache: bool = False
 
+    @activity("syncing weights")
     def sync_weights(self, params: Any, version: int) -> dict[str, float]:
         """Give the engine the trained parameters, and compare its echo with what was sent.
 

@@ -1,20 +1,23 @@
 """The run stage: log, display, checkpoints, validation, preemption and the watchdog."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.evaluation.validation import validation_metrics
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import is_due
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
-from jaxrl_llm.monitoring.report import RolloutDumps, example_lines
+from jaxrl_llm.monitoring.report import RolloutDumps, chosen_rows, example_lines
 from jaxrl_llm.monitoring.step_warnings import StepWarnings
 from jaxrl_llm.monitoring.tables import SHOWN
 from jaxrl_llm.rewards.runner import Score
@@ -24,7 +27,8 @@ from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.resume import ResumedRun
 from jaxrl_llm.runs.watchdog import Watchdog
-from jaxrl_llm.training.batch_metrics import load_balance
+from jaxrl_llm.sharding.distributed import is_first
+from jaxrl_llm.training.batch_metrics import load_balance, step_histograms
 from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.types import Batch
@@ -70,10 +74,41 @@ class RunStage:
     prompts: list[Prompt] = field(default_factory=list)
     validation_prompts: list[Prompt] = field(default_factory=list)
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write a step's metrics, and one line on the screen."""
+    def should_dump(self, step: int) -> bool:
+        """Tell whether this process writes a step's answers to a file."""
+        every = self.config.rollout.dump_every
+        return is_first() and (step == 1 or is_due(step, every, self.total_steps))
+
+    def some_answers(
+        self, step: int, batch: Batch, rollouts: Rollouts, scores: list[Score]
+    ) -> dict[str, Any]:
+        """Return what `record` shows of a step's answers, in the steps that show some."""
+        every = self.config.log.answers_every
+        if not (every and is_first() and (step == 1 or is_due(step, every, self.total_steps))):
+            return {}
+        samples = self.config.rollout.samples_per_prompt
+        return {
+            "answers": chosen_rows(batch, rollouts, scores, samples=samples),
+            "histograms": step_histograms(batch, scores),
+        }
+
+    def record(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        answers: Sequence[Mapping[str, Any]] = (),
+        histograms: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write a step's metrics, and one line on the screen.
+
+        Args:
+            step: its number.
+            metrics: by name.
+            answers: rows of some of its answers, to show below the line.
+            histograms: values by name, for trackers.
+        """
         self.watchdog.beat()
-        self.log.write(step, metrics)
+        self.log.write(step, metrics, answers=answers, histograms=histograms)
         parts = [f"{label} {metrics[k]:.4g}" for label, k in SHOWN.items() if k in metrics]
         if metrics.get("reward/errors"):
             parts.append(f"errors {metrics['reward/errors']:.4g}")
@@ -89,6 +124,8 @@ class RunStage:
                 f"waited {waited:.1f} s for programs: {compiled:.0f} compiled, {loaded:.0f} loaded"
             )
         self.display.plot(step, metrics)
+        if answers:
+            self.display.answers(step, answers)
         if step:
             self.warn(step, metrics)
 
@@ -171,8 +208,9 @@ def make_validation(
         return None
 
     def validate(step: int) -> dict[str, float]:
-        rollouts = rollout.sample_validation(prompts, step)
-        scores, samples = score(rollouts), config.validation.samples
+        with activity("validating"):
+            rollouts = rollout.sample_validation(prompts, step)
+            scores, samples = score(rollouts), config.validation.samples
         for line in example_lines(rollouts, scores, samples=samples):
             show(line)
         return validation_metrics(rollouts.prompts, scores, samples=samples)

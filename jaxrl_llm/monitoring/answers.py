@@ -1,0 +1,72 @@
+"""Some of a step's answers for people: which ones, and what of them is shown."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.workers.answers import shorten
+
+COLUMNS = ("prompt", "answer", "score", "advantage")
+PROMPT_LINES, ANSWER_LINES, ERROR_CHARS = 2, 4, 80
+"""How much of each is shown at most; lines are those of a whole screen."""
+
+
+def choose_answers(scores: Sequence[float], samples: int) -> list[int]:
+    """Return at most four answers to show, of one or two groups, in their order.
+
+    They are the best and the worst answer to the prompt that has the best one, and the same of the
+    prompt that has the worst one.
+
+    Args:
+        scores: of the answers [B].
+        samples: answers to each prompt, which lie side by side.
+
+    >>> choose_answers([0.0, 0.5, 1.0, 0.0, 0.0, 0.0], 2)
+    [0, 1, 2, 3]
+    >>> choose_answers([1.0, 1.0, 1.0, 1.0], 2)
+    [0]
+    """
+    values = np.asarray(scores)
+    chosen = {int(values.argmax()), int(values.argmin())}
+    for answer in tuple(chosen):
+        first = answer - answer % samples
+        group = values[first : first + samples]
+        chosen |= {first + int(group.argmax()), first + int(group.argmin())}
+    return sorted(chosen)
+
+
+def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterator[list[str]]:
+    """Yield the texts of `COLUMNS` for each answer; nothing in them controls a terminal.
+
+    Args:
+        rows: of answers, as `trained_rows` has them.
+        width: of the screen, in characters; what is longer loses its middle.
+    """
+    for row in rows:
+        messages = json.loads(row["prompt"])
+        prompt = messages[-1]["content"] if messages else ""
+        score = f"{row['score']:.4g}"
+        if row["error"] is not None:
+            score += f"\nfailed: {shorten(printable(row['error']), ERROR_CHARS)}"
+        advantage = row["advantage"]
+        yield [
+            shorten(printable(str(prompt)), PROMPT_LINES * width),
+            shorten(printable(row["answer"]), ANSWER_LINES * width),
+            score,
+            "" if advantage is None else f"{advantage:.3g}",
+        ]
+
+
+def printable(text: str) -> str:
+    r"""Return a text with what has no picture of its own, but controls a terminal, as escapes.
+
+    >>> printable("a\tb\nc\x1b[31m")
+    'a b⏎c\\x1b[31m'
+    """
+    text = text.replace("\r\n", "\n").replace("\n", "⏎")
+    return "".join(
+        " " if c.isspace() else c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text
+    )

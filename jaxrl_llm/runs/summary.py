@@ -1,0 +1,173 @@
+"""The lines that a run begins and ends with: what is trained on what, and what to do next."""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from jaxrl_llm.config.evaluate import EvaluateConfig
+from jaxrl_llm.config.functions import NOT_IMPORTABLE, split_name
+from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.runs.files import RunFiles
+
+EPISODE_KEYS = ("agent", "tools", "environment", "call_format", "order", "limits", "tool_process")
+"""Keys of episodes, which an evaluation has, too."""
+
+
+def opening_lines(
+    config: TrainConfig | SftConfig, trained: Mapping[str, Any], rows: int, total: int
+) -> list[str]:
+    """Return what a run trains, on which devices, and on what data.
+
+    Args:
+        config: of the run.
+        trained: shapes of the arrays of each model that is trained, by its name.
+        rows: prompts or examples that are trained on.
+        total: steps in all.
+    """
+    leaves = {name: _leaves(tree) for name, tree in trained.items()}
+    sizes = {name: sum(math.prod(a.shape) for a in arrays) for name, arrays in leaves.items()}
+    devices = next(iter(leaves["actor"])).sharding.device_set
+    kind = next(iter(devices)).device_kind
+    counts = ", ".join(
+        f"{'' if name == 'actor' else name.replace('_', ' ') + ' '}{_count(size)} parameters"
+        for name, size in sizes.items()
+    )
+    adapter = "an adapter of " if config.model.lora or config.model.adapter else ""
+    where = f"{len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
+    if isinstance(config, TrainConfig):
+        step = f"{config.batch.prompts_per_step} x {config.rollout.samples_per_prompt} answers"
+        data = f"{rows} prompts"
+    else:
+        step, data = f"{config.batch.examples_per_step} examples", f"{rows} examples"
+    return [
+        f"training {adapter}{config.model.path}: {counts}, on {where}",
+        f"{data}, {total} steps of {step}; everything is written to {config.run_dir}",
+    ]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    import jax  # who reads the last lines of a run needs none
+
+    return jax.tree.leaves(tree)
+
+
+def _count(number: int) -> str:
+    """Return a number of parameters in a few letters.
+
+    >>> [_count(n) for n in (812, 108_672, 1_720_000_000)]
+    ['812', '109 K', '1.72 B']
+    """
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def closing_lines(config: TrainConfig | SftConfig) -> list[str]:
+    """Return where a run is, how far it has come, and the commands that go on from there.
+
+    Args:
+        config: of the run, whose folder has a checkpoint.
+    """
+    files = RunFiles(config.run_dir)
+    folder = str(files.folder)
+    lines = [f"run: {folder} ({_standing(files)})"]
+    commands = {"look at it": ["report", folder]}
+    if isinstance(config, SftConfig):
+        lines.append(f"model: {config.export_to} (Hugging Face's format)")
+        words = ["--model", config.export_to, "--data", "PROMPTS.parquet"]
+        commands["evaluate"] = ["evaluate", *words]
+    else:
+        words, function = evaluation_words(config), config.model.function
+        if words is not None:
+            commands["evaluate"] = ["evaluate", *words]
+        if function is None or split_name(function.fn)[0] != NOT_IMPORTABLE:
+            commands["export"] = ["export", folder, str(files.folder / "exported")]
+    for name, words in commands.items():
+        lines.append(f"{name}: python -m jaxrl_llm.{shlex.join(words)}")
+    return lines
+
+
+def interruption_line(config: TrainConfig | SftConfig) -> str:
+    """Return what becomes of a run that was interrupted; it may not have begun."""
+    files = RunFiles(config.run_dir)
+    metrics, saved = files.metrics, files.checkpoints
+    if not saved:
+        return "the same command begins again: there is no checkpoint yet"
+    return (
+        f"the same command continues after step {saved[-1]}, the newest checkpoint in "
+        f"{config.run_dir} ({metrics[-1]['step'] if metrics else 0} steps were done)"
+    )
+
+
+def _standing(files: RunFiles) -> str:
+    validated = {line["step"]: _validation(line) for line in files.metrics if _validation(line)}
+    kept, best = files.checkpoints, files.best_checkpoint
+    parts = [f"{kept[-1]} steps", f"{len(kept)} checkpoint{'s' if len(kept) > 1 else ''}"]
+    if best is not None and best in validated:
+        parts.append(f"best {validated[best]:.3f} at step {best}")
+    return ", ".join(parts)
+
+
+def _validation(line: Mapping[str, Any]) -> float | None:
+    """Return the mean over data sources of a step's mean@k, None without."""
+    values = [value for name, value in line.items() if "/mean@" in name and value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def evaluation_words(config: TrainConfig) -> list[str] | None:
+    """Return the arguments of `jaxrl_llm.evaluate` that validate a run's newest checkpoint.
+
+    None where the run has functions that only the process has which defined them, or no function
+    that scores.
+
+    Args:
+        config: of the run.
+    """
+    tree = as_tree(config)
+    rollout, validation, data = tree["rollout"], tree["validation"], tree["data"]
+    if f"{NOT_IMPORTABLE}:" in json.dumps(tree) or tree["reward"]["function"] is None:
+        return None
+    files = data["validation"] or data["train"]
+    wanted = {
+        "dataset": data["dataset"],
+        "chat_template_kwargs": data["chat_template_kwargs"],
+        "max_prompt_tokens": data["max_prompt_tokens"] if data["filter_overlong"] else None,
+        "max_new_tokens": rollout["max_new_tokens"],
+        "dtype": tree["model"]["dtype"],
+        **{name: validation[name] for name in ("samples", "temperature", "top_p", "rows")},
+        **{name: rollout[name] for name in EPISODE_KEYS},
+        "reward": tree["reward"],
+    }
+    known = as_tree(EvaluateConfig(model=config.run_dir, data=tuple(files)))
+    words = ["--model", config.run_dir]
+    for path in files:
+        words += ["--data", path]
+    return words + [f"{key}={_as_yaml(value)}" for key, value in _changes(wanted, known)]
+
+
+def _changes(
+    wanted: Mapping[str, Any], known: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the keys, with dots, and values in which a tree differs from another one."""
+    for key, value in wanted.items():
+        if key not in known or value == known[key] or key == "workers":  # which decide no result
+            continue
+        if isinstance(known[key], Mapping) and known[key] and "fn" not in known[key]:  # a section
+            yield from _changes(value, known[key], f"{prefix}{key}.")
+        elif isinstance(value, Mapping) and [*value] == ["fn"]:
+            yield f"{prefix}{key}", value["fn"]
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, str) and yaml.safe_load(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
