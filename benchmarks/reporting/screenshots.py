@@ -53,10 +53,15 @@ def picture_curves(page: Page) -> None:
     page.wait_for_timeout(1500)
 
 
-def picture_answer(page: Page) -> None:
-    """Show an early answer of the quickstart, coloured by entropy."""
+def picture_answers(page: Page) -> None:
+    """Show the answers of an early step, some of which are wrong."""
     show(page, "answers", "table.answers td")
     page.select_option("select[aria-label=step]", "10")
+
+
+def picture_answer(page: Page) -> None:
+    """Show an early answer of the quickstart, coloured by entropy."""
+    picture_answers(page)
     page.click("th.advantage button")
     page.locator("table.answers tbody tr").first.click()
     page.click("#answer [data-value=ent]")
@@ -64,8 +69,7 @@ def picture_answer(page: Page) -> None:
 
 def picture_episode(page: Page) -> None:
     """Show an episode with calls of a tool."""
-    show(page, "answers", "table.answers td")
-    page.select_option("select[aria-label=step]", "10")
+    picture_answers(page)
     page.click("th.advantage button")
     page.click("th.advantage button")
     page.locator("table.answers tbody tr").first.click()
@@ -83,7 +87,7 @@ def picture_prompt(page: Page) -> None:
 PICTURED: dict[str, tuple[tuple[str, ...], bool, Callable[[Page], None]]] = {
     "overview": (("quickstart",), False, lambda page: show(page, "overview", ".main-svg")),
     "curves": (("quickstart", "gspo"), False, picture_curves),
-    "answers": (("quickstart",), False, lambda page: show(page, "answers", "table.answers td")),
+    "answers": (("quickstart",), False, picture_answers),
     "answer": (("quickstart",), False, picture_answer),
     "episode": (("look_up",), False, picture_episode),
     "prompt": (("quickstart",), False, picture_prompt),
