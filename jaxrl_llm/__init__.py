@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.evaluate import evaluate
     from jaxrl_llm.evaluation.policy import Policy, load_policy
     from jaxrl_llm.prefer import prefer
+    from jaxrl_llm.reporting.page import write_report
     from jaxrl_llm.runs.compile_cache import use_compilation_cache
     from jaxrl_llm.runs.export import export_model
     from jaxrl_llm.runs.files import RunFiles, read_run

@@ -11,6 +11,7 @@ from jaxrl_llm.version import __version__
 PROGRAMS = {
     "train": ("train", "train a language model with reinforcement learning"),
     "sft": ("sft", "train one to imitate responses"),
+    "prefer": ("prefer", "train one, or a reward model, on preferences"),
     "evaluate": ("evaluate", "sample answers to the prompts of data files, and score them"),
     "serve": ("serve", "answer OpenAI's clients"),
     "export": ("export", "write a run's checkpoint as a Hugging Face directory, or push it there"),

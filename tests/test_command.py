@@ -46,8 +46,6 @@ def test_all_programs_are_listed_with_what_they_do(capsys):
 @pytest.mark.parametrize("name", command.PROGRAMS)
 def test_a_program_gets_its_words_and_gives_its_status(name, capsys):
     module = command.PROGRAMS[name][0]
-    if module == "report":
-        pytest.importorskip("jaxrl_llm.report")
     with pytest.raises(SystemExit) as stopped:
         command.main([name, "--help"])
     assert stopped.value.code == 0

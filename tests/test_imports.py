@@ -33,7 +33,10 @@ HEAVY |= {"wandb", "tensorboardX", "math_verify", "mlflow", "trackio", "swanlab"
 ON_RAY = tuple(f"jaxrl_llm/cluster/{name}.py" for name in ("job", "launch", "resources", "watch"))
 ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
-PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve", "export", "plan")}
+PROGRAMS = {
+    f"jaxrl_llm.{name}"
+    for name in ("train", "sft", "prefer", "evaluate", "serve", "export", "plan", "report")
+}
 
 
 def complaints(path, source):

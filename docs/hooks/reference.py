@@ -9,12 +9,19 @@ from mkdocs.structure.files import File, Files
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import describe
+from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 
 PARTS = ("algorithms", "data", "evaluation", "models", "rewards", "rollout", "sharding")
-CONFIGS = {"train": TrainConfig, "sft": SftConfig, "evaluate": EvaluateConfig, "serve": ServeConfig}
+CONFIGS = {
+    "train": TrainConfig,
+    "sft": SftConfig,
+    "prefer": PreferConfig,
+    "evaluate": EvaluateConfig,
+    "serve": ServeConfig,
+}
 
 
 def on_files(files: Files, config: Any) -> Files:

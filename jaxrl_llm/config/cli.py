@@ -75,11 +75,13 @@ def config_main(
 
 def _what_becomes_of(config: Section | None) -> str:
     """Return how an interrupted program goes on, if it does."""
+    from jaxrl_llm.config.prefer import PreferConfig
     from jaxrl_llm.config.sft import SftConfig
     from jaxrl_llm.config.train import TrainConfig
     from jaxrl_llm.runs.summary import interruption_line
 
-    return f": {interruption_line(config)}" if isinstance(config, TrainConfig | SftConfig) else ""
+    is_run = isinstance(config, TrainConfig | SftConfig | PreferConfig)
+    return f": {interruption_line(config)}" if is_run else ""
 
 
 def _parser(

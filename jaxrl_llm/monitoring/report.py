@@ -17,6 +17,14 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.answers import shorten
 
+DUMPED = {
+    "advantages": "advantages",
+    "logprobs": "old_logprobs",
+    "rollout_logprobs": "rollout_logprobs",
+    "entropies": "entropy",
+}
+"""Columns of dumped answers with a number for each drawn token, and the field of each."""
+
 
 def dump_rollouts(
     folder: Path, step: int, batch: Batch, rollouts: Rollouts, scores: list[Score]
@@ -73,14 +81,15 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
 def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
     """Return a row for each answer of a training step, as parquet can hold it.
 
-    Besides those of `answer_rows` it has the mean advantage of the drawn tokens, and their
-    log-probs under the trainer's and the engine's policy; of an answer that is not usable none.
+    Besides those of `answer_rows` it has the mean advantage of the drawn tokens, and of each drawn
+    token its advantage, its log-probs under the trainer's and the engine's policy, and the
+    trainer's entropy where the step has computed them; of an answer that is not usable none.
     """
     rows = answer_rows(rollouts, scores)
     for index, (row, mask) in enumerate(zip(rows, batch["mask"], strict=True)):
         used = mask.any()
         row["advantage"] = float(batch["advantages"][index][mask].mean()) if used else None
-        for name, field in (("logprobs", "old_logprobs"), ("rollout_logprobs",) * 2):
+        for name, field in DUMPED.items():
             known = batch.fields.get(field)  # a critic's warm-up needs no log-probs of the policy
             row[name] = None if known is None or not used else known[index][mask].tolist()
     return rows

@@ -175,10 +175,10 @@ def read_history(run: RunFiles) -> RunHistory:
         ConfigError: it has no config.yaml.
     """
     config = read_yaml(run.folder / "config.yaml")
-    return RunHistory(run.metrics, config, lambda: _is_held(run.folder))
+    return RunHistory(run.metrics, config, lambda: is_held(run.folder))
 
 
-def _is_held(folder: Path) -> bool:
+def is_held(folder: Path) -> bool:
     """Tell whether a process holds a run's folder; also where it can't be found out.
 
     A shared lock is asked for, for a moment, so that readers do not hinder each other.

@@ -22,6 +22,7 @@ from jaxrl_llm.config.functions import (
 from jaxrl_llm.config.kinds import PREFERENCES
 from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.programs import program_of
 from jaxrl_llm.config.sections.model import LoraConfig
 from jaxrl_llm.config.sources import UserFunction, source_of
 from jaxrl_llm.data.files import write_text
@@ -216,7 +217,7 @@ def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype
 
 def trains_scorer(config: Mapping[str, Any]) -> bool:
     """Return whether a run's config is one of `prefer` that trains a reward model."""
-    if "reference" not in config:
+    if program_of(config) != "prefer":
         return False
     loss = from_tree(PreferConfig, config).loss
     return bool(set(asks_for(load_function(loss, PREFERENCES, passed=None))) & SCORES)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.programs import program_of
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
@@ -33,9 +34,8 @@ class RunFiles:
     def config(self) -> TrainConfig | SftConfig | PreferConfig:
         """The resolved config. Functions of a notebook are there by name alone."""
         tree = read_yaml(self.folder / "config.yaml")
-        kinds = {"rollout": TrainConfig, "reference": PreferConfig}  # by a key that it alone has
-        kind: Any = next((kind for key, kind in kinds.items() if key in tree), SftConfig)
-        return from_tree(kind, tree)
+        classes = {"train": TrainConfig, "sft": SftConfig, "prefer": PreferConfig}
+        return from_tree(classes[program_of(tree)], tree)
 
     @property
     def metrics(self) -> MetricsTable:

@@ -125,17 +125,15 @@ def _is_secret(key: Any, value: Any) -> bool:
     return (key == "env" and isinstance(value, Mapping)) or bool(SECRET.search(str(key)))
 
 
-def _is_rl(config: Mapping[str, Any]) -> bool:
-    return "rollout" in config
-
-
 def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence["_File"]) -> str:
     """Return what the hub reads of a card, as YAML."""
     from huggingface_hub import ModelCardData
 
     base = None if config["model"].get("random_init") else repository(exported.source)
-    method = _function(config["algorithm"]["advantage"]) if _is_rl(config) else "sft"
-    tags = ["jaxrl_llm", *(["reinforcement-learning"] if _is_rl(config) else []), method]
+    program = program_of(config)
+    method = {"train": ("algorithm", "advantage"), "prefer": ("loss",)}.get(program)
+    name = _function(functools.reduce(operator.getitem, method, config)) if method else "sft"
+    tags = ["jaxrl_llm", *(["reinforcement-learning"] if program == "train" else []), name]
     sources = [name for file in files for name in file.sources]
     data = ModelCardData(
         base_model=base[0] if base else None,
@@ -160,10 +158,13 @@ def _summary(config: Mapping[str, Any], exported: Exported) -> str:
         "critic": "The critic",
         "implicit_reward_model": "The reward model",
     }
-    what = "The model" if not _is_rl(config) else of[exported.role]
+    program = program_of(config)
+    what = "The model" if program != "train" else of[exported.role]
     what += "'s adapter (LoRA)" if exported.adapter else ""
     how = "supervised training"
-    if _is_rl(config):
+    if program == "prefer":
+        how = f"training on preferences with the loss `{_function(config['loss'])}`"
+    if program == "train":
         names = (_function(config["algorithm"][key]) for key in ("advantage", "loss"))
         how = "reinforcement learning with the advantage `{}` and the loss `{}`".format(*names)
     base = repository(exported.source)
@@ -206,7 +207,7 @@ def _curves(metrics: MetricsTable) -> dict[str, tuple[list[int], list[float]]]:
 
 def _training(folder: Path, config: Mapping[str, Any], public: str) -> Iterator[str]:
     """Yield the sections that say how to repeat the training."""
-    program = "train" if _is_rl(config) else "sft"
+    program = program_of(config)
     path = folder / "versions.json"
     versions = json.loads(path.read_text()) if path.exists() else {}
     yield "## Training"

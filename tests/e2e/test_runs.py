@@ -223,8 +223,10 @@ def test_the_rollouts(finished):
         "extra",
         "error",
         "advantage",
+        "advantages",
         "logprobs",
         "rollout_logprobs",
+        "entropies",
     }
     line = next(line for line in finished.metrics if line["step"] == 2)
     assert np.mean([row["score"] for row in rows]) == pytest.approx(line["critic/score/mean"])
@@ -235,6 +237,10 @@ def test_the_rollouts(finished):
         assert json.loads(row["ground_truth"]) == str(eval(message["content"].rstrip("=")))
         assert (row["finish"] == "length") <= (len(row["tokens"]) == 4)
         assert row["score"] == sum(int(c) for c in row["answer"] if c.isdigit()) / 10
+        assert len(row["advantages"]) == len(row["tokens"])
+        assert row["advantage"] == pytest.approx(np.mean(row["advantages"]), abs=1e-6)
+    entropies = [entropy for row in rows for entropy in row["entropies"]]
+    assert np.mean(entropies) == pytest.approx(line["actor/entropy"], rel=1e-5)
 
 
 def test_the_other_files(finished, workshop):

@@ -1,0 +1,151 @@
+"""What each metric means, in a few words, by the group in which a run's page shows it.
+
+`docs/metrics.md` explains them in full. A pattern's `*` stands for any text.
+"""
+
+from collections.abc import Mapping
+
+MIXTURE = ("actor", "critic", "implicit_reward_model", "train")
+
+
+def _of_experts(name: str, meaning: str) -> dict[str, str]:
+    return {f"{model}/{name}": meaning for model in MIXTURE}
+
+
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Learning": {
+        "val-core/*/mean@*": "held-out prompts: mean result of all answers",
+        "val-core/*/best@*": "held-out prompts: mean result of each prompt's best answer",
+        "val-core/*/maj@*": "held-out prompts: share whose majority answer is right",
+        "critic/score/*": "score of an answer, as the reward function gave it",
+        "critic/rewards/*": "score with penalties: what the policy is trained for",
+        "critic/advantages/*": "how much better than expected a token's answer was",
+        "critic/groups_without_spread": "share of prompts whose answers all have the same score; "
+        "under GRPO nothing is learned from them",
+        "reward/errors": "answers that could not be scored",
+        "reward/greedy_errors": "answers without randomness that could not be scored",
+        "reward/*/mean": "mean of another number that the reward function reports",
+        "actor/loss": "the loss that the policy's update makes smaller",
+        "actor/pg_loss": "its part that comes from advantages",
+        "actor/kl_loss": "its part that keeps the policy near the reference",
+        "actor/entropy_loss": "its part that rewards entropy",
+        "train/loss": "mean of −log π of the given answers' tokens, in nats",
+        "implicit_reward_model/loss": "the loss of the implicit reward model's update",
+        "implicit_reward_model/pg_loss": "its part without the experts' load-balance loss",
+        "implicit_reward_model/accuracy": "share of tokens whose answer it puts on the right side",
+    },
+    "Stability": {
+        "actor/entropy": "how undecided the policy is about a token, in nats; near 0 it explores "
+        "no more",
+        "actor/grad_norm": "size of the policy's gradient before clipping; peaks are a warning",
+        "actor/kl": "how far the policy is from the reference, in nats",
+        "actor/kl_coef": "weight of the KL term",
+        "actor/ppo_kl": "how far a step's updates have moved the policy, in nats",
+        "actor/pg_clipfrac": "share of tokens that clipping leaves out",
+        "actor/pg_clipfrac_lower": "share of tokens that the dual clip leaves out",
+        "actor/prox_weight": "weight of stale tokens in a3po",
+        "actor/kl_cov_abs_kl": "how far the selected tokens have moved (kl_cov)",
+        "actor/lr": "learning rate of the policy",
+        "actor/skipped": "updates that were skipped because the gradient was not finite",
+        "critic/values/*": "the critic's forecast of what is still to come",
+        "critic/returns/*": "what the critic should have forecast",
+        "critic/vf_explained_var": "share of the returns' variance that the critic explains; "
+        "1 is perfect",
+        "critic/vf_loss": "the critic's loss",
+        "critic/vf_clipfrac": "share of tokens where the critic's clipping is active",
+        "critic/vpred_mean": "mean forecast while the critic is updated",
+        "critic/grad_norm": "size of the critic's gradient before clipping",
+        "critic/lr": "learning rate of the critic",
+        "critic/skipped": "updates of the critic that were skipped",
+        "implicit_reward_model/grad_norm": "size of the implicit reward model's gradient",
+        "implicit_reward_model/lr": "learning rate of the implicit reward model",
+        "implicit_reward_model/skipped": "updates of the implicit reward model that were skipped",
+        "train/grad_norm": "size of the gradient before clipping",
+        "train/lr": "learning rate",
+        **_of_experts("router_loss", "the experts' load-balance loss before its weight"),
+        **_of_experts("router_max_load", "tokens of the busiest expert over the mean; 1 is best"),
+        **_of_experts("router_idle", "share of experts that no token chose"),
+        **_of_experts("router_entropy", "how undecided the router is, in nats"),
+    },
+    "Engine and trainer": {
+        "training/rollout_logprobs_diff_mean": "mean difference of the engine's and the trainer's "
+        "log-probs, in nats; it should stay small",
+        "training/rollout_probs_diff_*": "difference of their probabilities of a drawn token",
+        "training/rollout_actor_probs_pearson_corr": "correlation of their probabilities; 1 is "
+        "best",
+        "rollout_corr/kl": "KL between engine and trainer, plain estimate, in nats",
+        "rollout_corr/k3_kl": "KL between engine and trainer, an estimate with less noise",
+        "rollout_corr/ppl_ratio": "the trainer's perplexity over the engine's; 1 is best",
+        "rollout_corr/chi2_token": "χ² distance of their tokens; 0 is best",
+        "rollout_corr/chi2_seq": "χ² distance of their whole answers; 0 is best",
+        "rollout_corr/weight/*": "weight by which a token is corrected",
+        "rollout_corr/rejected": "share of tokens that the correction leaves out",
+        "async/age/share/*": "share of tokens drawn so many updates ago",
+        "async/age/*": "updates since a token was drawn",
+        "async/k3_kl/age/*": "KL between engine and trainer by the tokens' age",
+        "async/policies_per_answer/mean": "versions of the weights that drew an answer",
+        "async/ready_answers": "whole answers of later steps that wait",
+        "async/in_flight_answers": "answers of later steps that are being drawn",
+        "async/in_flight_tokens": "their tokens so far",
+        "async/turns": "turns that the engine took while the step was trained",
+        "async/canary_diff_mean": "difference of log-probs of a few fresh answers",
+        "rollout/template_drift": "share of episodes that the chat template would write otherwise",
+    },
+    "Lengths and turns": {
+        "response_length/clip_ratio": "share of answers that were cut off",
+        "response_length/*": "tokens that were generated for an answer, stop token included",
+        "prompt_length/*": "tokens of a prompt",
+        "num_turns/*": "turns of an episode, the user's included",
+        "tool_call_counts/*": "calls of tools in an episode",
+        "episode/finish/*": "share of episodes that ended so",
+        "episode/broken": "episodes that failed for no fault of the policy",
+        "tools/*/calls": "calls of this tool",
+        "tools/*/failed": "calls that the tool refused or failed",
+        "tools/*/timeout": "calls that took too long",
+        "tools/*/died": "calls whose process died",
+        "tools/*/broken": "calls that failed for no fault of the policy",
+    },
+    "Time": {
+        "timing_s/step": "seconds of the whole step",
+        "timing_s/gen": "seconds in which answers were generated",
+        "timing_s/reward": "seconds in which the step waited for scores",
+        "timing_s/gen_max": "seconds for answers without randomness",
+        "timing_s/old_log_prob": "seconds for the trainer's log-probs",
+        "timing_s/ref": "seconds for the reference's log-probs",
+        "timing_s/implicit_reward_model": "seconds for the implicit reward model's log-probs",
+        "timing_s/values": "seconds for the critic's values",
+        "timing_s/adv": "seconds for advantages",
+        "timing_s/update_implicit_reward_model": "seconds to update the implicit reward model",
+        "timing_s/update_critic": "seconds to update the critic",
+        "timing_s/update_actor": "seconds to update the policy",
+        "timing_s/update_weights": "seconds to give the engine the new weights",
+        "timing_s/pause": "seconds until the engine had left its answers",
+        "timing_s/engine_idle": "seconds of training in which the engine had nothing to do",
+        "timing_s/testing": "seconds of validation",
+        "perf/throughput": "tokens per second and device",
+        "perf/total_num_tokens": "tokens of prompts and answers",
+        "perf/imbalance": "work of the busiest part over the mean; 1 is best",
+        "perf/padding": "share of computed places that hold no token",
+        "perf/compilations": "programs that were compiled",
+        "perf/compilation_cache_hits": "compiled programs that were found and loaded",
+        "perf/compile_seconds": "seconds to compile or load programs, also in the background",
+        "perf/compile_wait_s": "seconds in which the step waited for a compiled program",
+        "perf/moved_gb": "GiB of weights that were sent to engines",
+        "episode/seconds/*": "seconds of an episode",
+        "tools/*/seconds": "mean seconds of this tool's calls",
+        "global_seqlen/*": "tokens of a part of the batch",
+    },
+    "Memory": {
+        "perf/cpu_memory_used_gb": "peak memory of the process so far, in GiB",
+        "perf/max_memory_allocated_gb": "peak memory of the first device so far, in GiB",
+    },
+    "Other": {
+        "batch/generation_batches": "batches that were generated for the step",
+        "batch/dropped_groups": "prompts whose answers the filter dropped",
+        "cluster/restarts": "restarts of the job",
+        "cluster/engine_restarts": "restarts of engines",
+        "cluster/reward_retries": "answers that were scored again",
+        "perf/dropped_log_records": "steps that TensorBoard and Weights & Biases did not get",
+    },
+}
+"""A few words on each metric, by group."""

@@ -1,0 +1,209 @@
+"""What is read of a run for its page: bounded, and true to the files."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer
+
+import jaxrl_llm
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.report import main
+from jaxrl_llm.reporting.answers import KeptAnswers
+from jaxrl_llm.reporting.curves import curves, describe_metric
+from jaxrl_llm.reporting.health import Finding
+from jaxrl_llm.reporting.meanings import GROUPS
+from jaxrl_llm.reporting.page import Page
+from jaxrl_llm.reporting.tokens import TokenTexts, decoder
+from jaxrl_llm.runs.files import RunFiles
+from tests.reporting.folders import byte_tokenizer, kept_answer, step_line, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def test_the_command_line_and_python_write_the_same_page(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [step_line(1)])
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
+    assert jaxrl_llm.write_report(folder, tmp_path / "b.html") == tmp_path / "b.html"
+    pages = [(folder / "report.html").read_text(), (tmp_path / "b.html").read_text()]
+    once = [re.sub(r"nonce(-|=\")[\w-]+|data-metrics.*", "", page) for page in pages]
+    assert once[0] == once[1]
+    assert "http://" not in re.sub(r'<script type="text/plain".*', "", pages[0]).replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "is not a run: expected a folder with a config.yaml" in capsys.readouterr().err
+    folder = write_run(tmp_path / "run", [])
+    assert main([str(folder), "--out", str(folder)]) == 2
+    assert "can't write" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="expected one folder or more, got none"):
+        jaxrl_llm.write_report([])
+
+
+def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
+    folder = write_run(tmp_path / "run", [step_line(1)], answers={1: [kept_answer()]})
+    source = f"""if True:
+        import sys, jaxrl_llm
+        jaxrl_llm.write_report({str(folder)!r})
+        print({{"jax", "torch", "transformers"}} & {{*sys.modules}} or "none")
+    """
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "none\n"
+
+
+def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "run", [step_line(1)])
+    found = Finding("cut", "Answers are cut off", "half of them", (1, 2), "metrics.md#x", "error")
+    monkeypatch.setattr("jaxrl_llm.reporting.read.check_run", lambda run: [found])
+    (run,) = Page([folder]).metrics()["runs"]
+    assert run["findings"] == [found._asdict()]
+    monkeypatch.setattr("jaxrl_llm.reporting.health.check_run", lambda run: [found])
+    assert main([str(folder), "--health"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{folder}\nerror: Answers are cut off") and "half of them" in printed
+    with pytest.raises(SystemExit):
+        main([str(folder), "--health", "--serve"])
+    assert "exclude each other" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------- metrics
+
+
+def documented_metrics():
+    """List the names in the tables of docs/metrics.md, braces expanded, `<key>` as a word."""
+    names = []
+    for cell in re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.M):
+        found = [cell]
+        while any("{" in name for name in found):
+            found = [
+                name.replace(group, part, 1)
+                for name in found
+                for group in re.findall(r"\{.*?\}", name)[:1]
+                for part in group[1:-1].split(",")
+            ]
+        names += [re.sub(r"<\w+>", "word", name) for name in found]
+    return names
+
+
+def test_every_documented_metric_has_a_group_and_a_meaning_and_no_other_has():
+    names = documented_metrics()
+    assert len(names) > 150
+    assert [name for name in names if not describe_metric(name)[1]] == []
+    patterns = {p: re.compile(p.replace("*", ".*")) for group in GROUPS.values() for p in group}
+    unknown = [p for p, form in patterns.items() if not any(map(form.fullmatch, names))]
+    assert unknown == []
+
+
+def test_a_long_curve_keeps_each_parts_extremes():
+    values = np.random.default_rng(0).normal(size=10_000).cumsum()
+    lines = [{"step": i, "a": float(v)} for i, v in enumerate(values)]
+    curve = curves(lines, 100)["a"]
+    assert len(curve["x"]) <= 102
+    np.testing.assert_allclose(curve["y"], values[curve["x"]], rtol=1e-4)
+    parts = np.split(values, 50)
+    assert {int(np.argmax(p)) + 200 * i for i, p in enumerate(parts)} <= {*curve["x"]}
+    assert {int(np.argmin(p)) + 200 * i for i, p in enumerate(parts)} <= {*curve["x"]}
+    np.testing.assert_allclose(curve["mean_y"], [p.mean() for p in parts], rtol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------- answers
+
+
+def test_answers_stay_within_their_budget(tmp_path):
+    def asked(number):
+        return json.dumps([{"role": "user", "content": f"prompt {number}"}])
+
+    rows = {
+        step: [kept_answer("x" * 100, prompt=asked(4 * step + i)) for i in range(4)]
+        for step in range(1, 61)
+    }
+    rows[1][3]["prompt"] = rows[60][3]["prompt"] = asked("of two steps")
+    run = RunFiles(write_run(tmp_path / "run", [], answers=rows))
+    kept = KeptAnswers(run).read(25_000)
+    size = len(json.dumps(kept["rows"]))
+    assert 15_000 < size < 35_000
+    assert kept["total"] == 240 and len(kept["steps"]) == 60
+    shown = kept["shown_steps"]
+    assert (shown[0], shown[-1], len(shown)) == (1, 60, 24)
+    assert {int(gap) for gap in np.diff(shown)} <= {2, 3}
+    of_ends = [kept["prompts"][r["prompt"]][0][1] for r in kept["rows"] if r["step"] in (1, 60)]
+    assert of_ends.count("prompt of two steps") == 2, "those that can be compared come first"
+    everything = KeptAnswers(run).read(10_000_000)
+    assert len(everything["rows"]) == 240
+
+
+def test_a_page_of_very_many_answers_is_small_enough(tmp_path, monkeypatch):
+    empty = len(Page([write_run(tmp_path / "empty", [])]).html())
+    monkeypatch.setattr("jaxrl_llm.reporting.page.MAX_BYTES", empty + 40_000)
+    monkeypatch.setattr("jaxrl_llm.reporting.page.ANSWER_BYTES", 400_000)
+    noise = np.random.default_rng(0)
+    rows = [
+        kept_answer("y" * 300, logprobs=(-noise.random(300)).tolist(), entropies=None)
+        for _ in range(100)
+    ]
+    folder = write_run(tmp_path / "run", [], answers={1: rows, 2: rows})
+    assert empty + 10_000 < len(Page([folder]).html()) < empty + 40_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["plain words", "Zürich, naïve, 東京, 🙂🙂", "e\u0301 \u200b\n\n\t x", "\ufffd and \ufffd"],
+)
+def test_texts_of_tokens_are_the_text_of_all(tmp_path, text):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = theirs.encode(text).ids
+    pieces = TokenTexts(decoder(str(tmp_path)))(ids)
+    assert len(pieces) == len(ids) == len(text.encode())
+    assert "".join(pieces) == theirs.decode(ids) == text
+
+
+def test_tokens_that_are_no_whole_character_are_marked():
+    ids = byte_tokenizer().encode("ü").ids
+    assert TokenTexts(byte_tokenizer().decode)(ids[:1]) == ["\ufffd"]
+
+
+def test_a_model_that_is_not_on_this_machine_is_not_downloaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
+    with pytest.raises(ValueError, match="the tokenizer of 'some/model' is not on this machine"):
+        decoder("some/model")
+
+
+def test_a_step_whose_file_is_damaged_inside_is_named(tmp_path):
+    rows = [kept_answer("z" * 50, prompt=f'["{number}"]') for number in range(50)]
+    run = RunFiles(write_run(tmp_path / "run", [], answers={1: rows, 2: rows}))
+    path = run.folder / "rollouts" / "step_000001.parquet"
+    content = bytearray(path.read_bytes())
+    with pyarrow.parquet.ParquetFile(path) as file:
+        group = file.metadata.row_group(0)
+        columns = {c.path_in_schema: c for c in map(group.column, range(group.num_columns))}
+    start = columns["answer"].dictionary_page_offset
+    content[start : start + columns["answer"].total_compressed_size] = bytes(
+        columns["answer"].total_compressed_size
+    )
+    path.write_bytes(content)
+    kept = KeptAnswers(run).read(1_000_000)
+    assert kept["shown_steps"] == [2] and len(kept["rows"]) == 50
+    (problem,) = kept["problems"]
+    assert problem.startswith("rollouts/step_000001.parquet can't be read: ")
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path):
+    row = kept_answer("ab", score=float("nan"), logprobs=[float("-inf"), -0.5])
+    run = RunFiles(write_run(tmp_path / "run", [], answers={1: [row]}))
+    (shown,) = KeptAnswers(run).read(10_000)["rows"]
+    assert shown["score"] is None and shown["lp"] == [None, -0.5] and shown["diff"] == [None, 0.12]
+    assert shown["adv"] == 0.5, "one number for all tokens"
