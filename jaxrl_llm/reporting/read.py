@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.programs import program_of
 from jaxrl_llm.config.load import read_yaml
+from jaxrl_llm.config.programs import program_of
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_run
 from jaxrl_llm.reporting.history import is_held
@@ -20,7 +20,10 @@ Line = dict[str, Any]
 KEY_NUMBERS = {
     "val-core/": ("held-out {}", "max"),
     "critic/score/mean": ("training score", "max"),
+    "val/rewards/accuracies": ("held-out accuracy", "max"),
+    "val/loss": ("held-out loss", "min"),
     "train/loss": ("loss", "min"),
+    "train/rewards/accuracies": ("accuracy", "max"),
     "response_length/mean": ("tokens of an answer", None),
     "actor/entropy": ("entropy (nats)", None),
     "actor/kl": ("KL to the reference (nats)", None),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.load import read_yaml, to_yaml
+from jaxrl_llm.config.programs import program_of
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.models.hf.hub import HUB_ID, repository
 from jaxrl_llm.monitoring.curve_image import draw_curves
@@ -125,15 +126,20 @@ def _is_secret(key: Any, value: Any) -> bool:
     return (key == "env" and isinstance(value, Mapping)) or bool(SECRET.search(str(key)))
 
 
+def _method(config: Mapping[str, Any]) -> str:
+    """Return the name of the function that a training is about."""
+    named = {"train": lambda: config["algorithm"]["advantage"], "prefer": lambda: config["loss"]}
+    program = program_of(config)
+    return _function(named[program]()) if program in named else program
+
+
 def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence["_File"]) -> str:
     """Return what the hub reads of a card, as YAML."""
     from huggingface_hub import ModelCardData
 
     base = None if config["model"].get("random_init") else repository(exported.source)
-    program = program_of(config)
-    method = {"train": ("algorithm", "advantage"), "prefer": ("loss",)}.get(program)
-    name = _function(functools.reduce(operator.getitem, method, config)) if method else "sft"
-    tags = ["jaxrl_llm", *(["reinforcement-learning"] if program == "train" else []), name]
+    kinds = ["reinforcement-learning"] if program_of(config) == "train" else []
+    tags = ["jaxrl_llm", *kinds, _method(config)]
     sources = [name for file in files for name in file.sources]
     data = ModelCardData(
         base_model=base[0] if base else None,
