@@ -5,8 +5,9 @@
 The base model answers training prompts eight times at temperature 1; a right and a wrong answer to
 the same prompt are a pair. The losses of `RUNS` train on them for the same steps, with seeds 0 and
 1; `imitate` is supervised training on the chosen answers alone, a control. A reward model is
-trained on the same pairs, and PPO by its scores, without the reward function. All accuracies are
-greedy, on the 512 sums that the quickstart holds out.
+trained on right sums against wrong ones that are made up, for 8,000 pairs of numbers that are not
+held out, and PPO by its scores, without the reward function. All accuracies are greedy, on the 512
+sums that the quickstart holds out.
 
 A table goes to stdout; `--out` gets the curves (preferences.png) and the numbers behind them
 (preferences.json). Finished runs are kept in the work folder and not repeated.
@@ -17,6 +18,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -29,12 +31,14 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 1e-4
 STEPS = 60
-RUNS: dict[str, tuple[Any, float]] = {
-    "dpo": ({"fn": "dpo", "beta": 0.1}, RATE),
+RUNS: dict[str, tuple[dict[str, Any], float]] = {
+    "dpo": ({"fn": "dpo", "beta": 0.5}, 3e-5),
+    "dpo_weak_pull": ({"fn": "dpo", "beta": 0.1}, RATE),
+    "rpo": ({"fn": "rpo", "beta": 0.1}, RATE),
     "ipo": ({"fn": "ipo", "beta": 0.2}, RATE),
     "simpo": ({"fn": "simpo", "beta": 2.0, "gamma": 1.0}, RATE),
     "orpo": ({"fn": "orpo", "beta": 0.5}, RATE),
-    "kto": ({"fn": "kto", "beta": 0.1}, RATE),
+    "kto": ({"fn": "kto", "beta": 0.5}, RATE),
 }
 """Losses and rates; `kto` takes each answer of a pair with a label."""
 
@@ -111,6 +115,31 @@ def config(name: str, seed: int, rate: float, work: Path, **keys: Any) -> Path:
     return path
 
 
+def make_comparisons(work: Path) -> None:
+    """Write right sums against wrong ones: without carries, with a wrong digit, and at random."""
+    path = work / "runs/quickstart/data/validation.parquet"
+    held = {row["prompt"][0]["content"] for row in pyarrow.parquet.read_table(path).to_pylist()}
+    rng = random.Random(0)
+    sums = [(a, b) for a in range(100) for b in range(100) if f"{a:02d}+{b:02d}=" not in held]
+    rng.shuffle(sums)
+    rows = []
+    for a, b in sums[:8400]:
+        right = f"{a + b:03d}"
+        place = rng.randrange(3)
+        digit = str((int(right[place]) + rng.randrange(1, 10)) % 10)
+        wrong = {
+            f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}",
+            right[:place] + digit + right[place + 1 :],
+            f"{rng.randrange(1000):03d}",
+            "".join(rng.choice("0123456789") for _ in range(rng.choice([1, 2, 4]))),
+        }
+        pair = {"prompt": f"{a:02d}+{b:02d}=", "chosen": right}
+        rows.append([pair | {"rejected": text} for text in sorted(wrong - {right})])
+    for name, some in {"comparisons": rows[:8000], "held_comparisons": rows[8000:]}.items():
+        lines = [json.dumps(row) for pairs in some for row in pairs]
+        (work / f"{name}.jsonl").write_text("\n".join(lines))
+
+
 def train(name: str, seed: int, work: Path) -> dict[str, Any]:
     """Train by one loss; return its accuracy and its metrics by step."""
     loss, rate = RUNS[name]
@@ -154,14 +183,25 @@ def imitate(seed: int, work: Path) -> dict[str, Any]:
 
 
 def reward_model(seed: int, work: Path) -> dict[str, Any]:
-    """Train a reward model on the pairs, then PPO by its scores."""
-    name = f"reward_model_{seed}"
-    path = config("reward_model", seed, 3e-4, work, loss="bradley_terry", steps=3 * STEPS)
+    """Train a reward model on made-up comparisons, then PPO by its scores."""
+    name, steps = f"reward_model_{seed}", 800
+    make_comparisons(work)
+    schedule = {"fn": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 1e-3}
+    data = {"train": "comparisons.jsonl", "validation": "held_comparisons.jsonl", "max_tokens": 16}
+    path = config(
+        *("reward_model", seed, RATE, work),
+        steps=steps,
+        loss={"fn": "bradley_terry", "center_coef": 0.01},
+        data=data,
+        optim={"schedule": schedule | {"warmup_steps": 20, "decay_steps": steps}},
+        batch={"pairs_per_step": 128, "max_tokens_per_device": 2048},
+        validation={"every": 100},
+    )
     if not (work / f"models/{name}").exists():
         run("prefer", f"--config={path}", work=work)
     if not (work / f"runs/ppo_{seed}/checkpoints").exists():
         words = ("reward.function=null", f"reward.classifier=models/{name}", f"seed={seed}")
-        words = (*words, f"run_dir=runs/ppo_{seed}", "steps=100", "validation.every=10")
+        words = (*words, f"run_dir=runs/ppo_{seed}", "steps=60", "validation.every=20")
         run("train", "--config", "configs/recipes/ppo.yaml", *words, work=work)
     scorer = read_lines(work / f"runs/{name}/metrics.jsonl")
     ppo = read_lines(work / f"runs/ppo_{seed}/metrics.jsonl")
