@@ -197,7 +197,7 @@ def twins(name):
 def known_keys():
     """Return every key, and the keywords of the default loss, which the page uses as keys too."""
     keywords = inspect.signature(losses.ppo_clip).parameters.values()
-    configs = (TrainConfig, SftConfig)
+    configs = (TrainConfig, SftConfig, PreferConfig)
     return {name for cls in configs for name, _, _ in describe(cls, optional=True)} | {
         f"algorithm.loss.{p.name}" for p in keywords if p.kind is p.KEYWORD_ONLY
     }
@@ -291,6 +291,7 @@ def test_trls_arguments_exist():
     if find_spec("trl") is None or version("trl") not in read("docs/coming_from_trl.md"):
         pytest.skip("the page's version of trl is not installed")
     files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
+    files += ("dpo_config", "kto_config", "reward_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
     folders = {
         name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")

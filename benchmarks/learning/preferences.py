@@ -189,7 +189,10 @@ def reward_model(seed: int, work: Path) -> dict[str, Any]:
     schedule = {"fn": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 1e-3}
     data = {"train": "comparisons.jsonl", "validation": "held_comparisons.jsonl", "max_tokens": 16}
     path = config(
-        *("reward_model", seed, RATE, work),
+        "reward_model",
+        seed,
+        RATE,
+        work,
         steps=steps,
         loss={"fn": "bradley_terry", "center_coef": 0.01},
         data=data,
