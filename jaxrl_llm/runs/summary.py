@@ -111,7 +111,7 @@ def _standing(files: RunFiles) -> str:
     kept, best = files.checkpoints, files.best_checkpoint
     parts = [f"{kept[-1]} steps", f"{len(kept)} checkpoint{'s' if len(kept) > 1 else ''}"]
     if best is not None and best in validated:
-        parts.append(f"best {validated[best]:.3f} at step {best}")
+        parts.append(f"the best of step {best} with {validated[best]:.3f}")
     return ", ".join(parts)
 
 
