@@ -125,7 +125,9 @@ def write_report(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, html)
     except OSError as error:
-        raise ConfigError(f"can't write {str(path)!r}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"can't write {str(path)!r}: {error.strerror or error}; name another file (--out)"
+        ) from error
     return path
 
 

@@ -13,6 +13,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.config.renamed import with_new_names
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.sources import UserFunction, user_functions
 from jaxrl_llm.config.train import TrainConfig
@@ -147,8 +148,21 @@ def _check_unchanged(
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
     if resolved.exists():
-        changed = changes(read_yaml(resolved), as_tree(config))
+        before = _completed(with_new_names(read_yaml(resolved)), config)
+        changed = changes(before, as_tree(config))
         check_changed_keys(folder, _changed_functions(folder, functions, changed))
+
+
+def _completed(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
+    """Return the keys that a run was begun with, and the defaults of those there were none of."""
+    complete = dict(tree)
+    for name, field in type(section).__pydantic_fields__.items():
+        value = getattr(section, name)
+        if isinstance(value, Section) and isinstance(complete.get(name), dict):
+            complete[name] = _completed(complete[name], value)
+        elif name not in complete and not field.is_required():
+            complete[name] = as_tree(field.get_default(call_default_factory=True))
+    return complete
 
 
 def _record(
