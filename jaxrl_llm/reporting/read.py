@@ -95,7 +95,7 @@ def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
     """
     tree = read_yaml(run.folder / "config.yaml")
     lines, problems = read_lines(run.folder / "metrics.jsonl")
-    findings = []
+    findings = None  # not known
     try:
         findings = [finding._asdict() for finding in check_run(run)]
     except (ConfigError, ValueError) as error:
