@@ -35,8 +35,8 @@ from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, fields_at
 from jaxrl_llm.config.files import load, read_config
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.load import describe, from_tree
-from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
