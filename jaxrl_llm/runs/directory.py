@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.files import PACKAGED
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.config.renamed import with_new_names
@@ -236,6 +237,9 @@ def recipe_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
     """
     functions = {f"{key}: source": f.digest for key, f in user_functions(config).items()}
     recipe = {**_given_keys(config), **functions}
+    model, packaged = Path(config.model.path).resolve(), PACKAGED.resolve()
+    if model.is_relative_to(packaged):  # wherever the package lies, and however it is named
+        recipe["model.path"] = f"configs/{model.relative_to(packaged).as_posix()}"
     free = set(CHANGEABLE) - set(DECIDING)
     return {name: value for name, value in recipe.items() if not _is_of(name.split(":")[0], free)}
 
