@@ -100,6 +100,6 @@ def _check_made_by(directory: Path, kept: str, recipe: Mapping[str, Any]) -> Non
             for name in changed
         )
     raise ConfigError(
-        f"the base model in {str(directory)!r} was made {what}. Remove that directory to make it "
+        f"{str(directory)!r} was made {what}. Remove that directory to make it "
         "anew, or name another one in model.path"
     )

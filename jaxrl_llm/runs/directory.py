@@ -123,7 +123,9 @@ def _locked(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock)
         except Timeout as error:
-            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
+            raise ConfigError(
+                f"run_dir: another process is running in {str(folder)!r}; wait until it has ended"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"run_dir: nothing can be written to {str(folder)!r}: {error.strerror or error}; "

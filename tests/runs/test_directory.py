@@ -95,7 +95,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
         assert first.stdout.readline() == "holding\n"
         before = (tmp_path / "config.yaml").read_text()
         message = refusal(enter, tmp_path, config)
-        assert message == f"run_dir: another process is running in {str(tmp_path)!r}"
+        assert message.startswith(f"run_dir: another process is running in {str(tmp_path)!r}; wait")
         assert (tmp_path / "config.yaml").read_text() == before, "nothing was touched"
         first.kill()
     with recorded(tmp_path, config):  # a killed process holds no lock

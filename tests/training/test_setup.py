@@ -91,7 +91,7 @@ def test_made_once(tmp_path):
     assert calls == [1]
     message = refusal(build_once, tmp_path / "base", {"steps": 2, "seed": 1}, make)
     assert message.startswith(
-        f"the base model in '{tmp_path}/base' was made otherwise: "
+        f"'{tmp_path}/base' was made otherwise: "
         "seed: its default -> 1; steps: 1 -> 2. Remove that directory"
     )
     assert calls == [1]
