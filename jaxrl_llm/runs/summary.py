@@ -111,7 +111,7 @@ def _standing(files: RunFiles) -> str:
     kept, best = files.checkpoints, files.best_checkpoint
     parts = [_plural(kept[-1], "step"), _plural(len(kept), "checkpoint")]
     if best is not None and best in validated:
-        parts.append(f"the best of step {best} with {validated[best]:.3f}")
+        parts.append(f"the best is step {best} with {validated[best]:.3f}")
     return ", ".join(parts)
 
 
