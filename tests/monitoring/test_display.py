@@ -107,6 +107,14 @@ def test_long_answers_are_shortened_to_what_fits(terminal, columns):
     assert "begin" in plain(screen) and "end" in plain(screen), "the middle is left out"
 
 
+def test_a_terminal_of_no_width_shows_lines(terminal):
+    screen = terminal(0)
+    display = Display("training", 2)
+    display.advance("step 1/2")
+    display.close()
+    assert "step 1/2" in plain(screen)
+
+
 def test_a_terminal_too_narrow_for_tables_has_lines(terminal):
     screen = terminal(20)
     display = Display("training", 2)
