@@ -203,7 +203,8 @@ def records_dropped(run: RunHistory) -> Iterator[Sign]:
     dropped = run.series("perf/dropped_log_records")
     if any(dropped.values):
         yield Sign(
-            f"{max(dropped.values):.0f} records are missing in trackers; metrics.jsonl has them all.",
+            f"{max(dropped.values):.0f} records are missing in trackers; "
+            "metrics.jsonl has them all.",
             dropped.where(value > 0 for value in dropped.values),
         )
 
