@@ -113,9 +113,9 @@ class Display:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
-        table = Table(*columns, title=title)
+        table = Table(*(Column(Text(name)) for name in columns), title=title)  # not markup
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         self.console.print(table)
         ACTIVITIES.say()
 
@@ -132,7 +132,7 @@ class Display:
             justify = "right" if name in ("score", "advantage") else "left"
             table.add_column(name, justify=justify, overflow="fold")
         for cells in answer_cells(rows, self.console.width):
-            table.add_row(*(Text(cell) for cell in cells))  # which is not read as markup
+            table.add_row(*map(Text, cells))
         self.console.print(table, soft_wrap=False)
         ACTIVITIES.say()
 

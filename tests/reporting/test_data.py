@@ -67,7 +67,7 @@ def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
 def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "run", [step_line(1)])
     found = Finding("cut", "Answers are cut off", "half of them", (1, 2), "metrics.md#x", "error")
-    monkeypatch.setattr("jaxrl_llm.reporting.read.check_run", lambda run: [found])
+    monkeypatch.setattr("jaxrl_llm.reporting.read.check_history", lambda run: [found])
     (run,) = Page([folder]).metrics()["runs"]
     assert run["findings"] == [found._asdict()]
     monkeypatch.setattr("jaxrl_llm.reporting.health.check_run", lambda run: [found])
