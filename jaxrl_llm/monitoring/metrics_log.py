@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.monitoring.trackers.loading import load_trackers
 from jaxrl_llm.monitoring.trackers.records import (
     TrackedRun,
@@ -156,7 +157,7 @@ class MetricsLog:
         self._trackers: list[BackgroundWriter[TrackedStep]] = []
         if not is_first():
             return
-        run = TrackedRun(run_dir, config, first_step=step + 1 if step else 0)
+        run = TrackedRun(run_dir, without_secrets(config), first_step=step + 1 if step else 0)
         opened = load_trackers(trackers, run)
         self._file = MetricsFile(run_dir / "metrics.jsonl", position)
         self._trackers = [BackgroundWriter(tracker) for tracker in opened]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.load import read_yaml
+from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_history
 from jaxrl_llm.reporting.history import TORN, Line, RunHistory, is_held, read_lines
@@ -45,7 +46,7 @@ def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
-    """Return what a run's page shows, but for its answers.
+    """Return what a run's page shows, but for its answers. Secrets of its config are left out.
 
     Args:
         run: the files.
@@ -54,7 +55,7 @@ def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
     Raises:
         ConfigError: `config.yaml` can't be read.
     """
-    tree = read_yaml(run.folder / "config.yaml")
+    tree = without_secrets(read_yaml(run.folder / "config.yaml"))
     lines, problems = read_lines(run.folder / "metrics.jsonl")
     findings = check_history(RunHistory(lines, tree, lambda: is_held(run.folder)))
     status = status_of(run, tree, lines)

@@ -79,6 +79,15 @@ def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypat
     assert "exclude each other" in capsys.readouterr().err
 
 
+def test_secrets_of_the_config_are_not_on_the_page(tmp_path):
+    uri = "log.trackers=[{fn: mlflow, tracking_uri: 'http://me:hush@host'}]"
+    folder = write_run(tmp_path / "run", [], "cluster.env={NCCL_DEBUG: hush}", uri)
+    (run,) = Page([folder]).metrics()["runs"]
+    assert run["config"]["cluster.env.NCCL_DEBUG"] == "(not published)"
+    assert "http://(not published)@host" in run["config"]["log.trackers"]
+    assert "hush" not in str(run)
+
+
 # ----------------------------------------------------------------------------------------- metrics
 
 

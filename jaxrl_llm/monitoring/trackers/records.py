@@ -22,7 +22,7 @@ class TrackedRun(NamedTuple):
 
     Attributes:
         folder: of the run.
-        config: the resolved config, as nested mappings.
+        config: the resolved config, as nested mappings, without its secrets.
         first_step: the first one that is written; an earlier run of this folder may have written
             this step and later ones before it was killed.
     """
