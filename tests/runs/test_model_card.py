@@ -141,6 +141,7 @@ def test_names_are_escaped_and_one_point_is_seen():
     root = ElementTree.fromstring(draw_curves({"<a> & b": ([5], [0.1])}))
     assert "<a> & b" in {element.text for element in root.iter()}
     assert [element.get("r") for element in root.iter() if element.tag.endswith("circle")] == ["3"]
+    assert "1e+20" in draw_curves({"as large": ([1, 2], [1e20, 1e20])})
 
 
 @pytest.mark.parametrize("low, high", [(0, 1e-5), (-3.2, 150), (5.5, 6.5), (1e6, 1e6 + 3)])
