@@ -22,9 +22,9 @@ from tensorboardX.record_writer import masked_crc32c
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.dumps import RolloutDumps
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.monitoring.report import RolloutDumps
 from jaxrl_llm.monitoring.trackers.records import TrackedRun, TrackedStep
 from jaxrl_llm.monitoring.trackers.tensorboard import TensorBoard
 from jaxrl_llm.monitoring.writer import BackgroundWriter
