@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.load import read_yaml
+from jaxrl_llm.config.load import dotted_items, read_yaml
 from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_history
@@ -29,20 +29,16 @@ MOST_SOURCES = 6
 """Of held-out prompts, whose means are among the key numbers; the curves have the others."""
 
 
-def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_config(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of a config with dots, and their values as text.
 
     >>> flat_config({"model": {"path": "m"}, "steps": 3, "stop": [1]})
     {'model.path': 'm', 'steps': '3', 'stop': '[1]'}
     """
-    flat = dict[str, str]()
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            flat |= flat_config(value, f"{key}.")
-        else:
-            flat[key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return flat
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in dotted_items(tree)
+    }
 
 
 def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
