@@ -99,7 +99,7 @@ def test_what_the_server_answers_and_to_whom(serve, tmp_path):
 
 
 def test_a_folder_that_is_gone_is_said_and_may_come_back(serve, tmp_path):
-    folder = write_run(tmp_path / "run", [step_line(1)])
+    folder = write_run(tmp_path / "运行", [step_line(1)])
     address = serve(folder)
     folder.rename(tmp_path / "away")
     assert ask(address, "/data")[0] == 503
