@@ -4,6 +4,9 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
+RELATIVE = "a run's paths hold in the folder in which it was begun: call this there"
+"""What is said where there is no file of a relative path that a run's config has."""
+
 
 class ConfigError(ValueError):
     """A config that can't be run; each argument is a line that names the key and the fix."""

@@ -1,4 +1,9 @@
-"""Keys that have other names now: an old one is refused with the new one named."""
+"""Keys that have other names now: an old one is refused with the new one named.
+
+Only what an earlier version has written, as a run's `config.yaml`, is read with them.
+"""
+
+from typing import Any
 
 RENAMED = {
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
@@ -27,3 +32,19 @@ def renamed(name: str) -> str | None:
     'reward.scorer was renamed to reward.function'
     """
     return f"{name} was renamed to {RENAMED[name]}" if name in RENAMED else None
+
+
+def with_new_names(tree: Any) -> Any:
+    """Return a nested mapping in which keys that were renamed have their new names.
+
+    >>> with_new_names({"seed": 1, "reward": {"scorer": "gsm8k"}})
+    {'seed': 1, 'reward': {'function': 'gsm8k'}}
+    """
+    return _with_new_names(tree, "")
+
+
+def _with_new_names(tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    names = {name: RENAMED.get(f"{prefix}{name}", name).rpartition(".")[2] for name in tree}
+    return {new: _with_new_names(tree[name], f"{prefix}{name}.") for name, new in names.items()}

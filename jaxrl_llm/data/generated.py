@@ -3,12 +3,14 @@
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, load_function
+from jaxrl_llm.config.renamed import RENAMED
 from jaxrl_llm.data.files import remove_partials, write_text
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.sharding import distributed
@@ -53,26 +55,50 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def build_once(directory: Path, recipe: str, make: Callable[[], None]) -> None:
+def build_once(directory: Path, recipe: Mapping[str, Any], make: Callable[[], None]) -> None:
     """Make a directory if it does not exist; refuse one that was made by another recipe.
+
+    The recipe is kept beside it, in `<directory>.made_by`.
 
     Args:
         directory: what `make` writes.
-        recipe: everything that decides the result.
+        recipe: everything that decides the result, by keys of a config; JSON can hold it.
         make: writes the directory, whole or not at all; all processes call it.
+
+    Raises:
+        ConfigError: it was made by another recipe.
     """
     stamp = directory.with_name(directory.name + ".made_by")
+    text = json.dumps(recipe, indent=1, sort_keys=True)
 
     def is_made() -> bool:
-        if directory.exists() and stamp.exists() and stamp.read_text() != digest(recipe):
-            raise ConfigError(
-                f"{directory} was made by another config than the one given now: "
-                "remove it, or name another directory"
-            )
+        if directory.exists() and stamp.exists():
+            _check_made_by(directory, stamp.read_text(encoding="utf-8"), json.loads(text))
         if directory.exists():
             remove_partials(directory.parent)
         return directory.exists()
 
     if not distributed.run_on_first(is_made):
         make()
-        distributed.run_on_first(lambda: write_text(stamp, digest(recipe)))
+        distributed.run_on_first(lambda: write_text(stamp, text + "\n"))
+
+
+def _check_made_by(directory: Path, kept: str, recipe: Mapping[str, Any]) -> None:
+    """Refuse a directory whose kept recipe is another one, with the keys that differ."""
+    try:
+        before = {RENAMED.get(key, key): value for key, value in json.loads(kept).items()}
+    except (ValueError, AttributeError):
+        what = "by a version that did not write down how"
+    else:
+        names = sorted({*before, *recipe})
+        changed = [n for n in names if (n in before, before.get(n)) != (n in recipe, recipe.get(n))]
+        if not changed:
+            return
+        what = "otherwise: " + "; ".join(
+            f"{name}: {before.get(name, 'its default')} -> {recipe.get(name, 'its default')}"
+            for name in changed
+        )
+    raise ConfigError(
+        f"the base model in {str(directory)!r} was made {what}. Remove that directory to make it "
+        "anew, or name another one in model.path"
+    )

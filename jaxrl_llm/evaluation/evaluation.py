@@ -302,9 +302,8 @@ def as_text(report: Report) -> str:
 
 
 def _part(name: str, part: Report) -> str:
-    lines = [
-        f"{name}: {part['prompts']} prompts, {part['samples']} answers each; {part['quantity']}"
-    ]
+    answers = "1 answer" if part["samples"] == 1 else f"{part['samples']} answers"
+    lines = [f"{name}: {part['prompts']} prompts, {answers} each; {part['quantity']}"]
     for metric, estimated in part["metrics"].items():
         ends = (
             ""

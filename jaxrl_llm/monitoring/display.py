@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +29,8 @@ CLOSE_S = 5.0
 """Seconds that the end of a run waits at most for stdout."""
 PIPE_WIDTH = 120
 """Columns of a table where there is no terminal."""
+NARROW = 50
+"""Columns of a terminal below which the cells of tables stand below each other."""
 WIDE = 110
 """Columns of a terminal from which on there is room for metrics beside the bar."""
 BESIDE_BAR = {
@@ -113,11 +115,10 @@ class Display:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
-        table = Table(*(Column(Text(name)) for name in columns), title=title)  # not markup
-        for row in rows:
-            table.add_row(*map(Text, row))
-        self.console.print(table)
-        ACTIVITIES.say()
+        table = Table(title=title, title_justify="left")
+        for name in columns:
+            table.add_column(name, overflow="fold")
+        self._print(table, columns, rows)
 
     def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print some of a step's answers as a table.
@@ -131,9 +132,20 @@ class Display:
         for name in COLUMNS:
             justify = "right" if name in ("score", "advantage") else "left"
             table.add_column(name, justify=justify, overflow="fold")
-        for cells in answer_cells(rows, self.console.width):
-            table.add_row(*map(Text, cells))
-        self.console.print(table, soft_wrap=False)
+        self._print(table, COLUMNS, answer_cells(rows, self.console.width))
+
+    def _print(self, table: Table, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print a table with its rows, or where there is no room for one, a line for each cell."""
+        if self.console.width >= NARROW:
+            for cells in rows:
+                table.add_row(*map(Text, cells))  # which is not read as markup
+            self.console.print(table, soft_wrap=False)
+        else:
+            self.console.print(table.title, markup=False)
+            for cells in rows:
+                for name, cell in zip(columns, cells, strict=True):
+                    self.console.print(f"  {name}: {cell}", markup=False)
+                self.console.print()
         ACTIVITIES.say()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 
 SHOWN = {
@@ -47,9 +48,23 @@ class MetricsTable(list[dict[str, Any]]):
 
     @classmethod
     def read(cls, path: Path) -> "MetricsTable":
-        """Return the whole lines of a `metrics.jsonl`; none where there is no such file yet."""
+        """Return the whole lines of a `metrics.jsonl`; none where there is no such file yet.
+
+        Raises:
+            ConfigError: a line is no step's metrics.
+        """
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return cls(json.loads(line) for line in lines if line.endswith(b"\n"))
+        table = cls()
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):
+                try:
+                    table.append(_step_metrics(line))
+                except (ValueError, TypeError, LookupError, AttributeError) as error:
+                    raise ConfigError(
+                        f"{path}: line {number} is no step's metrics: expected JSON such as "
+                        '{"step": 1, "critic/score/mean": 0.5}; remove that line'
+                    ) from error
+        return table
 
     @property
     def names(self) -> list[str]:
@@ -102,6 +117,17 @@ class MetricsTable(list[dict[str, Any]]):
 
     def _repr_html_(self) -> str:
         return html_table(["step", *self._columns()], self._cells()[-LINES:])
+
+
+def _step_metrics(line: bytes) -> dict[str, Any]:
+    """Return the metrics in a line, which are numbers or null."""
+    metrics = json.loads(line)
+    if not isinstance(metrics["step"], int):
+        raise TypeError("step: expected a whole number")
+    for name, value in metrics.items():
+        if not isinstance(value, int | float | None):
+            raise TypeError(f"{name}: expected a number")
+    return metrics
 
 
 class AnswerTable(Sequence[Mapping[str, Any]]):

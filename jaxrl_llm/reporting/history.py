@@ -2,8 +2,6 @@
 
 import fcntl
 import functools
-import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +11,8 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.runs.files import RunFiles
 
-log = logging.getLogger(__name__)
-
-Line = dict[str, Any]
-"""Of metrics.jsonl: `step`, and a step's metrics."""
-
 WINDOW = 5
 """Steps whose mean stands for a time of the run, where it has twice as many."""
-
-TORN = "the last line is not whole, and is left out"
-"""What is said of a line whose writing was interrupted, or is under way."""
 
 
 class Sign(NamedTuple):
@@ -178,46 +168,14 @@ class RunHistory:
         return all([*has_risen, score is None or score[1] > score[0]])
 
 
-def read_lines(path: Path) -> tuple[list[Line], list[str]]:
-    """Return the lines of a `metrics.jsonl` that can be read, and what is wrong with the others.
-
-    Values that are not finite are None.
-
-    Args:
-        path: of the file; it may be missing.
-    """
-    lines, problems = list[Line](), list[str]()
-    content = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(content, start=1):
-        if not line.endswith(b"\n"):
-            problems.append(f"{path.name}: {TORN}")
-            continue
-        try:
-            values = json.loads(line)
-            step = values.pop("step")
-            lines.append({"step": int(step), **{n: _finite(v) for n, v in values.items()}})
-        except (ValueError, AttributeError, LookupError, TypeError, OverflowError):
-            problems.append(f"{path.name}: line {number} is no step's metrics, and is left out")
-    return lines, problems
-
-
-def _finite(value: Any) -> float | None:
-    number = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if number else None
-
-
 def read_history(run: RunFiles) -> RunHistory:
-    """Read what the checks need from a run's folder; lines that are damaged are logged.
+    """Read what the checks need from a run's folder.
 
     Raises:
         ConfigError: it has no config.yaml.
     """
     config = read_yaml(run.folder / "config.yaml")
-    lines, problems = read_lines(run.folder / "metrics.jsonl")
-    for problem in problems:
-        if not problem.endswith(TORN):
-            log.warning("%s: %s", run.folder, problem)
-    return RunHistory(lines, config, lambda: is_held(run.folder))
+    return RunHistory(run.metrics, config, lambda: is_held(run.folder))
 
 
 def is_held(folder: Path) -> bool:

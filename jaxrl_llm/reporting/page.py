@@ -119,11 +119,15 @@ def write_report(
     first = several[0].folder if isinstance(several[0], RunFiles) else Path(several[0])
     path = first / "report.html" if out is None else Path(out)
     html = Page(several).html()
+    if not path.name:
+        raise ConfigError(f"can't write {str(out)!r}: expected the name of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, html)
     except OSError as error:
-        raise ConfigError(f"can't write {str(path)!r}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"can't write {str(path)!r}: {error.strerror or error}; name another file (--out)"
+        ) from error
     return path
 
 

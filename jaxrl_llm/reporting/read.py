@@ -1,17 +1,21 @@
 """A run's folder as plain data, for its page. What is damaged is named, and the rest is read."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import dotted_items, read_yaml
 from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.reporting.curves import axes, curves
-from jaxrl_llm.reporting.health import check_history
-from jaxrl_llm.reporting.history import TORN, Line, RunHistory, is_held, read_lines
+from jaxrl_llm.reporting.health import check_run
+from jaxrl_llm.reporting.history import is_held
 from jaxrl_llm.reporting.stages import stage_seconds
 from jaxrl_llm.runs.files import RunFiles
+
+Line = dict[str, Any]
 
 KEY_NUMBERS = {
     "val-core/": ("held-out {}", "max"),
@@ -27,6 +31,37 @@ KEY_NUMBERS = {
 
 MOST_SOURCES = 6
 """Of held-out prompts, whose means are among the key numbers; the curves have the others."""
+
+TORN = "the last line is not whole, and is left out"
+"""What is said of a line whose writing was interrupted, or is under way."""
+
+
+def read_lines(path: Path) -> tuple[list[Line], list[str]]:
+    """Return the lines of a `metrics.jsonl` that can be read, and what is wrong with the others.
+
+    Values that are not finite are None.
+
+    Args:
+        path: of the file; it may be missing.
+    """
+    lines, problems = list[Line](), list[str]()
+    content = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(content, start=1):
+        if not line.endswith(b"\n"):
+            problems.append(f"{path.name}: {TORN}")
+            continue
+        try:
+            values = json.loads(line)
+            step = values.pop("step")
+            lines.append({"step": int(step), **{n: _finite(v) for n, v in values.items()}})
+        except (ValueError, AttributeError, LookupError, TypeError, OverflowError):
+            problems.append(f"{path.name}: line {number} is no step's metrics, and is left out")
+    return lines, problems
+
+
+def _finite(value: Any) -> float | None:
+    number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if number else None
 
 
 def flat_config(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -53,7 +88,11 @@ def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
     """
     tree = without_secrets(read_yaml(run.folder / "config.yaml"))
     lines, problems = read_lines(run.folder / "metrics.jsonl")
-    findings = check_history(RunHistory(lines, tree, lambda: is_held(run.folder)))
+    findings = None  # not known
+    try:
+        findings = [finding._asdict() for finding in check_run(run)]
+    except (ConfigError, ValueError) as error:
+        problems.append(f"what looks wrong could not be checked: {error}")
     status = status_of(run, tree, lines)
     if status["state"] == "training":
         problems = [text for text in problems if not text.endswith(TORN)]
@@ -63,7 +102,7 @@ def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
         "status": status,
         "seed": tree.get("seed", 0),
         "problems": problems,
-        "findings": [finding._asdict() for finding in findings],
+        "findings": findings,
         "key_numbers": key_numbers(lines),
         "summary": outcome_of(lines),
         "facts": run_facts(tree, lines),

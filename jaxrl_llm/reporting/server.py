@@ -25,7 +25,7 @@ def open_server(runs: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
         port: on 127.0.0.1; 0: one that is free.
 
     Raises:
-        ConfigError: there is no run in a folder, or the port is taken.
+        ConfigError: there is no run in a folder, or the port is taken or no port.
     """
     page, lock = Page(runs), threading.Lock()
 
@@ -40,8 +40,8 @@ def open_server(runs: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), _handler(answer))
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, OverflowError) as error:  # the latter: no such number
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--port {port}: can't listen there: {reason}; name another") from error
 
 

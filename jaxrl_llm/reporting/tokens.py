@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxrl_llm.config.errors import RELATIVE
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.hf.hub import HUB_ID
 
@@ -49,7 +50,8 @@ def _cached(model: str) -> Path:
             found = try_to_load_from_cache(match["repo"], name, revision=match["revision"])
             if isinstance(found, str):
                 return Path(found).parent
-    raise ValueError(f"the tokenizer of {model!r} is not on this machine")
+    hint = "" if Path(model).is_absolute() else f" ({RELATIVE})"
+    raise ValueError(f"the tokenizer of {model!r} is not on this machine{hint}")
 
 
 class TokenTexts:

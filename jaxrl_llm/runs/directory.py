@@ -5,13 +5,15 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.config.renamed import with_new_names
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.sources import UserFunction, user_functions
 from jaxrl_llm.config.train import TrainConfig
@@ -62,6 +64,9 @@ CHANGEABLE = (
     "rollout.max_running_sequences",
 )
 """Keys that may change when a run is continued: they move what is written, or only rounding."""
+
+DECIDING = ("steps", "epochs", "data.prepare")
+"""Those among them that decide the weights at the end nevertheless."""
 
 
 class RunFolder(NamedTuple):
@@ -145,8 +150,21 @@ def _check_unchanged(
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
     if resolved.exists():
-        changed = changes(read_yaml(resolved), as_tree(config))
+        before = _completed(with_new_names(read_yaml(resolved)), config)
+        changed = changes(before, as_tree(config))
         check_changed_keys(folder, _changed_functions(folder, functions, changed))
+
+
+def _completed(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
+    """Return the keys that a run was begun with, and the defaults of those there were none of."""
+    complete = dict(tree)
+    for name, field in type(section).__pydantic_fields__.items():
+        value = getattr(section, name)
+        if isinstance(value, Section) and isinstance(complete.get(name), dict):
+            complete[name] = _completed(complete[name], value)
+        elif name not in complete and not field.is_required():
+            complete[name] = as_tree(field.get_default(call_default_factory=True))
+    return complete
 
 
 def _record(
@@ -197,11 +215,41 @@ def check_changed_keys(folder: Path, changed: Sequence[str]) -> None:
     """
     for line in changed:
         name = line.partition(":")[0]
-        if not any(name == free or name.startswith(f"{free}.") for free in CHANGEABLE) and any(
-            (folder / "checkpoints").glob("[0-9]*")
-        ):
+        if not _is_of(name, CHANGEABLE) and any((folder / "checkpoints").glob("[0-9]*")):
             raise ConfigError(
                 f"{line}: the run in {str(folder)!r} was begun otherwise and can't be continued "
                 "with it; put it back, or name another run_dir"
             )
         log.warning("config changed since this run began: %s", line)
+
+
+def _is_of(name: str, keys: Iterable[str]) -> bool:
+    """Tell whether a key is one of `keys`, or in a group that is."""
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def recipe_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
+    """Return what decides a run's weights: its keys that have no default value, and own functions.
+
+    A key that the library gains, or what only moves what is written, changes nothing in it.
+
+    Returns:
+        Values by keys' whole names, as JSON has them; digests of users' sources by `KEY: source`.
+    """
+    functions = {f"{key}: source": f.digest for key, f in user_functions(config).items()}
+    recipe = {**_given_keys(config), **functions}
+    free = set(CHANGEABLE) - set(DECIDING)
+    return {name: value for name, value in recipe.items() if not _is_of(name.split(":")[0], free)}
+
+
+def _given_keys(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the keys of a section whose values are not the defaults; `{}` for a group as such."""
+    given: dict[str, Any] = {}
+    for name, field in type(section).__pydantic_fields__.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        default = field.get_default(call_default_factory=True)
+        if isinstance(value, Section):
+            given |= ({key: {}} if default is None else {}) | _given_keys(value, f"{key}.")
+        elif value != default:
+            given[key] = as_tree(value)
+    return given

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import RELATIVE, ConfigError
 from jaxrl_llm.config.functions import NOT_IMPORTABLE, FunctionSpec, renamed_functions, split_name
 from jaxrl_llm.config.load import from_tree, read_yaml
 from jaxrl_llm.config.sections.model import LoraConfig
@@ -100,7 +100,11 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
         function = _function_of(own, function_from)
         _warn_of_another_source(folder, function)
         return make_model(function, source, seed=config["seed"])
-    spec = read_spec(source)
+    try:
+        spec = read_spec(source)
+    except FileNotFoundError as error:
+        hint = "" if Path(source).is_absolute() else f" ({RELATIVE})"
+        raise ConfigError(f"model.path: {error}{hint}") from error
     if role == "critic":
         spec = dataclasses.replace(spec, value_head=True, reward_head=False)
     if role == "actor":

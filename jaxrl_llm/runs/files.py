@@ -98,7 +98,8 @@ class RunFiles:
 
         path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
         rows: Sequence[Any] = pyarrow.parquet.read_table(path).to_pylist()
-        return AnswerTable(rows, load_tokenizer(self.config.model.path).decode)
+        model = read_yaml(self.folder / "config.yaml")["model"]["path"]  # of any version
+        return AnswerTable(rows, load_tokenizer(model).decode)
 
     def __repr__(self) -> str:
         """Return where the run is and how far it has come."""

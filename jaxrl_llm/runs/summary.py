@@ -110,10 +110,14 @@ def _standing(files: RunFiles) -> str:
     means = ((line["step"], _validation(line)) for line in files.metrics)
     validated = {step: mean for step, mean in means if mean is not None}
     kept, best = files.checkpoints, files.best_checkpoint
-    parts = [f"{kept[-1]} steps", f"{len(kept)} checkpoint{'s' if len(kept) > 1 else ''}"]
+    parts = [_plural(kept[-1], "step"), _plural(len(kept), "checkpoint")]
     if best is not None and best in validated:
-        parts.append(f"best {validated[best]:.3f} at step {best}")
+        parts.append(f"the best of step {best} with {validated[best]:.3f}")
     return ", ".join(parts)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _validation(line: Mapping[str, Any]) -> float | None:

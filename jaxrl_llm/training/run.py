@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,7 @@ import jax
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.sources import user_functions
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
@@ -29,7 +28,7 @@ from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.runs.directory import RunFolder, run_folder
+from jaxrl_llm.runs.directory import RunFolder, recipe_of, run_folder
 from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
@@ -386,8 +385,9 @@ def warm_start(config: TrainConfig) -> None:
         own = dataclasses.replace(sft.model, function=config.model.function)
         mesh = dataclasses.replace(sft.mesh, rules=config.mesh.rules)
         sft = dataclasses.replace(sft, model=own, mesh=mesh)
-    recipe = to_yaml(sft) + "".join(f.digest for f in user_functions(sft).values())
+    recipe = recipe_of(sft)
     # another recipe must not continue this one's checkpoints
-    sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(recipe)[:8]}")
+    text = json.dumps(recipe, sort_keys=True)
+    sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(text)[:8]}")
     with activity("making the base model"):
         build_once(path, recipe, lambda: run_sft(sft, hints=False))

@@ -107,6 +107,19 @@ def test_long_answers_are_shortened_to_what_fits(terminal, columns):
     assert "begin" in plain(screen) and "end" in plain(screen), "the middle is left out"
 
 
+def test_a_terminal_too_narrow_for_tables_has_lines(terminal):
+    screen = terminal(20)
+    display = Display("training", 2)
+    row = {"prompt": '[{"content": "1+1="}]', "score": 1.0, "advantage": 0.5, "error": None}
+    display.answers(1, [row | {"answer": "[two]"}])
+    display.table("before and after", ["metric", "after"], [["acc", "0.5"]])
+    display.close()
+    shown = plain(screen)
+    for line in ("answers of step 1", "  prompt: 1+1=", "  answer: [two]", "  after: 0.5"):
+        assert line in shown.splitlines()
+    assert "┃" not in shown
+
+
 def test_the_best_and_the_worst_answers_of_one_or_two_groups_are_chosen():
     scores = [0.0, 0.2, 0.9, 0.1, 0.5, 0.5, 0.0, -1.0]
     assert choose_answers(scores, 4) == [0, 2, 4, 7]

@@ -48,8 +48,24 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     folder = write_run(tmp_path / "run", [])
     assert main([str(folder), "--out", str(folder)]) == 2
     assert "can't write" in capsys.readouterr().err
+    assert main([str(folder), "--out", ""]) == 2
+    assert "expected the name of a file" in capsys.readouterr().err
+    assert main([str(folder), "--serve", "--port", "99999"]) == 2
+    assert "can't listen there: " in capsys.readouterr().err
     with pytest.raises(ConfigError, match="expected one folder or more, got none"):
         jaxrl_llm.write_report([])
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", '{"step": null}', '{"step": 1, "a": "b"}'])
+def test_metrics_that_are_damaged_are_named(tmp_path, capsys, line):
+    folder = write_run(tmp_path / "run", [step_line(1)])
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    assert main([str(folder), "--health"]) == 2
+    assert f"{path}: line 2 is no step's metrics: expected JSON" in capsys.readouterr().err
+    (run,) = Page([folder]).metrics()["runs"]
+    assert run["findings"] is None, "nothing is said to be well"
+    assert any("could not be checked" in problem for problem in run["problems"])
 
 
 def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
@@ -67,7 +83,7 @@ def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
 def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "run", [step_line(1)])
     found = Finding("cut", "Answers are cut off", "half of them", (1, 2), "metrics.md#x", "error")
-    monkeypatch.setattr("jaxrl_llm.reporting.read.check_history", lambda run: [found])
+    monkeypatch.setattr("jaxrl_llm.reporting.read.check_run", lambda run: [found])
     (run,) = Page([folder]).metrics()["runs"]
     assert run["findings"] == [found._asdict()]
     monkeypatch.setattr("jaxrl_llm.reporting.health.check_run", lambda run: [found])
@@ -190,7 +206,7 @@ def test_tokens_that_are_no_whole_character_are_marked():
 
 def test_a_model_that_is_not_on_this_machine_is_not_downloaded(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
-    with pytest.raises(ValueError, match="the tokenizer of 'some/model' is not on this machine"):
+    with pytest.raises(ValueError, match=r"of 'some/model' is not on this machine \(a run's paths"):
         decoder("some/model")
 
 

@@ -309,7 +309,7 @@ def test_a_fault_in_a_run_that_was_well_is_found():
 # ------------------------------------------------------------------------------------ from files
 
 
-def test_a_runs_folder(tmp_path, caplog):
+def test_a_runs_folder(tmp_path):
     with pytest.raises(ConfigError, match="is not a run"):
         read_run(tmp_path)
     config = load_config("quickstart", {"run_dir": str(tmp_path), "steps": STEPS})
@@ -321,18 +321,13 @@ def test_a_runs_folder(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 61, "crit']))
     assert check_run(run) == []
     changed = simulated(FAULTS["gradient_spikes"] | FAULTS["no_signal"])
-    damaged = ["what?", "3", '{"loss": 1}', '{"step": null}']
-    lines = [*map(json.dumps, changed), *damaged, ""]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert caplog.messages == []
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, changed)) + "\n")
     findings = check_run(run)
     assert [f.severity for f in findings] == ["error", "warning"]
     assert health.health_summary(findings) == (
         "1 error, 1 warning: Nothing to learn from; The gradient has spikes"
     )
     assert "warning: The gradient has spikes (step 42)\n" in health_text(findings)
-    for line in range(len(changed) + 1, len(changed) + 5):
-        assert f"metrics.jsonl: line {line} is no step's metrics" in caplog.text
 
 
 def test_a_process_that_holds_the_folder_is_seen(tmp_path):

@@ -225,6 +225,21 @@ class FakeCheckpoints:
         return self.step
 
 
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, caplog):
+    config = config_of(tmp_path)
+    with recorded(tmp_path, config):
+        tree = read_yaml(tmp_path / "config.yaml")
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    del tree["algorithm"]["max_generation_batches"], tree["offload"], tree["critic"]["loss"]
+    tree["algorithm"]["keep"] = tree["algorithm"].pop("group_filter")
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    with recorded(tmp_path, config):
+        assert caplog.messages == []
+    tree["algorithm"]["keep"] = "with_spread"
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    assert "algorithm.group_filter: with_spread -> None" in refusal(enter, tmp_path, config)
+
+
 def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
     restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
     checkpoints = FakeCheckpoints(tmp_path, 5)

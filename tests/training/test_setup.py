@@ -9,16 +9,19 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.sections.data import DataConfig
 from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, RolloutSizes
 from jaxrl_llm.config.sections.model import LoraConfig, PolicyConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.runs.directory import recipe_of
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import (
@@ -83,17 +86,56 @@ def test_made_once(tmp_path):
         (tmp_path / "base").mkdir()
 
     for _ in range(3):
-        build_once(tmp_path / "base", "recipe", make)
+        build_once(tmp_path / "base", {"steps": 1}, make)
     assert calls == [1]
-    message = refusal(build_once, tmp_path / "base", "another recipe", make)
-    assert message.startswith(f"{tmp_path / 'base'} was made by another config")
-    assert "remove it, or name another directory" in message
+    message = refusal(build_once, tmp_path / "base", {"steps": 2, "seed": 1}, make)
+    assert message.startswith(
+        f"the base model in '{tmp_path}/base' was made otherwise: "
+        "seed: its default -> 1; steps: 1 -> 2. Remove that directory"
+    )
     assert calls == [1]
+
+
+def sft_config(**more):
+    tree = {"run_dir": "r", "export_to": "e", "model": {"path": "m"}}
+    tree |= {"data": {"train": ["t.parquet"], "max_tokens": 8}}
+    return from_tree(SftConfig, tree | more)
+
+
+def test_a_recipe_has_what_decides_the_weights_and_no_defaults():
+    plain = {"model.path": "m", "data.train": ["t.parquet"], "data.max_tokens": 8}
+    assert recipe_of(sft_config()) == plain
+    written = {"log": {"trackers": []}, "checkpoint": {"every": 3}, "stall_timeout_s": None}
+    assert recipe_of(sft_config(**written, seed=0, mesh={"train": {"fsdp": 2}})) == plain
+    assert recipe_of(sft_config(steps=5)) == plain | {"steps": 5}
+    lora = {"path": "m", "lora": {}}
+    assert recipe_of(sft_config(model=lora)) == plain | {"model.lora": {}}
+
+
+def test_a_recipe_has_the_sources_of_users_functions(tmp_path):
+    path = tmp_path / "mine.py"
+
+    def recipe(scale):
+        path.write_text(f"import optax\n\ndef mine():\n    return optax.sgd({scale})\n")
+        return recipe_of(sft_config(optim={"optimizer": f"{path}:mine"}))
+
+    one, other = recipe(0.1), recipe(0.2)
+    assert {key for key in one if one[key] != other[key]} == {"optim.optimizer: source"}
+
+
+def test_a_base_of_before_a_key_was_renamed_is_taken_and_one_without_recipe_refused(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base.made_by").write_text('{"data.template": {"a": 1}}')
+    recipe = {"data.chat_template_kwargs": {"a": 1}}
+    build_once(tmp_path / "base", recipe, lambda: pytest.fail("made again"))
+    (tmp_path / "base.made_by").write_text("5d41402abc")
+    message = refusal(build_once, tmp_path / "base", recipe, lambda: None)
+    assert "was made by a version that did not write down how. Remove that directory" in message
 
 
 def test_a_directory_that_the_user_made_is_taken(tmp_path):
     (tmp_path / "base").mkdir()
-    build_once(tmp_path / "base", "recipe", lambda: pytest.fail("made again"))
+    build_once(tmp_path / "base", {"steps": 1}, lambda: pytest.fail("made again"))
 
 
 def test_what_failed_half_way_is_made_again(tmp_path):
@@ -101,9 +143,9 @@ def test_what_failed_half_way_is_made_again(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        build_once(tmp_path / "base", "one", fail)
-    build_once(tmp_path / "base", "another", (tmp_path / "base").mkdir)
-    build_once(tmp_path / "base", "another", lambda: pytest.fail("made again"))
+        build_once(tmp_path / "base", {"steps": 1}, fail)
+    build_once(tmp_path / "base", {"steps": 2}, (tmp_path / "base").mkdir)
+    build_once(tmp_path / "base", {"steps": 2}, lambda: pytest.fail("made again"))
 
 
 PREPARATION = """

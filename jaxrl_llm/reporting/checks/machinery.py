@@ -18,7 +18,7 @@ def stopped_early(run: RunHistory) -> Iterator[Sign]:
     if planned is not None and done < planned and not run.is_open():
         yield Sign(
             f"{done} of {planned} steps are logged, and no process is training. The same command "
-            "goes on from the newest checkpoint.",
+            "goes on from the newest checkpoint, or begins again where there is none.",
             (done,) if done else (),
             is_error=True,
         )

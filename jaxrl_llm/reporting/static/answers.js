@@ -34,6 +34,7 @@ function drawAnswerView() {
   fill(byId("answer-note"), answerNotes(kept));
   if (!kept.rows.length) {
     const why = page.data.runs[answerView.run].kind === "sft" ? "Supervised training samples no answers."
+      : kept.problems.length ? "No answers can be read."
       : "No answers are kept yet. Those of the first and the last step are, and with rollout.dump_every=10 those of every tenth.";
     fill(byId("answer-body"), note(why));
   } else if (answerView.mode === "table") drawAnswerTable();

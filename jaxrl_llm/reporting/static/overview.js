@@ -94,6 +94,7 @@ function sparkline(curve, color) {
 }
 
 function findings(run) {
+  if (run.findings === null) return note("This could not be checked.");
   if (!run.findings.length) {
     return run.status.state === "empty" ? note("There is nothing to check yet.")
       : h("p", { class: "well" }, "Nothing looks wrong.");
