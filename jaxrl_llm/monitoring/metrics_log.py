@@ -34,7 +34,7 @@ DETAILED = 20
 """Steps that wait for a tracker with their answers and distributions; more wait without them."""
 
 TRACKERS_CLOSE_S = 30.0
-"""Seconds that the end of a run waits at most for a tracker."""
+"""Seconds that the end of a run waits at most for its trackers."""
 
 
 class MetricsFile:
@@ -212,8 +212,10 @@ class MetricsLog:
             ) from error
 
     def close(self) -> None:
-        """Close every sink; wait for trackers only so long."""
+        """Close every sink; wait for trackers, which end side by side, only so long."""
         if self._file:
             self._file.close()
+        for writer in self._trackers:
+            writer.end()
         for writer in self._trackers:
             writer.close(TRACKERS_CLOSE_S)

@@ -392,6 +392,15 @@ def test_a_tracker_costs_no_step(tmp_path, monkeypatch, released, warnings, faul
         assert first.startswith("can't write to memory: ") and str(faulty.dropped) in last
 
 
+def test_trackers_end_side_by_side(tmp_path, warnings):
+    """So that two which hang cost a run no more than one."""
+    both = threading.Barrier(2)
+    sinks = [Memory(lambda call: call == "close" and both.wait(SOON_S)) for _ in range(2)]
+    log = open_log(tmp_path, *(lambda run, sink=sink: sink for sink in sinks))
+    log.close()
+    assert not both.broken and warnings() == []
+
+
 def test_no_thread_but_the_trackers_own_calls_it(tmp_path):
     threads = set()
     sink = Memory(lambda call: threads.add(threading.current_thread().name))
