@@ -26,6 +26,7 @@ from jaxrl_llm.sharding import distributed
 log = logging.getLogger(__name__)
 
 LEASE_S = 180.0  # until a file server has missed a client that is gone
+READER_S = 0.5  # more than a reader of the folder holds its lock
 
 CHANGEABLE = (
     "run_dir",
@@ -113,9 +114,10 @@ def _locked(folder: Path) -> Iterator[None]:
     without such locks is refused: filelock would else take a file's existence for a lock, and that
     of a killed process stays.
     """
-    # a file server may hold the lock of a node that is lost for a while
-    timeout = LEASE_S if context.is_restarted() else 0.0
-    lock = FileLock(folder / ".lock", timeout, poll_interval=1.0, fallback_to_soft=False)
+    # a file server may hold the lock of a node that is lost for a while, and who looks whether a
+    # run goes on (`is_held`) has it for a moment
+    timeout = LEASE_S if context.is_restarted() else READER_S
+    lock = FileLock(folder / ".lock", timeout, poll_interval=0.1, fallback_to_soft=False)
     ours = [folder / ".lock", folder / "checkpoints", folder, *folder.parents]
     ours = [path for path in ours if not path.exists()]
     with contextlib.ExitStack() as stack:

@@ -107,7 +107,8 @@ def interruption_line(config: TrainConfig | SftConfig) -> str:
 
 
 def _standing(files: RunFiles) -> str:
-    validated = {line["step"]: _validation(line) for line in files.metrics if _validation(line)}
+    means = ((line["step"], _validation(line)) for line in files.metrics)
+    validated = {step: mean for step, mean in means if mean is not None}
     kept, best = files.checkpoints, files.best_checkpoint
     parts = [_plural(kept[-1], "step"), _plural(len(kept), "checkpoint")]
     if best is not None and best in validated:

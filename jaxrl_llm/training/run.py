@@ -22,9 +22,9 @@ from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.notebook import open_display
-from jaxrl_llm.monitoring.report import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import SamplingParams

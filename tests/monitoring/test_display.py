@@ -37,12 +37,12 @@ def test_without_a_terminal_the_display_prints_plain_lines(monkeypatch):
     display = Display("training", 3, 1)
     display.line("step [0]  " + "x" * 200)
     display.advance("step 2/3")
-    display.table("title", ["metric", "value"], [["acc", "0.5"]])
+    display.table("title", ["metric", "value"], [["val-core/[/]/acc", "0.5"]])
     display.close()
     printed = screen.getvalue().splitlines()
     assert printed[0] == "step [0]  " + "x" * 200
     assert printed[1] == "step 2/3"
-    assert "metric" in screen.getvalue()
+    assert "metric" in screen.getvalue() and "val-core/[/]/acc" in screen.getvalue()
     assert "0.5" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
 
