@@ -62,12 +62,15 @@ def test_a_programs_errors_and_status_are_its_own(capsys):
     assert "run_dir: runs/quickstart" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["tran"], []])
-def test_what_is_no_program_is_an_error(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["tran"], "no program 'tran'; did you mean 'train'?"), ([], "PROGRAM")],
+)
+def test_what_is_no_program_is_an_error(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(words)
     assert stopped.value.code == 2
-    assert "PROGRAM" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -40,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
             )
         for link in links(text):
             target = resolve(path, link)
-            if not target.startswith(("docs/", "..")) and target not in seen:
+            if not target.startswith(("docs/", "..", "/")) and target not in seen:
                 seen.add(target)
                 waiting.append(target)
     return files

@@ -6,7 +6,7 @@ default and its meaning. Functions are `FunctionSpec`s.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,6 +153,19 @@ def to_yaml(config: Any) -> str:
     """Return the resolved config as YAML."""
     tree = as_tree(config)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def dotted_items(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested mappings with dots, and their values; an empty mapping is a value.
+
+    >>> dict(dotted_items({"a": {"b": 1, "c": {}}, "d": None}))
+    {'a.b': 1, 'a.c': {}, 'd': None}
+    """
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted_items(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def changes(before: Any, after: Any, prefix: str = "") -> list[str]:

@@ -46,5 +46,9 @@ def with_new_names(tree: Any) -> Any:
 def _with_new_names(tree: Any, prefix: str) -> Any:
     if not isinstance(tree, dict):
         return tree
-    names = {name: RENAMED.get(f"{prefix}{name}", name).rpartition(".")[2] for name in tree}
-    return {new: _with_new_names(tree[name], f"{prefix}{name}.") for name, new in names.items()}
+    renewed = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        new = RENAMED[key].rpartition(".")[2] if key in RENAMED else name
+        renewed[new] = _with_new_names(value, f"{key}.")
+    return renewed

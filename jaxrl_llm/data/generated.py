@@ -86,10 +86,11 @@ def build_once(directory: Path, recipe: Mapping[str, Any], make: Callable[[], No
 def _check_made_by(directory: Path, kept: str, recipe: Mapping[str, Any]) -> None:
     """Refuse a directory whose kept recipe is another one, with the keys that differ."""
     try:
-        before = {RENAMED.get(key, key): value for key, value in json.loads(kept).items()}
+        items: dict[str, Any] = dict(json.loads(kept).items())
     except (ValueError, AttributeError):
         what = "by a version that did not write down how"
     else:
+        before = {RENAMED.get(key, key): value for key, value in items.items()}
         names = sorted({*before, *recipe})
         changed = [n for n in names if (n in before, before.get(n)) != (n in recipe, recipe.get(n))]
         if not changed:
@@ -99,6 +100,6 @@ def _check_made_by(directory: Path, kept: str, recipe: Mapping[str, Any]) -> Non
             for name in changed
         )
     raise ConfigError(
-        f"the base model in {str(directory)!r} was made {what}. Remove that directory to make it "
+        f"{str(directory)!r} was made {what}. Remove that directory to make it "
         "anew, or name another one in model.path"
     )

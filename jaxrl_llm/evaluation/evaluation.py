@@ -25,8 +25,8 @@ from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_a
 from jaxrl_llm.evaluation.policy import Policy, load_policy
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.dumps import answer_rows
 from jaxrl_llm.monitoring.logs import quiet_libraries
-from jaxrl_llm.monitoring.report import answer_rows
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_sources, make_function_scoring
 from jaxrl_llm.rollout.agent_rows import check_agent_rows

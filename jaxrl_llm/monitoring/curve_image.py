@@ -87,7 +87,8 @@ def _padded(values: Sequence[Number], share: float) -> tuple[float, float]:
     """Return the range of some values, a little larger and never empty."""
     low, high = min(values), max(values)
     if low == high:
-        return low - 0.5, high + 0.5
+        width = max(0.5, 1e-3 * abs(low))
+        return low - width, high + width
     return low - share * (high - low), high + share * (high - low)
 
 

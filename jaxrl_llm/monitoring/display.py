@@ -28,7 +28,7 @@ from jaxrl_llm.sharding.distributed import is_first
 CLOSE_S = 5.0
 """Seconds that the end of a run waits at most for stdout."""
 PIPE_WIDTH = 120
-"""Columns of a table where there is no terminal."""
+"""Columns of a table where there is no terminal, or one that does not say how wide it is."""
 NARROW = 50
 """Columns of a terminal below which the cells of tables stand below each other."""
 WIDE = 110
@@ -67,7 +67,7 @@ class Display:
         self.console = Console(
             file=file, soft_wrap=True, highlight=False, emoji=False, quiet=self._writer is None
         )
-        if not self.console.is_terminal:
+        if not (self.console.is_terminal and self.console.width):  # COLUMNS=0 shows nothing
             self.console.width = PIPE_WIDTH
         self._progress, self._stack = None, contextlib.ExitStack()
         if self.console.is_terminal and is_first():

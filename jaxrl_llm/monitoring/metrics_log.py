@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.monitoring.trackers.loading import load_trackers
 from jaxrl_llm.monitoring.trackers.records import (
     TrackedRun,
@@ -33,7 +34,7 @@ DETAILED = 20
 """Steps that wait for a tracker with their answers and distributions; more wait without them."""
 
 TRACKERS_CLOSE_S = 30.0
-"""Seconds that the end of a run waits at most for a tracker."""
+"""Seconds that the end of a run waits at most for its trackers."""
 
 
 class MetricsFile:
@@ -156,7 +157,7 @@ class MetricsLog:
         self._trackers: list[BackgroundWriter[TrackedStep]] = []
         if not is_first():
             return
-        run = TrackedRun(run_dir, config, first_step=step + 1 if step else 0)
+        run = TrackedRun(run_dir, without_secrets(config), first_step=step + 1 if step else 0)
         opened = load_trackers(trackers, run)
         self._file = MetricsFile(run_dir / "metrics.jsonl", position)
         self._trackers = [BackgroundWriter(tracker) for tracker in opened]
@@ -211,8 +212,10 @@ class MetricsLog:
             ) from error
 
     def close(self) -> None:
-        """Close every sink; wait for trackers only so long."""
+        """Close every sink; wait for trackers, which end side by side, only so long."""
         if self._file:
             self._file.close()
+        for writer in self._trackers:
+            writer.end()
         for writer in self._trackers:
             writer.close(TRACKERS_CLOSE_S)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
@@ -270,17 +271,15 @@ def _number(value: Any) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def text_table(
-    columns: Iterable[str], rows: Iterable[Sequence[str]], title: str | None = None
-) -> str:
+def text_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table as text.
 
     >>> "7+3=" in text_table(["prompt"], [["7+3="]])
     True
     """
-    table = Table(*columns, title=title)
+    table = Table(*(Column(Text(name)) for name in columns))  # not markup
     for row in rows:
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        table.add_row(*map(Text, row))
     console = Console(file=io.StringIO(), width=120)
     console.print(table)
     text: Any = console.file

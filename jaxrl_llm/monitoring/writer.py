@@ -7,6 +7,7 @@ take is dropped and counted; what the sink does, or fails to do, never reaches t
 import collections
 import logging
 import threading
+import time
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class BackgroundWriter(Generic[Record]):
         self._sink, self._limit = sink, limit
         self._pending: collections.deque[Record] = collections.deque()
         self._changed = threading.Condition()
-        self._writing = self._dropped = 0
+        self._writing, self._dropped, self._ended_at = 0, 0, 0.0
         self._is_open = self._is_behind = self._is_closing = self._is_left = False
         self._outages = Outages(sink.name, "records are dropped")
         self._thread = threading.Thread(target=self._run, name=f"writer: {sink.name}", daemon=True)
@@ -129,12 +130,17 @@ class BackgroundWriter(Generic[Record]):
                 self._limit,
             )
 
-    def close(self, timeout_s: float) -> None:
-        """Write what waits and close the sink; after `timeout_s` leave it as it is."""
+    def end(self) -> None:
+        """Take no more records; what waits is still written, and then the sink is closed."""
         with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join(timeout_s)
+            if not self._is_closing:
+                self._is_closing, self._ended_at = True, time.monotonic()
+                self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """End, and wait for it; `timeout_s` after `end` leave the sink as it is."""
+        self.end()
+        self._thread.join(max(0.0, self._ended_at + timeout_s - time.monotonic()))
         if self._thread.is_alive():
             with self._changed:
                 self._dropped += len(self._pending) + self._writing

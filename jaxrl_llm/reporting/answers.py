@@ -59,8 +59,10 @@ class KeptAnswers:
         self._open(steps, problems)
         shown = [step for step in steps if step in self._tables]
         token_texts, plain = self._token_texts()
-        if sum(_state(self._path(step))[1] for step in shown) > budget // 2:  # of parquet
+        if sum(self._tables[step].state[1] for step in shown) > budget // 2:  # bytes of parquet
             shown = evenly(shown, STEPS)
+        for step in self._tables.keys() - shown:  # others are shown than before
+            self._tables[step].forget()
         rows, prompts = self._choose(shown, budget, token_texts, problems)
         return {
             "rows": rows,
@@ -183,6 +185,10 @@ class _Table:
                 row["number"] = number
                 self._ready[number] = row, len(json.dumps(row)) + 30
             yield self._ready[number]
+
+    def forget(self) -> None:
+        """Let go of the answers that were made ready."""
+        self._ready.clear()
 
 
 def _shown_answer(answer: Mapping[str, Any]) -> dict[str, Any]:

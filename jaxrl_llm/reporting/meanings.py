@@ -152,7 +152,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "cluster/restarts": "restarts of the job",
         "cluster/engine_restarts": "restarts of engines",
         "cluster/reward_retries": "answers that were scored again",
-        "perf/dropped_log_records": "steps that TensorBoard and Weights & Biases did not get",
+        "perf/dropped_log_records": "steps that trackers did not get",
     },
 }
 """A few words on each metric, by group."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import read_yaml
+from jaxrl_llm.config.load import dotted_items, read_yaml
 from jaxrl_llm.config.programs import program_of
+from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_run
 from jaxrl_llm.reporting.history import is_held
@@ -57,7 +58,7 @@ def read_lines(path: Path) -> tuple[list[Line], list[str]]:
             values = json.loads(line)
             step = values.pop("step")
             lines.append({"step": int(step), **{n: _finite(v) for n, v in values.items()}})
-        except (ValueError, AttributeError, LookupError, TypeError):
+        except (ValueError, AttributeError, LookupError, TypeError, OverflowError):
             problems.append(f"{path.name}: line {number} is no step's metrics, and is left out")
     return lines, problems
 
@@ -67,24 +68,20 @@ def _finite(value: Any) -> float | None:
     return float(value) if number else None
 
 
-def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_config(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of a config with dots, and their values as text.
 
     >>> flat_config({"model": {"path": "m"}, "steps": 3, "stop": [1]})
     {'model.path': 'm', 'steps': '3', 'stop': '[1]'}
     """
-    flat = dict[str, str]()
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            flat |= flat_config(value, f"{key}.")
-        else:
-            flat[key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return flat
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in dotted_items(tree)
+    }
 
 
 def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
-    """Return what a run's page shows, but for its answers.
+    """Return what a run's page shows, but for its answers. Secrets of its config are left out.
 
     Args:
         run: the files.
@@ -93,7 +90,7 @@ def read_for_page(run: RunFiles, *, points: int) -> dict[str, Any]:
     Raises:
         ConfigError: `config.yaml` can't be read.
     """
-    tree = read_yaml(run.folder / "config.yaml")
+    tree = without_secrets(read_yaml(run.folder / "config.yaml"))
     lines, problems = read_lines(run.folder / "metrics.jsonl")
     findings = None  # not known
     try:

@@ -72,7 +72,7 @@ def _handler(
             try:
                 found = answer(address.path, parse_qs(address.query))
             except (ConfigError, OSError) as error:  # as where a folder is moved meanwhile
-                self.send_error(503, " ".join(str(error).split()))
+                self.send_error(503, explain=str(error))  # a status line takes Latin letters
                 return
             if found is None:
                 self.send_error(404)

@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.files import PACKAGED
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
 from jaxrl_llm.config.prefer import PreferConfig
@@ -26,6 +27,7 @@ from jaxrl_llm.sharding import distributed
 log = logging.getLogger(__name__)
 
 LEASE_S = 180.0  # until a file server has missed a client that is gone
+READER_S = 0.5  # more than a reader of the folder holds its lock
 
 CHANGEABLE = (
     "run_dir",
@@ -115,9 +117,10 @@ def _locked(folder: Path) -> Iterator[None]:
     without such locks is refused: filelock would else take a file's existence for a lock, and that
     of a killed process stays.
     """
-    # a file server may hold the lock of a node that is lost for a while
-    timeout = LEASE_S if context.is_restarted() else 0.0
-    lock = FileLock(folder / ".lock", timeout, poll_interval=1.0, fallback_to_soft=False)
+    # a file server may hold the lock of a node that is lost for a while, and who looks whether a
+    # run goes on (`is_held`) has it for a moment
+    timeout = LEASE_S if context.is_restarted() else READER_S
+    lock = FileLock(folder / ".lock", timeout, poll_interval=0.1, fallback_to_soft=False)
     ours = [folder / ".lock", folder / "checkpoints", folder, *folder.parents]
     ours = [path for path in ours if not path.exists()]
     with contextlib.ExitStack() as stack:
@@ -125,7 +128,9 @@ def _locked(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock)
         except Timeout as error:
-            raise ConfigError(f"run_dir: another process is running in {str(folder)!r}") from error
+            raise ConfigError(
+                f"run_dir: another process is running in {str(folder)!r}; wait until it has ended"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"run_dir: nothing can be written to {str(folder)!r}: {error.strerror or error}; "
@@ -243,6 +248,9 @@ def recipe_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
     """
     functions = {f"{key}: source": f.digest for key, f in user_functions(config).items()}
     recipe = {**_given_keys(config), **functions}
+    model, packaged = Path(config.model.path).resolve(), PACKAGED.resolve()
+    if model.is_relative_to(packaged):  # wherever the package lies, and however it is named
+        recipe["model.path"] = f"configs/{model.relative_to(packaged).as_posix()}"
     free = set(CHANGEABLE) - set(DECIDING)
     return {name: value for name, value in recipe.items() if not _is_of(name.split(":")[0], free)}
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.load import read_yaml, to_yaml
 from jaxrl_llm.config.programs import program_of
+from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.models.hf.hub import HUB_ID, repository
 from jaxrl_llm.monitoring.curve_image import draw_curves
@@ -18,8 +19,6 @@ CARD, CURVE, CONFIG = "README.md", "learning_curve.svg", "training.yaml"
 """The files that `make_card` adds to a model's directory."""
 
 CURVES = 4  # that one image shows at most
-SECRET = re.compile(r"api_?key|secret|password|(access|auth|hf)_token", re.IGNORECASE)
-HIDDEN = "(not published)"
 USE = {
     "transformers": """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,8 +64,7 @@ class Exported(NamedTuple):
 def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
     """Return a model's page, its learning curve and the run's config, by the names of their files.
 
-    Values of environment variables and of keys such as `api_key` are left out, and the home
-    directory's name is `~`: a page is for everybody.
+    Secrets are left out, and the home directory's name is `~`: a page is for everybody.
 
     Args:
         run_dir: of the run that trained it.
@@ -75,11 +73,11 @@ def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
     from huggingface_hub import ModelCard  # which only those who export need
 
     folder = Path(run_dir)
-    config = read_yaml(folder / "config.yaml")
+    config = without_secrets(read_yaml(folder / "config.yaml"))
     metrics = MetricsTable.read(folder / "metrics.jsonl")
     until = MetricsTable(line for line in metrics if line["step"] <= exported.step)
     curves, files = _curves(until), _files(config)
-    public = public_config(config)
+    public = _without_home(to_yaml(config))
     parts = [
         f"# {exported.name}",
         _summary(config, exported),
@@ -94,36 +92,10 @@ def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
     return {CARD: str(card), CONFIG: public, **image}
 
 
-def public_config(config: Mapping[str, Any]) -> str:
-    """Return a run's config as YAML, without what nobody else should read.
-
-    >>> print(public_config({"env": {"HF_TOKEN": "hf_x"}, "reward": {"api_key": "y", "scale": 1}}))
-    env:
-      HF_TOKEN: (not published)
-    reward:
-      api_key: (not published)
-      scale: 1
-    <BLANKLINE>
-    """
-
-    def hide(value: Any, is_hidden: bool = False) -> Any:
-        if isinstance(value, Mapping):
-            return {k: hide(v, is_hidden or _is_secret(k, v)) for k, v in value.items()}
-        if isinstance(value, list):
-            return [hide(item, is_hidden) for item in value]
-        return HIDDEN if is_hidden and value is not None else value
-
-    return _without_home(to_yaml(hide(config)))
-
-
 def _without_home(text: str) -> str:
     """Return the text with the home directory of this user as `~`."""
     home = str(Path.home())
     return text if home == "/" else re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])", "~", text)
-
-
-def _is_secret(key: Any, value: Any) -> bool:
-    return (key == "env" and isinstance(value, Mapping)) or bool(SECRET.search(str(key)))
 
 
 def _method(config: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,4 +156,5 @@ def _text(error: BaseException | None) -> str:
 
 def _remedy(folder: str | Path, repo_id: str) -> str:
     shown = os.fspath(folder)
-    return f"The model is in {shown}; `hf upload {repo_id} {shown}` pushes it later"
+    command = shlex.join(["hf", "upload", repo_id, shown])
+    return f"The model is in {shown}; `{command}` pushes it later"

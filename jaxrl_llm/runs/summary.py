@@ -124,11 +124,12 @@ def interruption_line(config: TrainConfig | SftConfig | PreferConfig) -> str:
 
 
 def _standing(files: RunFiles) -> str:
-    validated = {line["step"]: _validation(line) for line in files.metrics if _validation(line)}
+    means = ((line["step"], _validation(line)) for line in files.metrics)
+    validated = {step: mean for step, mean in means if mean is not None}
     kept, best = files.checkpoints, files.best_checkpoint
     parts = [_plural(kept[-1], "step"), _plural(len(kept), "checkpoint")]
     if best is not None and best in validated:
-        parts.append(f"the best of step {best} with {validated[best]:.3f}")
+        parts.append(f"the best is step {best} with {validated[best]:.3f}")
     return ", ".join(parts)
 
 

@@ -13,8 +13,8 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due, stage_label
+from jaxrl_llm.monitoring.dumps import trained_rows
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.monitoring.report import trained_rows
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance

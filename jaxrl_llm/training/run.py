@@ -22,9 +22,9 @@ from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.notebook import open_display
-from jaxrl_llm.monitoring.report import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import SamplingParams
@@ -374,10 +374,8 @@ def warm_start(config: TrainConfig) -> None:
     if config.model.warm_start is None:
         return
     path = Path(config.model.path)
-    try:
+    with _errors_of_warm_start():
         sft = load(SftConfig, config.model.warm_start)
-    except ConfigError as error:
-        raise ConfigError(f"model.warm_start: {error}") from error
     if not path.exists():
         read_checked_rows(config)
     sft = dataclasses.replace(sft, export_to=str(path), run_dir=f"{path}.sft")
@@ -389,5 +387,14 @@ def warm_start(config: TrainConfig) -> None:
     # another recipe must not continue this one's checkpoints
     text = json.dumps(recipe, sort_keys=True)
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(text)[:8]}")
-    with activity("making the base model"):
+    with _errors_of_warm_start(), activity("making the base model"):
         build_once(path, recipe, lambda: run_sft(sft, hints=False))
+
+
+@contextlib.contextmanager
+def _errors_of_warm_start() -> Iterator[None]:
+    """Say of which config an error is, as the run has keys of the same names."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(f"model.warm_start: {line}" for line in error.args)) from error

@@ -37,12 +37,12 @@ def test_without_a_terminal_the_display_prints_plain_lines(monkeypatch):
     display = Display("training", 3, 1)
     display.line("step [0]  " + "x" * 200)
     display.advance("step 2/3")
-    display.table("title", ["metric", "value"], [["acc", "0.5"]])
+    display.table("title", ["metric", "value"], [["val-core/[/]/acc", "0.5"]])
     display.close()
     printed = screen.getvalue().splitlines()
     assert printed[0] == "step [0]  " + "x" * 200
     assert printed[1] == "step 2/3"
-    assert "metric" in screen.getvalue()
+    assert "metric" in screen.getvalue() and "val-core/[/]/acc" in screen.getvalue()
     assert "0.5" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
 
@@ -105,6 +105,14 @@ def test_long_answers_are_shortened_to_what_fits(terminal, columns):
     assert all(len(line) <= columns for line in table)
     assert len(table) < 250
     assert "begin" in plain(screen) and "end" in plain(screen), "the middle is left out"
+
+
+def test_a_terminal_of_no_width_shows_lines(terminal):
+    screen = terminal(0)
+    display = Display("training", 2)
+    display.advance("step 1/2")
+    display.close()
+    assert "step 1/2" in plain(screen)
 
 
 def test_a_terminal_too_narrow_for_tables_has_lines(terminal):

@@ -233,6 +233,9 @@ class Kept:
         self.records.append("closed")
 
 
+SECRETIVE = {"seed": 1, "cluster": {"env": {"NCCL": "hush"}}}
+
+
 def test_a_function_of_ones_own_is_a_tracker(tmp_path):
     records = []
 
@@ -240,12 +243,13 @@ def test_a_function_of_ones_own_is_a_tracker(tmp_path):
         assert tag == "t"
         return Kept(run, records)
 
-    log = open_log(tmp_path, functools.partial(mine, tag="t"), step=2, config={"seed": 1})
+    log = open_log(tmp_path, functools.partial(mine, tag="t"), step=2, config=SECRETIVE)
     answers = [{"answer": "4", "score": np.float32(1), "tokens": [1], "gone": np.nan, "ok": True}]
     log.write(3, {"a": 1.0}, answers, {"score": np.array([1.0, 3.0]), "none": np.array([np.nan])})
     log.close()
     run, record, closed = records
-    assert run == (tmp_path, {"seed": 1}, 3)
+    shown = {"seed": 1, "cluster": {"env": {"NCCL": "(not published)"}}}
+    assert run == (tmp_path, shown, 3)
     assert record[:2] == (3, {"a": 1.0, "perf/dropped_log_records": 0.0})
     assert record.answers == ({"answer": "4", "score": 1.0, "gone": None, "ok": True},)
     (seen,) = record.histograms.values()

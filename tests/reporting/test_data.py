@@ -95,6 +95,15 @@ def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypat
     assert "exclude each other" in capsys.readouterr().err
 
 
+def test_secrets_of_the_config_are_not_on_the_page(tmp_path):
+    uri = "log.trackers=[{fn: mlflow, tracking_uri: 'http://me:hush@host'}]"
+    folder = write_run(tmp_path / "run", [], "cluster.env={NCCL_DEBUG: hush}", uri)
+    (run,) = Page([folder]).metrics()["runs"]
+    assert run["config"]["cluster.env.NCCL_DEBUG"] == "(not published)"
+    assert "http://(not published)@host" in run["config"]["log.trackers"]
+    assert "hush" not in str(run)
+
+
 # ----------------------------------------------------------------------------------------- metrics
 
 
@@ -158,8 +167,11 @@ def test_answers_stay_within_their_budget(tmp_path):
     assert {int(gap) for gap in np.diff(shown)} <= {2, 3}
     of_ends = [kept["prompts"][r["prompt"]][0][1] for r in kept["rows"] if r["step"] in (1, 60)]
     assert of_ends.count("prompt of two steps") == 2, "those that can be compared come first"
-    everything = KeptAnswers(run).read(10_000_000)
-    assert len(everything["rows"]) == 240
+    reader = KeptAnswers(run)
+    assert len(reader.read(10_000_000)["rows"]) == 240
+    reader.read(25_000)
+    made_ready = [step for step, table in reader._tables.items() if table._ready]
+    assert made_ready == shown, "a server's memory does not grow with what it no longer shows"
 
 
 def test_a_page_of_very_many_answers_is_small_enough(tmp_path, monkeypatch):

@@ -299,10 +299,11 @@ def test_what_is_damaged_or_missing_is_named(open_runs, tmp_path):
     (folder / "rollouts" / "step_000002.parquet").write_bytes(b"PAR1 no more")
     (folder / "tokenizer.json").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write("what?\n")
+        file.write('what?\n{"loss": 1}\n')
     write_lines(folder, [step_line(2)])
     page = open_runs(folder)
-    assert "metrics.jsonl: line 2 is no step's metrics" in page.inner_text("#overview")
+    for line in (2, 3):
+        assert f"metrics.jsonl: line {line} is no step's metrics" in page.inner_text("#overview")
     assert "stopped at step 2" in page.inner_text("#overview")
     show(page, "answers")
     page.wait_for_selector("table.answers tbody tr")

@@ -39,6 +39,7 @@ def serve():
 def test_the_page_follows_a_run_that_grows(serve, open_address, tmp_path):
     folder = write_run(tmp_path / "run", [step_line(n) for n in range(1, 4)], "steps=40")
     page = open_address(serve(folder))
+    page.evaluate("page.pollMs = 100")
     with FileLock(folder / ".lock"):
         show(page, "curves")
         page.fill("#curves input[type=search]", "actor/")
@@ -70,6 +71,10 @@ def test_the_page_follows_a_run_that_grows(serve, open_address, tmp_path):
         assert "training, step 9 of 40" in page.inner_text("#overview")
     page.wait_for_selector("text=stopped at step 9 of 40")
     assert page.inner_text("#made").startswith("follows the run")
+    page.evaluate("() => { window.ask = fetch; window.fetch = () => Promise.reject('!'); }")
+    page.wait_for_selector("text=no answer from the server")
+    page.evaluate("() => { window.fetch = window.ask; }")
+    page.wait_for_selector("#made:has-text('follows the run')")
 
 
 def ask(address, path, host=None):
@@ -94,7 +99,7 @@ def test_what_the_server_answers_and_to_whom(serve, tmp_path):
 
 
 def test_a_folder_that_is_gone_is_said_and_may_come_back(serve, tmp_path):
-    folder = write_run(tmp_path / "run", [step_line(1)])
+    folder = write_run(tmp_path / "运行", [step_line(1)])
     address = serve(folder)
     folder.rename(tmp_path / "away")
     assert ask(address, "/data")[0] == 503

@@ -1,6 +1,7 @@
 """Run folders: one run at a time, its config and versions, and when it may be continued."""
 
 import contextlib
+import fcntl
 import inspect
 import json
 import logging
@@ -95,11 +96,19 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
         assert first.stdout.readline() == "holding\n"
         before = (tmp_path / "config.yaml").read_text()
         message = refusal(enter, tmp_path, config)
-        assert message == f"run_dir: another process is running in {str(tmp_path)!r}"
+        assert message.startswith(f"run_dir: another process is running in {str(tmp_path)!r}; wait")
         assert (tmp_path / "config.yaml").read_text() == before, "nothing was touched"
         first.kill()
     with recorded(tmp_path, config):  # a killed process holds no lock
         pass
+
+
+def test_a_reader_that_looks_whether_a_run_goes_on_keeps_none_from_beginning(tmp_path, monkeypatch):
+    with (tmp_path / ".lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        monkeypatch.setattr("time.sleep", lambda seconds: file.close())
+        with recorded(tmp_path, config_of(tmp_path)):
+            assert file.closed
 
 
 def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path, monkeypatch):

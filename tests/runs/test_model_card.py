@@ -112,6 +112,16 @@ def test_the_config_beside_it_can_be_run_and_holds_no_secret(run_dir):
     assert f"```sh\n{command}\n```" in files["README.md"]
 
 
+def test_the_function_of_a_model_is_shown_without_its_secrets(run_dir):
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["model"]["function"] = {"fn": "mine.py:model", "api_key": "sk-secret", "width": 4}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    text = make_card(run_dir, Exported("adder", SOURCE, 4, has_config=False))["README.md"]
+    use = re.search(r"## Use.*?```yaml\n(.*?)```", text, re.DOTALL)[1]
+    shown = {"fn": "mine.py:model", "api_key": "(not published)", "width": 4}
+    assert yaml.safe_load(use) == {"model": {"path": ".", "function": shown}}
+
+
 def test_the_curve_is_an_image_of_finite_points(run_dir):
     files = make_card(run_dir, Exported("adder", SOURCE, 4))
     assert "![Learning curve](learning_curve.svg)" in files["README.md"]
@@ -131,6 +141,7 @@ def test_names_are_escaped_and_one_point_is_seen():
     root = ElementTree.fromstring(draw_curves({"<a> & b": ([5], [0.1])}))
     assert "<a> & b" in {element.text for element in root.iter()}
     assert [element.get("r") for element in root.iter() if element.tag.endswith("circle")] == ["3"]
+    assert "1e+20" in draw_curves({"as large": ([1, 2], [1e20, 1e20])})
 
 
 @pytest.mark.parametrize("low, high", [(0, 1e-5), (-3.2, 150), (5.5, 6.5), (1e6, 1e6 + 3)])

@@ -111,7 +111,7 @@ def folder(tmp_path):
 
 def test_the_last_lines_say_where_the_run_is_and_what_to_do(folder):
     standing, look, evaluate, export = closing_lines(config(f"run_dir={folder}"))
-    assert standing == f"run: {folder} (3 steps, 2 checkpoints, the best of step 2 with 0.650)"
+    assert standing == f"run: {folder} (3 steps, 2 checkpoints, the best is step 2 with 0.650)"
     assert look == f"look at it: python -m jaxrl_llm.report {folder}"
     assert evaluate.startswith(f"evaluate: python -m jaxrl_llm.evaluate --model {folder} --data ")
     assert export == f"export: python -m jaxrl_llm.export {folder} {folder}/exported"

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.files import PACKAGED
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.sections.data import DataConfig
@@ -90,7 +91,7 @@ def test_made_once(tmp_path):
     assert calls == [1]
     message = refusal(build_once, tmp_path / "base", {"steps": 2, "seed": 1}, make)
     assert message.startswith(
-        f"the base model in '{tmp_path}/base' was made otherwise: "
+        f"'{tmp_path}/base' was made otherwise: "
         "seed: its default -> 1; steps: 1 -> 2. Remove that directory"
     )
     assert calls == [1]
@@ -110,6 +111,16 @@ def test_a_recipe_has_what_decides_the_weights_and_no_defaults():
     assert recipe_of(sft_config(steps=5)) == plain | {"steps": 5}
     lora = {"path": "m", "lora": {}}
     assert recipe_of(sft_config(model=lora)) == plain | {"model.lora": {}}
+
+
+def test_a_recipe_names_a_model_of_the_package_the_same_from_everywhere(monkeypatch):
+    monkeypatch.chdir(PACKAGED.parent)  # where a clone has its configs, too
+    recipes = [
+        recipe_of(sft_config(model={"path": path}))
+        for path in ("configs/quickstart", str(PACKAGED / "quickstart"))
+    ]
+    assert recipes[0] == recipes[1]
+    assert recipes[0]["model.path"] == "configs/quickstart"
 
 
 def test_a_recipe_has_the_sources_of_users_functions(tmp_path):

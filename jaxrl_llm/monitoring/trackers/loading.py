@@ -8,6 +8,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, described_failure, load_function
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.trackers.records import TrackedRun, Tracker
@@ -44,7 +45,7 @@ def check_trackers(config: TrainConfig | SftConfig | PreferConfig) -> None:
     Raises:
         ConfigError: a function can't be found, called or used, or a package is not installed.
     """
-    run = TrackedRun(Path(config.run_dir), as_tree(config), first_step=0)
+    run = TrackedRun(Path(config.run_dir), without_secrets(as_tree(config)), first_step=0)
     run_on_first(lambda: load_trackers(config.log.trackers, run) and None)
 
 

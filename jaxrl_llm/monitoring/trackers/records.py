@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.config.load import dotted_items
 from jaxrl_llm.monitoring.writer import Sink
 
 BINS = 64
@@ -22,7 +23,7 @@ class TrackedRun(NamedTuple):
 
     Attributes:
         folder: of the run.
-        config: the resolved config, as nested mappings.
+        config: the resolved config, as nested mappings, without its secrets.
         first_step: the first one that is written; an earlier run of this folder may have written
             this step and later ones before it was killed.
     """
@@ -125,16 +126,14 @@ def as_table(rows: Sequence[Mapping[str, Plain]]) -> tuple[list[str], list[list[
     return columns, [[row.get(name) for name in columns] for row in rows]
 
 
-def dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def dotted_keys(tree: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Return the values of a nested mapping by their dotted keys; lists as text, without nulls.
 
     >>> dotted_keys({"a": {"b": 1, "c": [2, 3]}, "d": None})
     {'a.b': 1, 'a.c': '[2, 3]'}
     """
-    flat: dict[str, bool | int | float | str] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= dotted_keys(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat[prefix + name] = value if isinstance(value, bool | int | float) else str(value)
-    return flat
+    return {
+        key: value if isinstance(value, bool | int | float) else str(value)
+        for key, value in dotted_items(tree)
+        if value is not None
+    }

@@ -11,9 +11,56 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError, described_error
+from jaxrl_llm.monitoring.trackers.records import Distribution, Plain, TrackedStep, as_table
 
 REACHED_S = 10.0
 """Seconds that a service has to answer."""
+
+
+class ServiceRun:
+    """A run of a service whose package has the interface of Weights & Biases.
+
+    Args:
+        client: the package.
+        settings: arguments of its `init`.
+
+    Attributes:
+        name: of the service, for messages.
+    """
+
+    name: str
+
+    def __init__(self, client: Any, settings: dict[str, Any]) -> None:
+        """Begin nothing yet."""
+        self._client, self._settings = client, settings
+        self._run: Any = None
+
+    def open(self) -> None:
+        """Begin the run, or continue it."""
+        self._run = self._client.init(**{**self._settings, **self._found_settings()})
+
+    def write(self, record: TrackedStep, /) -> None:
+        """Write a step."""
+        values: dict[str, Any] = dict(record.metrics)
+        for name, seen in record.histograms.items():
+            values[f"histograms/{name}"] = self._histogram(seen)
+        if record.answers:
+            values["answers"] = self._table(*as_table(record.answers))
+        self._run.log(values, step=record.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+    def _found_settings(self) -> dict[str, Any]:
+        """Return settings that are found out when the run begins, which may take a while."""
+        return {}
+
+    def _histogram(self, seen: Distribution) -> Any:
+        return self._client.Histogram(np_histogram=(seen.counts, seen.edges))
+
+    def _table(self, columns: list[str], rows: list[list[Plain]]) -> Any:
+        return self._client.Table(columns=columns, data=rows)
 
 
 def import_client(tracker: str, *packages: str) -> Any:

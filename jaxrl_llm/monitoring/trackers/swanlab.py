@@ -3,14 +3,8 @@
 import logging
 from typing import Any
 
-from jaxrl_llm.monitoring.trackers.records import (
-    Distribution,
-    TrackedRun,
-    TrackedStep,
-    Tracker,
-    as_table,
-)
-from jaxrl_llm.monitoring.trackers.services import import_client, is_reachable
+from jaxrl_llm.monitoring.trackers.records import Distribution, Plain, TrackedRun, Tracker
+from jaxrl_llm.monitoring.trackers.services import ServiceRun, import_client, is_reachable
 
 log = logging.getLogger(__name__)
 
@@ -52,47 +46,24 @@ def swanlab(
     return SwanLab(import_client("swanlab", "swanlab"), settings)
 
 
-class SwanLab:
-    """A run at SwanLab, or in a folder that can be sent there.
-
-    Args:
-        client: the package.
-        settings: arguments of its `init`.
-    """
+class SwanLab(ServiceRun):
+    """A run at SwanLab, or in a folder that can be sent there."""
 
     name = "SwanLab"
 
-    def __init__(self, client: Any, settings: dict[str, Any]) -> None:
-        """Begin nothing yet."""
-        self._client, self._settings, self._run = client, settings, None
+    def _found_settings(self) -> dict[str, Any]:
+        return {"mode": self._settings["mode"] or self._mode()}
 
-    def open(self) -> None:
-        """Begin the run, or continue it."""
-        mode = self._settings["mode"] or self._mode()
-        self._run = self._client.init(**{**self._settings, "mode": mode})
-
-    def write(self, record: TrackedStep, /) -> None:
-        """Send a step."""
-        values: dict[str, Any] = dict(record.metrics)
-        for name, seen in record.histograms.items():
-            values[f"histograms/{name}"] = self._bars(seen)
-        if record.answers:
-            table = self._client.echarts.Table()
-            table.add(*as_table(record.answers))
-            values["answers"] = table
-        assert self._run is not None
-        self._run.log(values, step=record.step)
-
-    def close(self) -> None:
-        """Send what is left."""
-        assert self._run is not None
-        self._run.finish()
-
-    def _bars(self, seen: Distribution) -> Any:
+    def _histogram(self, seen: Distribution) -> Any:
         bars = self._client.echarts.Bar()
         bars.add_xaxis([f"{x:.4g}" for x in seen.centres])
         bars.add_yaxis("count", seen.counts.tolist())
         return bars
+
+    def _table(self, columns: list[str], rows: list[list[Plain]]) -> Any:
+        table = self._client.echarts.Table()
+        table.add(columns, rows)
+        return table
 
     def _mode(self) -> str:
         known = self._client.Settings()  # of the environment and `swanlab login`

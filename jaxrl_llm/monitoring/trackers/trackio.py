@@ -1,9 +1,7 @@
 """Trackio, whose dashboard is local or a Space at Hugging Face."""
 
-from typing import Any
-
-from jaxrl_llm.monitoring.trackers.records import TrackedRun, TrackedStep, Tracker, as_table
-from jaxrl_llm.monitoring.trackers.services import import_client
+from jaxrl_llm.monitoring.trackers.records import TrackedRun, Tracker
+from jaxrl_llm.monitoring.trackers.services import ServiceRun, import_client
 
 
 def trackio(
@@ -40,37 +38,7 @@ def trackio(
     return Trackio(import_client("trackio", "trackio"), settings)
 
 
-class Trackio:
-    """A run in a Trackio project.
-
-    Args:
-        client: the package.
-        settings: arguments of its `init`.
-    """
+class Trackio(ServiceRun):
+    """A run in a Trackio project."""
 
     name = "Trackio"
-
-    def __init__(self, client: Any, settings: dict[str, Any]) -> None:
-        """Begin nothing yet."""
-        self._client, self._settings, self._run = client, settings, None
-
-    def open(self) -> None:
-        """Begin the run, or continue it."""
-        self._run = self._client.init(**self._settings)
-
-    def write(self, record: TrackedStep, /) -> None:
-        """Write a step."""
-        values: dict[str, Any] = dict(record.metrics)
-        for name, seen in record.histograms.items():
-            bins = (seen.counts, seen.edges)
-            values[f"histograms/{name}"] = self._client.Histogram(np_histogram=bins)
-        if record.answers:
-            columns, rows = as_table(record.answers)
-            values["answers"] = self._client.Table(columns=columns, data=rows)
-        assert self._run is not None
-        self._run.log(values, step=record.step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        assert self._run is not None
-        self._run.finish()

@@ -4,8 +4,13 @@ import logging
 import os
 from typing import Any
 
-from jaxrl_llm.monitoring.trackers.records import TrackedRun, TrackedStep, Tracker, as_table
-from jaxrl_llm.monitoring.trackers.services import has_login, import_client, is_reachable
+from jaxrl_llm.monitoring.trackers.records import Plain, TrackedRun, Tracker
+from jaxrl_llm.monitoring.trackers.services import (
+    ServiceRun,
+    has_login,
+    import_client,
+    is_reachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,44 +52,18 @@ def wandb(
     return WeightsAndBiases(import_client("wandb", "wandb"), settings)
 
 
-class WeightsAndBiases:
-    """A run at Weights & Biases, or in a folder that can be sent there.
-
-    Args:
-        client: the package.
-        settings: arguments of its `init`.
-    """
+class WeightsAndBiases(ServiceRun):
+    """A run at Weights & Biases, or in a folder that can be sent there."""
 
     name = "Weights & Biases"
 
-    def __init__(self, client: Any, settings: dict[str, Any]) -> None:
-        """Begin nothing yet."""
-        self._client, self._settings, self._run = client, settings, None
+    def _found_settings(self) -> dict[str, Any]:
+        if self._settings["mode"] is None and "WANDB_MODE" not in os.environ:
+            return {"mode": self._mode()}
+        return {}
 
-    def open(self) -> None:
-        """Begin the run, or continue it."""
-        settings = dict(self._settings)
-        if settings["mode"] is None and "WANDB_MODE" not in os.environ:
-            settings["mode"] = self._mode()
-        self._run = self._client.init(**settings)
-
-    def write(self, record: TrackedStep, /) -> None:
-        """Send a step."""
-        values: dict[str, Any] = dict(record.metrics)
-        for name, seen in record.histograms.items():
-            bins = (seen.counts, seen.edges)
-            values[f"histograms/{name}"] = self._client.Histogram(np_histogram=bins)
-        if record.answers:
-            columns, rows = as_table(record.answers)
-            table = self._client.Table(columns=columns, data=rows, allow_mixed_types=True)
-            values["answers"] = table
-        assert self._run is not None
-        self._run.log(values, step=record.step)
-
-    def close(self) -> None:
-        """Send what is left."""
-        assert self._run is not None
-        self._run.finish()
+    def _table(self, columns: list[str], rows: list[list[Plain]]) -> Any:
+        return self._client.Table(columns=columns, data=rows, allow_mixed_types=True)
 
     def _mode(self) -> str | None:
         url = self._client.setup().settings.base_url

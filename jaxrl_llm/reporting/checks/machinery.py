@@ -199,11 +199,11 @@ def compiles_late(run: RunHistory) -> Iterator[Sign]:
 
 
 def records_dropped(run: RunHistory) -> Iterator[Sign]:
-    """Find steps that TensorBoard or Weights & Biases did not get."""
+    """Find steps that a tracker (`log.trackers`) did not get."""
     dropped = run.series("perf/dropped_log_records")
     if any(dropped.values):
         yield Sign(
-            f"{max(dropped.values):.0f} records are missing there; metrics.jsonl has them all.",
+            f"Trackers miss {max(dropped.values):.0f} records; metrics.jsonl has them all.",
             dropped.where(value > 0 for value in dropped.values),
         )
 

@@ -4,11 +4,10 @@ const VIEWS = {
   overview: ["Overview", drawOverview], curves: ["Curves", drawCurves], answers: ["Answers", drawAnswers],
   time: ["Time", drawTime], config: ["Config", drawConfig],
 };
-const POLL_MS = 2000;
 
 function currentView() {
   const name = location.hash.replace("#show-", ""); // no element's, or the page would scroll to it
-  return name in VIEWS ? name : "overview";
+  return Object.hasOwn(VIEWS, name) ? name : "overview";
 }
 
 function drawTabs() {
@@ -42,16 +41,15 @@ async function poll() {
     page.live = versions;
     if (metrics) page.data = metrics;
     if (answers) page.answers = answers;
+    const wasLost = document.body.classList.contains("lost");
     document.body.classList.remove("lost");
-    if (metrics || answers) {
-      drawHead();
-      if (answers || currentView() !== "answers") await drawView();
-    }
+    if (metrics || answers || wasLost) drawHead();
+    if (answers || (metrics && currentView() !== "answers")) await drawView();
   } catch (error) {
     document.body.classList.add("lost");
     fill(byId("made"), h("i", { class: "live" }), `no answer from the server (${error.message}); trying again`);
   }
-  setTimeout(poll, POLL_MS);
+  setTimeout(poll, page.pollMs);
 }
 
 async function start() {
@@ -63,7 +61,7 @@ async function start() {
   drawHead();
   await drawView();
   document.body.dataset.ready = Math.round(performance.now()); // in ms, for who measures it
-  if (page.live) setTimeout(poll, POLL_MS);
+  if (page.live) setTimeout(poll, page.pollMs);
 }
 
 start();

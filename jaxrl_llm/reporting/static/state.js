@@ -7,6 +7,7 @@ const page = {
   answers: null, // of each run, once they are unpacked
   hidden: new Set(), // names of runs
   live: null, // versions of what is shown, where a server follows the runs
+  pollMs: 2000, // between two questions to the server
 };
 
 function runs() {
@@ -18,7 +19,10 @@ function shownRuns() {
 }
 
 async function loadAnswers() {
-  if (page.answers === null) page.answers = JSON.parse(await unpack("data-answers"));
+  if (page.answers === null) {
+    const first = JSON.parse(await unpack("data-answers"));
+    page.answers ??= first; // newer ones may have come meanwhile
+  }
   return page.answers;
 }
 

@@ -16,7 +16,7 @@ function number(value, digits = 4) {
   const text = size >= 1e6 || size < 1e-4
     ? value.toExponential(Math.max(0, digits - 2))
     : size >= 1000 ? value.toFixed(0) : String(Number(value.toPrecision(digits)));
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }
 
 function signed(value, digits = 3) {

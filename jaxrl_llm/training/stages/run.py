@@ -16,8 +16,8 @@ from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import is_due
 from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.dumps import RolloutDumps, chosen_rows, example_lines
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
-from jaxrl_llm.monitoring.report import RolloutDumps, chosen_rows, example_lines
 from jaxrl_llm.monitoring.step_warnings import StepWarnings
 from jaxrl_llm.monitoring.tables import SHOWN
 from jaxrl_llm.rewards.runner import Score

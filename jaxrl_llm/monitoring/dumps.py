@@ -1,4 +1,4 @@
-"""The parts of a run that people read: answers in parquet files, and a table at the end."""
+"""A step's answers as rows, in parquet files and on the screen, and a table at a run's end."""
 
 import json
 from collections.abc import Sequence
