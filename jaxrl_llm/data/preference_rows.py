@@ -1,8 +1,7 @@
 """Rows of preferences in the forms of data sets: pairs of answers, and answers with a label."""
 
+import math
 from typing import Any
-
-import numpy as np
 
 from jaxrl_llm.data.row_fields import abbreviated, check_messages, field_error
 
@@ -48,7 +47,7 @@ def normalize_row(row: Any, where: str) -> Row:
     check_messages({"prompt": prompt}, where)
     made = {"prompt": prompt} | {n: _answer_text(a, n, where) for n, a in answers.items()}
     if not is_pair:
-        if not isinstance(row.get("label"), bool | np.bool_):
+        if not isinstance(row.get("label"), bool):
             raise field_error(where, "label", row.get("label"), "true or false")
         made = {"prompt": prompt, "response": made[names[0]], "label": bool(row["label"])}
     elif made["chosen"] == made["rejected"]:
@@ -102,7 +101,11 @@ def _numbers(row: Row, where: str) -> dict[str, float]:
         value = row.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise field_error(where, name, value, "a finite number")
         numbers[name] = float(value)
     scores = [numbers.pop(name, None) for name in ("score_chosen", "score_rejected")]

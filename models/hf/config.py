@@ -112,7 +112,7 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     new_head = spec.value_head and not origin.value_head
     new_score = spec.reward_head and not origin.reward_head
     critic = dataclasses.replace(origin, value_head=True, reward_head=False)
-    scorer = dataclasses.replace(origin, reward_head=True)
+    scorer = dataclasses.replace(origin, value_head=False, reward_head=True)
     if spec != (critic if new_head else scorer if new_score else origin):
         raise ValueError(
             f"the model's spec is not that of its source {source}: "

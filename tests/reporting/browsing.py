@@ -5,7 +5,7 @@ import time
 
 def until(page, expression):
     """Wait until an expression of JavaScript is true; the page's own policy forbids to poll it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not page.evaluate(f"() => Boolean({expression})"):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(50)

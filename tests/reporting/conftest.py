@@ -1,4 +1,4 @@
-"""One headless Chromium for all pages; a page with an error in its console fails its test."""
+"""A headless Chromium for a file of tests; an error in a page's console fails its test."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from jaxrl_llm.reporting.page import write_report
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # until it ends, its event loop is there: no other can be run
 def browser():
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
@@ -32,7 +32,7 @@ def open_address(browser):
 
     def opened(address):
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(120_000)  # of a machine with other work
         page.on("console", listen)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda r: errors.append(r.url) if is_foreign(r.url) else None)
