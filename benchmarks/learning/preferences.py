@@ -204,7 +204,7 @@ def reward_model(seed: int, work: Path) -> dict[str, Any]:
         run("prefer", f"--config={path}", work=work)
     if not (work / f"runs/ppo_{seed}/checkpoints").exists():
         words = ("reward.function=null", f"reward.classifier=models/{name}", f"seed={seed}")
-        words = (*words, f"run_dir=runs/ppo_{seed}", "steps=60", "validation.every=20")
+        words = (*words, f"run_dir=runs/ppo_{seed}", "steps=60", "model.warm_start=null")
         run("train", "--config", "configs/recipes/ppo.yaml", *words, work=work)
     scorer = read_lines(work / f"runs/{name}/metrics.jsonl")
     ppo = read_lines(work / f"runs/ppo_{seed}/metrics.jsonl")
@@ -233,8 +233,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             curve = result["curves"]["val/rewards/accuracies"]
             label = name if seed == min(results["runs"][name]) else None
             left.plot(*zip(*curve, strict=True), color=f"C{number}", label=label)
-    left.set(xlabel="step", ylabel="held-out pairs whose chosen answer has the higher reward")
-    left.yaxis.label.set_fontsize(8)
+    left.set(xlabel="step", ylabel="rewards/accuracies, held out", ylim=(0, 1))
     left.legend(fontsize=8)
     names = [*RUNS, "imitate"]
     for place, name in enumerate(names):
