@@ -290,7 +290,7 @@ def test_supervised_training_has_a_page(open_runs, tmp_path):
     show(page, "curves")
     assert len(plot_data(page, "train/loss")[0]["x"]) == 8
     show(page, "answers")
-    page.wait_for_selector("text=Supervised training samples no answers.")
+    page.wait_for_selector("text=Only reinforcement learning samples answers.")
 
 
 def test_what_is_damaged_or_missing_is_named(open_runs, tmp_path):
