@@ -1,6 +1,7 @@
 """Training on preferences: the update of RL with a loss of pairs or of labelled answers."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from jaxrl_llm.data.preferences import (
     preference_batch,
     rotate_answers,
 )
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.model import decoder_spec, is_adapted, model_of
+from jaxrl_llm.models.model import Model, decoder_spec, model_of
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
 from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
@@ -42,6 +45,7 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.runs.summary import closing_lines
+from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.layouts import open_layout, packed_shape
@@ -78,19 +82,23 @@ class PreferenceRun:
         config: of the run.
         data: its rows, with log-probs under the reference where the loss asks for them.
         learner: the updates.
-        model: as it was loaded.
-        reference: None where the loss asks for none, or where the rows bring its log-probs along.
+        model: that is trained.
+        base: layout of an adapter's base; None without an adapter.
+        reference: for what each step asks it; None where the rows have all that is needed.
         opened: where the run stands, and its files.
         schedule: updates -> learning rate.
+        watchdog: ends the run when it hangs.
     """
 
     config: PreferConfig
     data: PreferenceData
     learner: Learner
-    model: LoadedModel
+    model: Model
+    base: Any
     reference: Reference | None
     opened: ResumedRun
     schedule: Callable[[Any], Any]
+    watchdog: Watchdog
 
 
 def run_prefer(config: PreferConfig) -> None:
@@ -110,12 +118,12 @@ def run_prefer(config: PreferConfig) -> None:
             )
         with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
             folder = stack.enter_context(run_folder(config.run_dir, config))
-            watchdog = stack.enter_context(open_watchdog(config))
             run = _open(config, loss, optimizer, schedule, folder, stack)
-            state = _train(config, run, folder.path, watchdog)
-            _export(config, state, run.model)
+            state, model, base, display = _train(config, run, folder.path)
+            del run  # merging and saving hold the model once
+            _export(config, state.params, model, base)
             for line in closing_lines(config):
-                run.opened.display.line(line)
+                display.line(line)
 
 
 def _open(
@@ -128,6 +136,7 @@ def _open(
 ) -> PreferenceRun:
     stack.enter_context(reporting_compilation())
     stack.enter_context(compiling_on_demand())
+    watchdog = stack.enter_context(open_watchdog(config))
     logger.info("training on preferences: making ready the weights of %s", config.model.path)
     has_own_axes = config.model.function is not None
     with activity("opening the devices"):
@@ -155,7 +164,7 @@ def _open(
         frozen=model.frozen,
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
-    reference, data = _with_reference(config, data, model, learner, layout)
+    reference, data = _with_reference(config, data, model, learner, layout, watchdog)
     opened = resume_run(
         config, folder.path, {"actor": TrainableModel(model, learner)}, data.train, stack
     )
@@ -164,17 +173,24 @@ def _open(
         config=config,
         data=data,
         learner=learner,
-        model=model,
+        model=model.model,
+        base=jax.tree.map(lambda leaf: leaf.sharding, model.frozen),
         reference=reference,
         opened=opened,
         schedule=schedule,
+        watchdog=watchdog,
     )
 
 
 def _with_reference(
-    config: PreferConfig, data: PreferenceData, model: LoadedModel, learner: Learner, layout: Layout
+    config: PreferConfig,
+    data: PreferenceData,
+    model: LoadedModel,
+    learner: Learner,
+    layout: Layout,
+    watchdog: Watchdog,
 ) -> tuple[Reference | None, PreferenceData]:
-    """Return the reference if the loss asks for one, and the rows with its log-probs."""
+    """Return the reference if steps will ask it, and the rows with its log-probs."""
     names = learner.objective.asks_for()
     asked = names & OF_REFERENCE
     if not asked and "kl_baseline" not in names:
@@ -186,19 +202,24 @@ def _with_reference(
     reference = open_reference(config, model, learner, layout)
     size = config.batch.pairs_per_step
     rows = len(data.train) + len(data.validation)
-    with activity("log-probs under the reference", total=rows) as going_on:
+    with activity("log-probs under the reference", total=rows) as progress:
+
+        def tell(done: int) -> None:
+            progress.advance(done)
+            watchdog.beat()
+
         train, validation = (
-            reference.annotate(items, width=data.width, size=size, tell=going_on.advance)
+            reference.annotate(items, width=data.width, size=size, tell=tell)
             for items in (data.train, data.validation)
         )
-    whole = PreferenceData(
-        train=train, validation=validation, width=data.width, max_tokens=data.max_tokens
-    )
-    return reference, whole
+    data = dataclasses.replace(data, train=train, validation=validation)
+    return (reference if "kl_baseline" in names else None), data
 
 
-def _train(config: PreferConfig, run: PreferenceRun, folder: Path, watchdog: Any) -> TrainState:
-    """Take the steps that are left; return the state after the last one."""
+def _train(
+    config: PreferConfig, run: PreferenceRun, folder: Path
+) -> tuple[TrainState, Model, Any, Display]:
+    """Take the steps that are left; return the state after the last one, and what exports it."""
     opened, learner = run.opened, run.learner
     state, total, step = opened.states["actor"], opened.total_steps, opened.step
     left, compiled, has_line = range(step + 1, total + 1), CompileCounter(), Pace(total)
@@ -209,7 +230,7 @@ def _train(config: PreferConfig, run: PreferenceRun, folder: Path, watchdog: Any
         opened.log.write(0, metrics)
         opened.display.line(_line(0, total, metrics))
     for step in left:
-        watchdog.beat()
+        run.watchdog.beat()
         profiler.turn_to(step)
         clock, items = Clock(), next(opened.stream)
         updates = int(state.updates)
@@ -234,8 +255,8 @@ def _train(config: PreferConfig, run: PreferenceRun, folder: Path, watchdog: Any
     with activity("saving"):
         opened.checkpoints.wait()
     check_finished(step, total)
-    BACKGROUND.clear()
-    return state
+    BACKGROUND.clear()  # its programs' shapes hold on to the base
+    return state, run.model, run.base, opened.display
 
 
 def _save(config: PreferConfig, opened: ResumedRun, state: TrainState, step: int) -> bool:
@@ -317,11 +338,10 @@ def _line(step: int, total: int, metrics: dict[str, float]) -> str:
     return f"step {step}/{total}  " + "  ".join(parts)
 
 
-def _export(config: PreferConfig, state: TrainState, loaded: LoadedModel) -> None:
+def _export(config: PreferConfig, params: Params, model: Model, base: Any) -> None:
     """Write the model, with its adapter merged into it."""
-    params, model, source = state.params, loaded.model, config.model.path
-    if is_adapted(model):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
-        params, spec = merged_into_base(params, decoder_spec(model), source, shardings)
+    source = config.model.path
+    if base is not None:
+        params, spec = merged_into_base(params, decoder_spec(model), source, base)
         model = model_of(spec)
     save_model(config.export_to, params, model, source=source, dtype="float32")

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import config_errors_at
@@ -99,8 +97,7 @@ def open_reference(
     shape, mesh = learner.shape, learner.mesh
     policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
     if config.reference is None:
-        copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
-        return Reference(params=copy(model.params), infer=policy, policy=policy)
+        return Reference(params=model.params, infer=policy, policy=policy)  # updates have a copy
     with config_errors_at("reference"):
         alone = dataclasses.replace(
             config.model, path=config.reference, lora=None, adapter=None, random_init=False
