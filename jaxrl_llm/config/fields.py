@@ -152,7 +152,17 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "float32",
             Stage.INFERRED,
-            "log-probs under the teacher of the answer's prompt: teacher.path",
+            "log-probs under the teacher of the answer's prompt; the policy's own where "
+            "teacher_mask is false",
+            model="teacher",
+        ),
+        BatchField(
+            "teacher_mask",
+            "B T",
+            "bool",
+            Stage.INFERRED,
+            "true on generated tokens of which the teacher tells something: all of them, but for "
+            "answers to which teacher.prompt gives no prompt",
             model="teacher",
         ),
         BatchField(

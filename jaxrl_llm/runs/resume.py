@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -33,17 +33,31 @@ from jaxrl_llm.training.update import Learner, TrainState
 log = logging.getLogger(__name__)
 
 
+class StateMaker(Protocol):
+    """What makes the state of a model that changes in a run, as its updates do."""
+
+    @property
+    def init(self) -> Callable[[Any], TrainState]:
+        """The function from parameters to the state to start from."""
+        ...
+
+    @property
+    def state_shardings(self) -> TrainState:
+        """The layout of the state."""
+        ...
+
+
 class TrainableModel(NamedTuple):
-    """A model to train.
+    """A model that changes in a run: one that is trained, or follows such a one.
 
     Attributes:
         model: the weights to start from.
-        learner: its updates.
+        learner: makes its state; a `Learner`, where it is trained.
         key: of the config, that names the model.
     """
 
     model: LoadedModel
-    learner: Learner
+    learner: StateMaker
     key: str = "model.path"
 
 
@@ -209,7 +223,8 @@ def resume_run(
     total = config.steps or len(items) * config.epochs // size
     display = open_display(title, total, step)
     stack.callback(display.close)
-    trained = {name: trainable.model.like for name, trainable in models.items()}
+    learners = {name: m for name, m in models.items() if isinstance(m.learner, Learner)}
+    trained = {name: trainable.model.like for name, trainable in learners.items()}
     for line in opening_lines(config, trained, len(items), total):
         display.line(line)
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))

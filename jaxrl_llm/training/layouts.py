@@ -228,9 +228,14 @@ def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> boo
     return is_cheap and layout.pieces == layout.stages == 1
 
 
-def microbatch_shape(config: TrainConfig, forward: ForwardConfig, layout: Layout) -> RowShape:
-    """Return the shape of the micro-batches of a run's updates and passes in one layout."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+def microbatch_shape(
+    config: TrainConfig, forward: ForwardConfig, layout: Layout, longest: int | None = None
+) -> RowShape:
+    """Return the shape of the micro-batches of a run's updates and passes in one layout.
+
+    The longest sequence is that of the run, where none is given.
+    """
+    longest = longest or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return packed_shape(
         layout,
         forward.model,
@@ -239,6 +244,15 @@ def microbatch_shape(config: TrainConfig, forward: ForwardConfig, layout: Layout
         sequences=minibatch_size(config),
         long_rows=takes_long_rows(forward, layout, longest),
     )
+
+
+def longest_teacher_sequence(config: TrainConfig) -> int:
+    """Return the most tokens of an answer behind the prompt that a teacher reads, with the prompt.
+
+    Where teacher.prompt is null, it is that of the run.
+    """
+    longest_prompt = config.teacher.max_prompt_tokens or config.data.max_prompt_tokens
+    return longest_prompt + config.rollout.max_new_tokens
 
 
 def minibatch_size(config: TrainConfig) -> int:

@@ -22,6 +22,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.training.advantage_sum import terms_of
 from jaxrl_llm.training.check_functions import check_functions
+from jaxrl_llm.training.layouts import longest_teacher_sequence
 from jaxrl_llm.training.load_functions import (
     AlgorithmFunctions,
     BatchFunctions,
@@ -32,6 +33,7 @@ from jaxrl_llm.training.load_functions import (
     find_controller,
     find_covariance_selector,
     find_kl,
+    find_teacher_prompt,
     update_spec,
 )
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
@@ -82,6 +84,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
         ),
         select_covariant=algorithm.high_covariance
         and find_covariance_selector(algorithm.high_covariance),
+        teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
     )
 
 
@@ -252,14 +255,19 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
 def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
     """Refuse a teacher that no function asks for, none where one does, and tempered samples."""
     asked = sorted(needs & fields_of_model("teacher"))
-    if asked and config.teacher.path is None:
-        raise ConfigError(f"teacher.path is not set, but a function asks for {asked[0]!r}")
+    if asked and config.teacher.path is None and config.teacher.weights == "given":
+        raise ConfigError(
+            f"teacher.path is not set, but a function asks for {asked[0]!r}: name a teacher there, "
+            "or take the policy's own weights by teacher.weights"
+        )
     if not asked and config.teacher != TeacherConfig():
         fields = " or ".join(sorted(fields_of_model("teacher")))
         raise ConfigError(
             f"teacher is set, but no function asks for {fields}: remove it, or name an advantage "
             "that does, as reverse_kl"
         )
+    check_teacher_prompt(config)
+    check_own_teacher(config)
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampled = {key: getattr(config.rollout, key) for key in plain}
     changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]
@@ -268,6 +276,53 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
             "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
         )
+
+
+def check_teacher_prompt(config: TrainConfig) -> None:
+    """Refuse prompts of a teacher that could not be followed by the answers."""
+    teacher, room = config.teacher, config.batch.max_tokens_per_device
+    if teacher.prompt is None:
+        if teacher.max_prompt_tokens is not None:
+            raise ConfigError("teacher.max_prompt_tokens is set, but teacher.prompt is null")
+        return
+    if config.rollout.has_episodes:
+        raise ConfigError(
+            "teacher.prompt is set, but rollout has tools, an environment or an agent: only plain "
+            "answers can be read behind another prompt"
+        )
+    longest = longest_teacher_sequence(config)
+    if config.mesh.train.context == 1 and room < longest:
+        raise ConfigError(
+            f"batch.max_tokens_per_device={room} can't hold the longest sequence that the teacher "
+            f"reads: its longest prompt + rollout.max_new_tokens = {longest}"
+        )
+
+
+def check_own_teacher(config: TrainConfig) -> None:
+    """Refuse keys that contradict the teacher's weights, and a teacher that is the policy."""
+    teacher, weights = config.teacher, config.teacher.weights
+    if weights != "ema" and teacher.ema != TeacherConfig.ema:
+        raise ConfigError(f"teacher.ema={teacher.ema}, but teacher.weights={weights}: remove it")
+    if weights == "given":
+        return
+    if teacher.path is not None:
+        raise ConfigError(
+            f"teacher.path is set, but teacher.weights={weights} are the policy's own: remove one"
+        )
+    if weights == "live" and teacher.prompt is None:
+        raise ConfigError(
+            "teacher.weights=live without teacher.prompt is the policy itself, from which nothing "
+            "is learned: set teacher.prompt, or take other weights"
+        )
+    is_adapter = config.model.lora is not None or config.model.adapter is not None
+    elsewhere = {"mesh.teacher": config.mesh.teacher, "offload.teacher": config.offload.teacher}
+    for key in (key for key, value in elsewhere.items() if value):
+        if weights == "live" or is_adapter:
+            reason = "weights=live are those" if weights == "live" else "base is that"
+            raise ConfigError(
+                f"{key} is set, but the teacher's {reason} of the policy, where it is trained: "
+                "remove it"
+            )
 
 
 def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:

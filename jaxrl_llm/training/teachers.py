@@ -23,7 +23,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.layouts import microbatch_shape
+from jaxrl_llm.training.layouts import longest_teacher_sequence, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config, read_model
 from jaxrl_llm.training.reward_model import check_same_tokens
@@ -112,11 +112,11 @@ def open_teacher(
         spec = read_spec(path)
         if spec.value_head or spec.reward_head:
             raise ValueError(f"{path} ends in a value head, expected a language model")
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        longest = longest_teacher_sequence(config)
         if spec.max_positions is not None and spec.max_positions < longest:
             raise ValueError(
-                f"{path} has {spec.max_positions} positions, but the longest sequence is "
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+                f"{path} has {spec.max_positions} positions, but its longest sequence is its "
+                f"longest prompt + rollout.max_new_tokens = {longest}"
             )
         if any((resolve(path) / name).is_file() for name in VOCABULARIES):
             check_same_tokens(path, tokenizer)  # the number of padded ones may differ
@@ -134,7 +134,7 @@ def open_teacher(
         params = to_host(params)
     plain = dataclasses.replace(config.model, router_loss_coef=0.0)
     forward = forward_config(plain, model.model, layout)
-    shape = microbatch_shape(config, forward, layout)
+    shape = microbatch_shape(config, forward, layout, longest)
     infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
     return Teacher(path=path, params=params, infer=infer, vocab_size=spec.vocab_size)
 
@@ -151,6 +151,7 @@ def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
         del states, step
         sources = np.array([prompt.data_source for prompt in rollouts.prompts], object)
         fields = {"teacher_logprobs": np.zeros(batch.tokens.shape, np.float32)}
+        fields["teacher_mask"] = batch["mask"]
         metrics = {}
         for source, teacher in teachers.items():
             rows = np.flatnonzero((sources == source) | (source == EVERYTHING))
