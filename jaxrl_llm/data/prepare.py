@@ -40,6 +40,7 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
     operators: str = "+-",
     zero_pad: bool = False,
     mistakes: float = 0.0,
+    shown: bool = False,
     seed: int = 0,
 ) -> Written:
     """Write generated sums such as "12+34=", with the integer as the answer.
@@ -87,6 +88,9 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
         splits["sft"] = [
             _sft_row(*problems.example(number, rng, mistakes)) for number in supervised
         ]
+    if sft_rows and shown:
+        right = [problems.example(number, rng, mistakes=0) for number in supervised]
+        splits["sft"] += [_sft_row(f"{text}{answer};", answer) for text, answer in right]
     return write_splits(Path(out), splits)
 
 
