@@ -85,12 +85,8 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
         for name, numbers in (("train", train), ("validation", validation))
     }
     if sft_rows:
-        splits["sft"] = [
-            _sft_row(*problems.example(number, rng, mistakes)) for number in supervised
-        ]
-    if sft_rows and shown:
-        right = [problems.example(number, rng, mistakes=0) for number in supervised]
-        splits["sft"] += [_sft_row(f"{text}{answer};", answer) for text, answer in right]
+        examples = problems.examples(supervised, rng, mistakes, shown=shown)
+        splits["sft"] = [_sft_row(*example) for example in examples]
     return write_splits(Path(out), splits)
 
 

@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,23 +28,10 @@ from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.moving_average import MovingAverage
 from jaxrl_llm.training.update import Learner, TrainState
 
 log = logging.getLogger(__name__)
-
-
-class StateMaker(Protocol):
-    """What makes the state of a model that changes in a run, as its updates do."""
-
-    @property
-    def init(self) -> Callable[[Any], TrainState]:
-        """The function from parameters to the state to start from."""
-        ...
-
-    @property
-    def state_shardings(self) -> TrainState:
-        """The layout of the state."""
-        ...
 
 
 class TrainableModel(NamedTuple):
@@ -52,12 +39,12 @@ class TrainableModel(NamedTuple):
 
     Attributes:
         model: the weights to start from.
-        learner: makes its state; a `Learner`, where it is trained.
+        learner: makes its state, and changes it.
         key: of the config, that names the model.
     """
 
     model: LoadedModel
-    learner: StateMaker
+    learner: Learner | MovingAverage
     key: str = "model.path"
 
 

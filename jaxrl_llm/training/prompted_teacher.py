@@ -225,19 +225,25 @@ def prompted_pass(inner: ModelPass, prompts: TeacherPrompts) -> ScoredPass:
     return ScoredPass(inner.timer, run)
 
 
-def with_teacher_prompts(
-    models: ModelsStage, config: TrainConfig, functions: AlgorithmFunctions, tokenizer: Any
+def with_teachers(
+    models: ModelsStage,
+    given: Sequence[ModelPass],
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    tokenizer: Any,
 ) -> ModelsStage:
-    """Return the models with passes of teachers that read prompts of their own, if they do.
+    """Return models with the passes of teachers; those that read other prompts wait for scores.
 
     Args:
-        models: with the passes of the teachers.
+        models: with the pass of a policy that is its own teacher, if it is.
+        given: the passes of other teachers.
         config: of the run.
         functions: that it names.
         tokenizer: of the policy.
     """
+    passes = (*models.passes, *given)
     if functions.teacher_prompt is None:
-        return models
+        return dataclasses.replace(models, passes=passes)
     longest = longest_teacher_sequence(config)
     prompts = TeacherPrompts(
         function=functions.teacher_prompt,
@@ -246,9 +252,8 @@ def with_teacher_prompts(
         max_prompt_tokens=longest - config.rollout.max_new_tokens,
         max_tokens=longest,
     )
-    teachers = [one for one in models.passes if one.timer == TIMER]
     return dataclasses.replace(
         models,
-        passes=tuple(one for one in models.passes if one.timer != TIMER),
-        scored_passes=tuple(prompted_pass(one, prompts) for one in teachers),
+        passes=tuple(one for one in passes if one.timer != TIMER),
+        scored_passes=tuple(prompted_pass(one, prompts) for one in passes if one.timer == TIMER),
     )

@@ -25,7 +25,8 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
-from jaxrl_llm.training.policy_teacher import AVERAGE, MovingAverage, open_policy_teacher
+from jaxrl_llm.training.moving_average import MovingAverage
+from jaxrl_llm.training.policy_teacher import AVERAGE, open_policy_teacher
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch
