@@ -279,7 +279,7 @@ def table(
 
 
 def estimate(by_prompt: np.ndarray) -> Report:
-    """Return a mean over the prompts that have a value, with its interval; a single one has none."""
+    """Return a mean over prompts that have a value, with its interval; a single one has none."""
     known = by_prompt[~np.isnan(by_prompt)]
     low, high = interval(known) or (None, None)
     return {"value": float(known.mean()) if known.size else None, "low": low, "high": high}

@@ -52,7 +52,7 @@ def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterato
         prompt = messages[-1]["content"] if messages else ""
         parts = [] if row["score"] is None else [f"{row['score']:.4g}"]
         if row["error"] is not None:
-            parts.append(shorten(printable(error_text(row["error"])), ERROR_CHARS))
+            parts.append(shorten(printable(explained(row["error"])), ERROR_CHARS))
         advantage = row["advantage"]
         yield [
             shorten(printable(str(prompt)), PROMPT_LINES * width),
@@ -62,10 +62,10 @@ def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterato
         ]
 
 
-def error_text(error: str) -> str:
+def explained(error: str) -> str:
     """Return what is shown of why an answer has no score of its own.
 
-    >>> error_text("timeout: no answer within 5 s"), error_text("unscored: no verdict")
+    >>> explained("timeout: no answer within 5 s"), explained("unscored: no verdict")
     ('failed: timeout: no answer within 5 s', 'unscored: no verdict')
     """
     return error if error.startswith("unscored:") else f"failed: {error}"

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.concurrent import BEAT, BEAT_S, outcomes_in_thread
+from jaxrl_llm.rewards.calls import BEAT, BEAT_S, outcomes_in_thread
 from jaxrl_llm.rewards.runner import (
     OnError,
     Outcomes,
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
 SILENCE_S = 3 * BEAT_S  # in which a worker that calls an async function may be late
-PROGRAM = WorkerProgram("jaxrl_llm.rewards.worker:run_worker", keys="reward.")
+PROGRAM = WorkerProgram("jaxrl_llm.rewards.calls:run_worker", keys="reward.")
 
 
 class WorkerPool:

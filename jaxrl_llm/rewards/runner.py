@@ -1,5 +1,6 @@
 """What all ways to run a reward function share: checks, scores in order, and failures."""
 
+import functools
 import inspect
 import logging
 import math
@@ -13,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.rewards.concurrent import is_async
+from jaxrl_llm.rewards.calls import is_async
+from jaxrl_llm.rewards.judge import check_judge, judge
 from jaxrl_llm.rewards.worker import (
     DEFAULT_CALLS,
     UNSCORED,
@@ -214,6 +216,8 @@ def check_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
         ) from error
     except ValueError:
         pass  # a builtin without a signature: the call itself will check
+    if isinstance(function, functools.partial) and function.func is judge:
+        check_judge(function.keywords)
     return function
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
 from jaxrl_llm.rewards.functions import GENERATED, SOURCES
+from jaxrl_llm.rewards.judge import judge
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
     FUNCTION_COMPONENT,
@@ -22,6 +24,7 @@ from jaxrl_llm.rewards.runner import (
     RewardError,
     RewardRunner,
     Score,
+    check_reward_function,
 )
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import BUILTIN_MODULE, UNSCORED, AsyncCalls, RewardItem
@@ -29,7 +32,7 @@ from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.workers.answers import shorten
-from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.limits import Limits, passed_environment
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +133,11 @@ def make_function_scoring(
             config says nothing.
         stack: ends the scoring processes.
         folder: of the run, or of an evaluation's results.
+
+    Raises:
+        ConfigError: as `check_scoring`.
     """
+    check_scoring(reward, function)
     pool = stack.enter_context(open_pool(reward, with_run_dir(function, folder)))
 
     def score(rollouts: Rollouts) -> list[Score]:
@@ -159,14 +166,18 @@ def with_run_dir(function: FunctionSpec, folder: Path) -> FunctionSpec:
 def reward_items(rollouts: Rollouts) -> list[RewardItem]:
     """Return what a reward function gets of each episode.
 
-    Of an episode of an agent, `extra_info` says more: `turns` of the policy; `num_turns` as verl
+    `extra_info` has the row's messages as `prompt`, where the row has nothing of that name. Of an
+    episode of an agent, `extra_info` says more: `turns` of the policy; `num_turns` as verl
     counts them, the user's first and those of tools and the environment included; `last_answer`
     (text of the last turn), `environment_score`, `turn_rewards`, `messages`, `tool_calls`,
     `tool_errors` and `finish`.
     """
     return [
         RewardItem(
-            prompt.data_source, text, prompt.ground_truth, prompt.extra_info | about(episode)
+            prompt.data_source,
+            text,
+            prompt.ground_truth,
+            {"prompt": prompt.messages, **prompt.extra_info, **about(episode)},
         )
         for prompt, episode, text in zip(*rollouts[:3], strict=True)
     ]
@@ -238,6 +249,34 @@ def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
         calls=calls,
         limits=limits,
     )
+
+
+def check_scoring(reward: ScoringConfig, function: FunctionSpec) -> None:
+    """Import a reward function, and refuse a judge whose failures would be scores.
+
+    Raises:
+        ConfigError: as `check_reward_function`; a judge's failures would get a number; its key
+            would not be seen.
+    """
+    check_reward_function(function)
+    if find_function(function, BUILTIN_MODULE) is not judge:
+        return
+    if isinstance(reward.on_error, int | float):
+        raise ConfigError(
+            f"reward.on_error={reward.on_error:g} would be the score of every answer about which "
+            "the judge can't be asked: set it to unscored, which leaves them out, or to null, "
+            "which stops the run"
+        )
+    name = function.kwargs.get("api_key_env")
+    if name is None:
+        return
+    if name not in os.environ:
+        raise ConfigError(f"reward.function.api_key_env: there is no environment variable {name}")
+    if reward.workers and name not in passed_environment(os.environ, tuple(reward.pass_env)):
+        raise ConfigError(
+            f"reward.pass_env: expected it to name {name}, which reward.function.api_key_env is to "
+            f"read, got {list(reward.pass_env)}"
+        )
 
 
 def check_sources(function: FunctionSpec | None, sources: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
-"""The worker side of the reward pool: load a reward function, then score until told to stop.
+"""The worker side of the reward pool: a reward function, one call of it, and what came of it.
 
-A worker is the child of a fresh interpreter, its supervisor, and runs `run_worker`. It imports
-neither jax nor the program that started it, so it is up in a fraction of a second and touches no
-accelerator.
+A worker is the child of a fresh interpreter, its supervisor, and runs `calls.run_worker`. It
+imports neither jax nor the program that started it, so it is up in a fraction of a second and
+touches no accelerator.
 """
 
 import json
@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.workers.answers import (
-    Serve,
-    answering_in_turn,
-    memory_limit,
-    serve_requests,
-    shorten,
-    to_plain,
-)
+from jaxrl_llm.workers.answers import memory_limit, shorten, to_plain
 from jaxrl_llm.workers.limits import MAX_LINE_BYTES
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
@@ -238,28 +231,3 @@ def describe_load_error(error: Exception, memory_gb: float | None) -> str:
 def describe_error(error: BaseException, memory_gb: float | None) -> str:
     """Return the type and message of an error, and the memory limit where that is its cause."""
     return f"{type(error).__name__}: {error}{memory_limit(error, memory_gb, KEYS)}"
-
-
-def run_worker(fd: int, *, memory_gb: float | None) -> None:
-    """Answer lists of `(number, RewardItem)` until the pool closes the connection.
-
-    The pool sends a `RewardJob` first.
-
-    Args:
-        fd: the file descriptor of our end of the connection.
-        memory_gb: what this process may take, for messages.
-    """
-
-    def load(job: RewardJob) -> Serve:
-        function = load_reward_function(job.spec)
-        if job.calls is not None:
-            from jaxrl_llm.rewards.concurrent import answering_at_once  # others need no asyncio
-
-            return answering_at_once(function, job, memory_gb)
-
-        def answer(number: int, item: RewardItem) -> bytes:
-            return encode_answer(number, call_function(function, item, memory_gb=memory_gb))
-
-        return answering_in_turn(answer)
-
-    serve_requests(fd, load, lambda error: describe_load_error(error, memory_gb))

@@ -1,4 +1,7 @@
-"""Calls of `async def` reward functions: several at once, tried again where that may help."""
+"""How workers call reward functions: one after another, or several of an `async def` at once.
+
+A call of the latter is tried again where that may help.
+"""
 
 import asyncio
 import functools
@@ -18,12 +21,15 @@ from jaxrl_llm.rewards.worker import (
     Outcome,
     RewardItem,
     RewardJob,
+    call_function,
+    describe_load_error,
     encode_answer,
     failed_outcome,
+    load_reward_function,
     raised_outcome,
     returned_outcome,
 )
-from jaxrl_llm.workers.answers import Serve
+from jaxrl_llm.workers.answers import Serve, answering_in_turn, serve_requests
 
 FIRST_WAIT_S = 0.5  # before the second try; each wait after it is twice as long
 MAX_WAIT_S = 60.0  # before a try, also where a server asks for more
@@ -287,3 +293,26 @@ def _next_result(
         if isinstance(result, BaseException):
             raise result
         return result
+
+
+def run_worker(fd: int, *, memory_gb: float | None) -> None:
+    """Answer lists of `(number, RewardItem)` until the pool closes the connection.
+
+    The pool sends a `RewardJob` first.
+
+    Args:
+        fd: the file descriptor of our end of the connection.
+        memory_gb: what this process may take, for messages.
+    """
+
+    def load(job: RewardJob) -> Serve:
+        function = load_reward_function(job.spec)
+        if job.calls is not None:
+            return answering_at_once(function, job, memory_gb)
+
+        def answer(number: int, item: RewardItem) -> bytes:
+            return encode_answer(number, call_function(function, item, memory_gb=memory_gb))
+
+        return answering_in_turn(answer)
+
+    serve_requests(fd, load, lambda error: describe_load_error(error, memory_gb))
