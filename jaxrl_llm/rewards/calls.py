@@ -171,7 +171,10 @@ async def _call(
             return None, _OutOfTime(f"no answer within {timeout_s:g} s")
     finally:
         task.cancel()
-    return (None, RuntimeError("it cancelled itself")) if task.cancelled() else task.result()
+    try:
+        return task.result()
+    except asyncio.CancelledError as error:  # it has cancelled itself
+        return None, error
 
 
 def answering_at_once(
@@ -255,7 +258,10 @@ def outcomes_in_thread(
 
         async def call(number: int, item: RewardItem) -> None:
             async with places:
-                results.put((number, await call_repeatedly(function, item, job)))
+                try:
+                    results.put((number, await call_repeatedly(function, item, job)))
+                except Exception as error:  # ours; the loop may have to wait for others to end
+                    results.put(error)
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call(*numbered)) for numbered in enumerate(items)]

@@ -34,7 +34,7 @@ async def judge(  # noqa: PLR0913
     pattern: str | None = None,
     low: float = 0.0,
     high: float = 10.0,
-    verdicts: dict[str, float] | None = None,
+    verdicts: dict[str, int | float] | None = None,
     max_tokens: int = 1024,
     api_key_env: str | None = None,
     both_orders: bool = False,

@@ -72,9 +72,9 @@ class JudgeSettings:
     model: str
     prompt: str | None = None
     pattern: str | None = None
-    low: float = 0.0
-    high: float = 10.0
-    verdicts: Mapping[str, float] | None = None
+    low: int | float = 0.0
+    high: int | float = 10.0
+    verdicts: Mapping[str, Any] | None = None
     max_tokens: int = 1024
     api_key_env: str | None = None
     both_orders: bool = False

@@ -1,12 +1,28 @@
 """The keys of scoring."""
 
-from typing import Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
+
+
+def _as_score(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "unscored" and not (is_number and math.isfinite(value)):
+        raise PydanticCustomError("score_type", "a finite number or unscored")
+    return float(value) if is_number else value
+
+
+ErrorScore = Annotated[
+    float | Literal["unscored"],
+    PlainValidator(_as_score, json_schema_input_type=float | Literal["unscored"]),
+]
+"""A score, or that there is none. One validator for both: a union would have errors for each."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -58,7 +74,7 @@ class ScoringConfig(ProcessConfig):
             "or 500 and above, a lost connection or timeout_s"
         ),
     )
-    on_error: Number | Literal["unscored"] | None = Field(
+    on_error: ErrorScore | None = Field(
         default=0.0,
         description=(
             "score of a response whose reward function raises or hangs, or whose "
