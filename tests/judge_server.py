@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -15,7 +16,9 @@ class JudgeServer:
     are true of the first request about an answer only. Of two answers the first one decides.
     """
 
-    def __init__(self):
+    def __init__(self, behaviour: Callable[[str, str], str] = lambda answer, content: answer):
+        """Begin to listen; of an answer and the whole message `behaviour` makes other words."""
+        self.behaviour = behaviour
         self.asked = Counter()
         self.times = {}
         self.bodies = []
@@ -50,7 +53,6 @@ class JudgeServer:
         self._ending.clear()
         self._server = Server(("127.0.0.1", self.port), Handler)
         self.port = self._server.server_address[1]
-        self._sockets = []
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self):
@@ -80,7 +82,7 @@ class JudgeServer:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            self._reply(handler, answers[0][1], self.asked[answer])
+            self._reply(handler, self.behaviour(answers[0][1], content), self.asked[answer])
         finally:
             with self._lock:
                 self._at_once -= 1
@@ -103,7 +105,7 @@ class JudgeServer:
             handler.wfile.write(b'{"choices": [{"mess')
             handler.close_connection = True
             return
-        if word.isdecimal() and len(word) == 3:
+        if word in ("400", "401", "429", "500", "503"):
             self._send(handler, int(word), b'{"error": "as asked"}', {"retry-after": "1"})
             return
         said = f"I would say so. Score: {(rest or word) if word != 'vary' else times}"

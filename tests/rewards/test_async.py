@@ -1,4 +1,4 @@
-"""Reward functions that are `async def`: several calls at once, and every way in which they fail."""
+"""Reward functions that are `async def`: several calls at once, and every way of failing."""
 
 import asyncio
 import datetime
@@ -199,7 +199,7 @@ def test_other_words_for_failures_are_refused(make):
             make(0, calls=calls)
 
 
-# ------------------------------------------------------------------------------------------- retries
+# ------------------------------------------------------------------------------------------ retries
 
 
 def refused(status, **headers):
@@ -236,7 +236,7 @@ def test_lost_connections_of_the_usual_clients_are_tried_again():
     errors = [
         *(httpx2.ReadTimeout("x"), httpx2.RemoteProtocolError("x"), ConnectionRefusedError()),
         openai.APIConnectionError(request=httpx2.Request("GET", "http://h")),
-        *(aiohttp.ServerDisconnectedError(), aiohttp.ClientPayloadError(), asyncio.TimeoutError()),
+        *(aiohttp.ServerDisconnectedError(), aiohttp.ClientPayloadError(), TimeoutError()),
     ]
     assert all(wait_before_retry(error, 1) for error in errors)
     assert not wait_before_retry(FileNotFoundError(), 1)

@@ -55,7 +55,7 @@ def values(scores):
     return [None if score.is_unscored else score.score for score in scores]
 
 
-# ------------------------------------------------------------------------------ a server at its worst
+# ---------------------------------------------------------------------------- a server at its worst
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -136,7 +136,7 @@ def test_the_request(scored, server):
     assert body == {"model": "m", "temperature": 0, "max_completion_tokens": 99, "seed": 1}
 
 
-# ---------------------------------------------------------------------------------- what it is asked
+# --------------------------------------------------------------------------------- what it is asked
 
 
 def settings(**keywords):
@@ -179,7 +179,7 @@ def test_an_answer_can_not_end_its_fence():
     assert inside.count("&lt;") == 9
 
 
-# ------------------------------------------------------------------------------ what its reply means
+# ----------------------------------------------------------------------------- what its reply means
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_both_orders_are_asked(scored, server):
     assert (score.score, score.extra["agree"]) == (0.5, 0.0)  # what is first decides here
 
 
-# --------------------------------------------------------------------------------------- its keywords
+# ------------------------------------------------------------------------------------- its keywords
 
 
 @pytest.mark.parametrize(
