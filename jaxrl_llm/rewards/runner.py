@@ -30,6 +30,8 @@ from jaxrl_llm.workers.answers import shorten
 log = logging.getLogger(__name__)
 
 MAX_CHUNK_ITEMS = 16
+FAILED = "reward %r failed on %d of %d answers (%s); the first: %s"
+GAVE_NO_SCORE = "reward %r gave no score to %d of %d answers (%s); the first: %s"
 FUNCTION_COMPONENT = "function"
 """Name of a reward function's own score among what it reports, where a reward model scores."""
 
@@ -154,14 +156,14 @@ class RewardRunner(ABC):
                     failures[number] = outcome
             unscored = {n: f for n, f in failures.items() if f.failure == UNSCORED}
             failed = {n: f for n, f in failures.items() if n not in unscored}
-            self._warn(items, failed, "failed on")
-            self._warn(items, unscored, "gave no score to")
+            self._warn(items, failed, FAILED)
+            self._warn(items, unscored, GAVE_NO_SCORE)
         return [scores[number] for number in range(len(items))]
 
     def _warn(
-        self, items: Sequence[RewardItem], failures: dict[int, Outcome], happened: str
+        self, items: Sequence[RewardItem], failures: dict[int, Outcome], message: str
     ) -> None:
-        """Log on one line of how many calls that is so, and the first two reasons."""
+        """Log on one line how many calls failed, and the first two ways in which they did."""
         if not failures:
             return
         kinds = Counter(outcome.failure for outcome in failures.values())
@@ -170,8 +172,8 @@ class RewardRunner(ABC):
             ways.setdefault(failures[number].message, number)
         described = [self._described(n, items[n], failures[n]) for n in [*ways.values()][:2]]
         log.warning(
-            "reward %r %s %d of %d answers (%s); the first: %s",
-            *(self._spec.fn, happened, len(failures), len(items)),
+            message,
+            *(self._spec.fn, len(failures), len(items)),
             ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
             "; another: ".join(described),
         )

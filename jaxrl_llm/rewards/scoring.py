@@ -214,11 +214,11 @@ def stopping(score: Scoring, reward: RewardConfig, function: FunctionSpec) -> Sc
         errors = [result.error for result in scores if result.error is not None]
         if len(errors) > reward.max_error_share * len(scores):
             failed = sum(result.has_failed for result in scores)
-            happened = "failed on" if failed == len(errors) else "gave no score to"
+            unscored = "" if failed == len(errors) else f" ({len(errors) - failed} are unscored)"
             raise RewardError(
-                f"reward {function.fn!r} {happened} {len(errors)} of {len(scores)} answers, more "
+                f"reward {function.fn!r} failed on {len(errors)} of {len(scores)} answers, more "
                 f"than reward.max_error_share={reward.max_error_share:g} of them; the first "
-                f"failure: {errors[0]}"
+                f"failure: {errors[0]}{unscored}"
             )
         return scores
 

@@ -115,7 +115,8 @@ def test_a_run_stops_where_too_few_answers_have_a_score(run, words, server):
     finally:
         server.behaviour = flaky
     assert result.status == 1
-    assert "gave no score to 32 of 32 answers, more than reward.max_error_share=0.5" in result.err
+    assert "failed on 32 of 32 answers, more than reward.max_error_share=0.5" in result.err
+    assert "unscored: no verdict in" in result.err and "(32 are unscored)" in result.err
 
 
 def test_an_evaluation_leaves_unscored_answers_out(run, words, workshop, tmp_path):
