@@ -11,7 +11,7 @@ import queue
 import random
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -89,20 +89,23 @@ def wait_before_retry(error: BaseException, tries: int) -> float | None:
     ]
     status = next((s for s in given if isinstance(s, int)), None)
     if status is None:
-        packages = ((sys.modules.get(package), name) for package, name in LOST_CONNECTIONS)
-        lost = tuple(getattr(package, name) for package, name in packages if package)
+        kinds = [getattr(sys.modules.get(p), name, None) for p, name in LOST_CONNECTIONS]
+        lost = [kind for kind in kinds if isinstance(kind, type)]
         if not isinstance(error, (ConnectionError, TimeoutError, *lost)):
             return None
     elif status not in PASSING and status < 500:
         return None
-    headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
-    doubled = FIRST_WAIT_S * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
-    return min(max(doubled, _asked_wait(headers)), MAX_WAIT_S)
+    asked = max(_asked_wait(o) for o in (error, response))
+    doubled = FIRST_WAIT_S * 2.0 ** min(tries - 1, 30) * random.uniform(0.5, 1.5)
+    return min(max(doubled, asked), MAX_WAIT_S)
 
 
-def _asked_wait(headers: Any) -> float:
+def _asked_wait(answered: Any) -> float:
     """Return the seconds of a Retry-After, which may be a date; 0 where there is none."""
-    value = headers.get("retry-after") or headers.get("Retry-After") or "0"
+    headers = getattr(answered, "headers", None)
+    if not isinstance(headers, Mapping):
+        return 0.0
+    value = str(headers.get("retry-after") or headers.get("Retry-After") or "0")
     try:
         return float(value)
     except ValueError:

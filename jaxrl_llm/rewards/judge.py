@@ -87,6 +87,12 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they don't, or the package for requests is not there.
     """
+    words = keywords.get("verdicts") or ()
+    if not all(isinstance(word, str) for word in words):
+        raise ConfigError(
+            f"reward.function: judge: verdicts: expected words, got {[*words]}; YAML takes yes and "
+            "no for true and false where they are not quoted"
+        )
     settings_of(json.dumps({k: v for k, v in keywords.items() if k not in _NO_KEYWORDS}))
     if find_spec("httpx2") is None:
         raise ConfigError("reward.function: judge needs httpx2; pip install 'jaxrl_llm[judge]'")

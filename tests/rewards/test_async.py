@@ -212,7 +212,7 @@ def test_the_wait_doubles_and_differs():
     waits = [[wait_before_retry(TimeoutError(), n) for _ in range(99)] for n in range(1, 9)]
     for n, some in enumerate(waits):
         assert 0.25 * 2**n <= min(some) < max(some) <= 0.75 * 2**n or max(some) == MAX_WAIT_S
-    assert max(waits[-1]) == MAX_WAIT_S
+    assert max(waits[-1]) == wait_before_retry(TimeoutError(), 10**4) == MAX_WAIT_S
 
 
 def test_a_server_may_ask_for_a_wait():
@@ -221,6 +221,17 @@ def test_a_server_may_ask_for_a_wait():
     assert 25 < wait_before_retry(refused(503, **{"Retry-After": soon}), 1) <= 30
     assert wait_before_retry(refused(429, **{"retry-after": "86400"}), 1) == MAX_WAIT_S
     assert wait_before_retry(refused(429, **{"retry-after": "soon"}), 1) < 1.0
+    assert wait_before_retry(httpx2_refusal(503, "9"), 1) == 9.0
+
+
+def httpx2_refusal(status, seconds):
+    import httpx2
+
+    request = httpx2.Request("POST", "http://h")
+    response = httpx2.Response(status, headers={"Retry-After": seconds}, request=request)
+    with pytest.raises(httpx2.HTTPStatusError) as error:
+        response.raise_for_status()
+    return error.value
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])

@@ -238,7 +238,7 @@ def test_both_orders_are_asked(scored, server):
     keywords = {"prompt": prompt, "pattern": pattern, "verdicts": verdicts, "both_orders": True}
     (score,) = scored("7", **keywords)
     assert set(server.asked) == {"7 | the truth", "the truth | 7"}
-    assert (score.score, score.extra["agree"]) == (0.5, 0.0)  # what is first decides here
+    assert (score.score, score.extra["agree"]) == (1.0, 1.0)  # better in both places
 
 
 # ------------------------------------------------------------------------------------- its keywords
@@ -256,6 +256,7 @@ def test_both_orders_are_asked(scored, server):
         ({"prompt": "{question}"}, r"prompt: expected \{answer\} in it, got '\{question\}'"),
         ({"prompt": "{first}", "both_orders": True}, r"prompt: expected \{second\} in it"),
         ({"verdicts": {"yes": "1"}}, "verdicts: expected a number for each word"),
+        ({"verdicts": {True: 1, False: 0}}, r"verdicts: expected words, got \[True, False\]; YAML"),
         ({"max_tokens": 0}, "max_tokens: expected 1 or more, got 0"),
         ({"modle": "x"}, "takes no 'modle'; did you mean 'model'"),
     ],
