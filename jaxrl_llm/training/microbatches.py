@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -17,6 +18,9 @@ from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.types import Batch, Rows
 
 Fields = dict[str, Any]
+
+EXTREMES = {"largest": (-jnp.inf, jnp.maximum), "smallest": (jnp.inf, jnp.minimum)}
+"""Names of an objective's metrics that do not add up: what to begin with, and how to merge them."""
 
 
 class MicroBatch(NamedTuple):
@@ -91,6 +95,7 @@ def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
     if values.ndim > 1:
         values = values[:, : shape.width]
         widths.append((0, shape.width - values.shape[1]))
+    widths += [(0, 0)] * (values.ndim - 2)
     return np.pad(values, widths)
 
 
@@ -202,3 +207,23 @@ def merge_microbatches(
             width = min(values.shape[1], whole.shape[1])
             whole[indices, :width] = values[: len(indices), :width]
     return merged
+
+
+def no_metrics(like: Fields) -> Fields:
+    """Return the metrics of no micro-batches, by their shapes."""
+
+    def start(path: Any, leaf: Any) -> Array:
+        value, _ = EXTREMES.get(path[0].key, (0.0, jnp.add))
+        return jnp.full(leaf.shape, value, leaf.dtype)
+
+    return jax.tree.map_with_path(start, like)
+
+
+def merge_metrics(total: Fields, metrics: Fields) -> Fields:
+    """Add the metrics of a micro-batch to those of others, or keep their extremes."""
+
+    def merge(path: Any, total: Array, value: Array) -> Array:
+        _, function = EXTREMES.get(path[0].key, (0.0, jnp.add))
+        return function(total, value)
+
+    return jax.tree.map_with_path(merge, total, metrics)

@@ -29,11 +29,14 @@ from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.microbatches import (
+    EXTREMES,
     BucketPrograms,
     Fields,
     MicroBatch,
     layout_and_dtypes,
+    merge_metrics,
     merge_microbatches,
+    no_metrics,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
@@ -128,9 +131,13 @@ class Learner:
 
         def zeros(*inputs: Any) -> Any:
             if not made:  # they are the same in every bucket
-                like = self.total_like(*inputs)
-                zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
-                made.append(jax.jit(zero, out_shardings=self._total_shardings))
+                grads, metrics = self.total_like(*inputs)
+
+                def total() -> tuple[Params, Fields]:
+                    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
+                    return zeros, no_metrics(metrics)
+
+                made.append(jax.jit(total, out_shardings=self._total_shardings))
             return made[0]()
 
         return zeros
@@ -217,7 +224,7 @@ class Learner:
             sums = jax.tree.map(jax.new_ref, total[0])
             backward.with_refs(sums)(jnp.ones_like(value))
             policy_stats = metrics.pop("policy", {})
-            metrics = jax.tree.map(jnp.add, total[1], metrics)
+            metrics = merge_metrics(total[1], metrics)
             return (jax.tree.map(jax.freeze, sums), metrics), policy_stats
 
         return accumulate
@@ -280,6 +287,8 @@ class Learner:
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
         statistics = self._pop_statistics(metrics)
+        for kind in EXTREMES:
+            metrics |= metrics.pop(kind, {})
         apply.result()
         state, applied = self.apply(state, grads, statistics)
         policy = merge_microbatches(parts, batch)

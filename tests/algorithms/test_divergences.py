@@ -95,9 +95,9 @@ def test_value_and_gradient_are_those_of_trl(beta, temperature):
 def test_a_student_that_is_its_teacher_has_neither_loss_nor_gradient(name):
     logits = jnp.asarray(draw(2)[0], jnp.float32)
     teacher = jax.nn.log_softmax(logits)
-    value, gradient = jax.value_and_grad(
-        lambda x: ALL[name](jax.nn.log_softmax(x), teacher).sum()
-    )(logits)
+    value, gradient = jax.value_and_grad(lambda x: ALL[name](jax.nn.log_softmax(x), teacher).sum())(
+        logits
+    )
     assert float(value) == 0.0
     assert_allclose(gradient, 0.0, atol=1e-7)
 
@@ -159,7 +159,7 @@ def test_the_tail_is_the_rest_and_has_a_floor():
 
 def test_bad_keywords_are_named():
     pair = logs(*draw(4))
-    with pytest.raises(ValueError, match="got beta 1.5, expected a number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"got beta 1\.5, expected a number from 0 to 1"):
         generalized_jsd(*pair, beta=1.5)
-    with pytest.raises(ValueError, match="got temperature 0.0, expected a positive one"):
+    with pytest.raises(ValueError, match=r"got temperature 0\.0, expected a positive one"):
         forward_kl_divergence(*pair, temperature=0.0)
