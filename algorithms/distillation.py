@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.divergences import with_tail
 from jaxrl_llm.algorithms.projection import HeadProjection, TokenChunks, chunk_count
+from jaxrl_llm.algorithms.ratios import finite
 
 
 class TeacherHidden(NamedTuple):
@@ -64,6 +64,30 @@ class Comparison:
     def shared_axes(self) -> tuple[str, ...]:
         """Return the mesh axes whose devices have the same tokens, and share a chunk of them."""
         return self.student.vocab_axes or self.teacher.vocab_axes
+
+
+def with_tail(
+    top_logprobs: Float[Array, "*S K"], *, floor: float = 1e-7
+) -> Float32[Array, "*S K1"]:
+    r"""Append the log-prob of all other tokens, $\log \max(1 - \sum_k p_k, \epsilon)$.
+
+    A divergence of such K + 1 classes is that of two distributions, and at most that over the whole
+    vocabulary, as no function of a token tells more of it than the token. Without the tail a sum
+    over some tokens can be negative, and the student could lower it by moving its mass elsewhere.
+
+    Args:
+        top_logprobs: log-probs of K different tokens, in nats; −∞ for one that is missing.
+        floor: ε, the least that the tail has, as 1 − Σ p is not exact to more digits.
+
+    Returns:
+        Log-probs of K + 1 classes, in nats.
+
+    >>> [round(x, 3) for x in jnp.exp(with_tail(jnp.log(jnp.array([0.5, 0.3])))).tolist()]
+    [0.5, 0.3, 0.2]
+    """
+    top = finite(top_logprobs)
+    rest = 1.0 - jnp.exp(top).sum(axis=-1, keepdims=True)
+    return jnp.concatenate([top, jnp.log(jnp.maximum(rest, floor))], axis=-1)
 
 
 def divergence_stats(

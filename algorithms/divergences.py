@@ -1,6 +1,7 @@
 """Divergences of a student's next-token distribution from a teacher's, over classes of tokens.
 
-The classes are the vocabulary, or a teacher's k likeliest tokens with all others as one more class.
+The classes are the vocabulary, or a teacher's k likeliest tokens with all others as one more class
+(`algorithms.distillation.with_tail`).
 Every function takes log-probs of both and returns one number for each token. They are 0 where the
 two agree and positive elsewhere, and compute in float32. A probability of 0 adds nothing where the
 definition says so, and where a divergence would be infinite it is a huge finite number.
@@ -120,30 +121,6 @@ def generalized_jsd(
     mixture = _log_mixture(student, teacher, beta)
     divergence = beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
     return temperature**2 * divergence
-
-
-def with_tail(
-    top_logprobs: Float[Array, "*S K"], *, floor: float = 1e-7
-) -> Float32[Array, "*S K1"]:
-    r"""Append the log-prob of all other tokens, $\log \max(1 - \sum_k p_k, \epsilon)$.
-
-    A divergence of such K + 1 classes is that of two distributions, and at most that over the whole
-    vocabulary, as no function of a token tells more of it than the token. Without the tail a sum
-    over some tokens can be negative, and the student could lower it by moving its mass elsewhere.
-
-    Args:
-        top_logprobs: log-probs of K different tokens, in nats; −∞ for one that is missing.
-        floor: ε, the least that the tail has, as 1 − Σ p is not exact to more digits.
-
-    Returns:
-        Log-probs of K + 1 classes, in nats.
-
-    >>> [round(x, 3) for x in jnp.exp(with_tail(jnp.log(jnp.array([0.5, 0.3])))).tolist()]
-    [0.5, 0.3, 0.2]
-    """
-    top = finite(top_logprobs)
-    rest = 1.0 - jnp.exp(top).sum(axis=-1, keepdims=True)
-    return jnp.concatenate([top, jnp.log(jnp.maximum(rest, floor))], axis=-1)
 
 
 def _softened(

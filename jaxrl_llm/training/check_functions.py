@@ -17,6 +17,7 @@ from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.fields import FIELDS, call, name_of
 from jaxrl_llm.config.functions import described_failure
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.training.distillation import Distillation
 from jaxrl_llm.training.experience import (
     ScoreError,
     check_per_answer,
@@ -92,7 +93,8 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
         section = "algorithm" if name == "actor" else name
         learned = "values" if name == "critic" else "logprobs"
         loss, reduce = update.objective.loss, update.reduce
-        yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
+        if loss is not None:
+            yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
         yield f"{section}.reduce", reduce, functools.partial(_weights, reduce)
 
 
@@ -156,6 +158,21 @@ def check_function(key: str, function: Function, run: Callable[[], Any]) -> None
         if isinstance(error, jax.errors.JAXTypeError):
             text += " (jax compiles this function: take jax.numpy for numpy, and jnp.where for if)"
         raise ConfigError(text) from error
+
+
+def check_divergence(key: str, divergence: Function) -> None:
+    """Call a divergence as an update does, and differentiate it.
+
+    Raises:
+        ConfigError: it raises, or returns something else than a number per token.
+    """
+    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
+    how = Distillation(divergence=divergence)
+
+    def total(student: Any, teacher: Any) -> Any:
+        return jnp.sum(how.checked(student, teacher))
+
+    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
 
 
 def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Array:

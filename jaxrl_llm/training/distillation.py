@@ -88,13 +88,16 @@ class Distillation:
         if self.teacher is None:
             ids, logprobs = (to_rows(micro.fields[name], rows) for name in OF_TOP)
             teacher: Any = TeacherTop(ids, logprobs)
-            teacher_spec, projection = PartitionSpec(axes), HeadProjection()
+            teacher_spec: Any = PartitionSpec(axes)
+            projection = HeadProjection()
         else:
             weights = coefs["teacher"]
             states = hidden_states(weights, rows, self.teacher, mesh)[0]
-            own, own_spec, projection = _head(weights, self.teacher, layout)
-            teacher = TeacherHidden(states.reshape(-1, states.shape[-1]), own)
-            teacher_spec = TeacherHidden(PartitionSpec(axes), own_spec)
+            states = states.reshape(-1, states.shape[-1])
+            matrix, matrix_spec, projection = _head(weights, self.teacher, layout)
+            assert matrix is not None, "a model of a Hugging Face directory has a head"
+            teacher = TeacherHidden(states, matrix)
+            teacher_spec = _specs(PartitionSpec(axes), matrix_spec)
         how = Comparison(
             divergence=self.checked, student=student, teacher=projection, vocab=self.vocab
         )
@@ -129,6 +132,11 @@ class Distillation:
 
 class DivergenceError(RunError, TypeError):
     """A divergence that returned something else than one number per token."""
+
+
+def _specs(*parts: Any) -> Any:
+    """Return how the arrays of a teacher are split."""
+    return TeacherHidden(*parts)
 
 
 def _head(

@@ -80,7 +80,7 @@ class AlgorithmFunctions(BatchFunctions):
     def learns_labels(self) -> bool:
         """Return whether the reward model learns from scores as labels."""
         update = self.updates.get("implicit_reward_model")
-        return update is not None and "raw_scores" in asks_for(update.objective.loss)
+        return update is not None and "raw_scores" in update.objective.asks_for()
 
 
 def find(
@@ -146,6 +146,13 @@ def find_covariance_selector(spec: FunctionSpec) -> Function:
     name = "algorithm.high_covariance"
     function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, available=fields_at(Stage.UPDATING))
+    return function
+
+
+def find_divergence(spec: FunctionSpec, key: str) -> Function:
+    """Return a divergence of a student from its teacher."""
+    function = load_function(spec, kinds.DIVERGENCES, passed=None, key=key)
+    takes(function, ("student_logprobs", "teacher_logprobs"), key)
     return function
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from jaxrl_llm.algorithms.distillation import with_tail
 from jaxrl_llm.algorithms.divergences import (
     forward_kl_divergence,
     generalized_jsd,
     reverse_kl_divergence,
-    with_tail,
 )
 
 BETAS = [0.0, 0.1, 0.5, 1.0]

@@ -10,14 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms.distillation import Comparison, TeacherHidden, TeacherTop, divergence_stats
+from jaxrl_llm.algorithms.distillation import (
+    with_tail,
+)
 from jaxrl_llm.algorithms.divergences import (
     forward_kl_divergence,
     generalized_jsd,
     reverse_kl_divergence,
-    with_tail,
 )
-from jaxrl_llm.algorithms.projection import HeadProjection
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import logits
@@ -111,7 +111,9 @@ def loss_by_hand(params, kind, divergence):
         top = top_fields()
         missing = np.isneginf(top["teacher_top_logprobs"])
         own = jnp.take_along_axis(student, top["teacher_ids"], -1)
-        pairs = [with_tail(jnp.where(missing, -jnp.inf, x)) for x in (own, top["teacher_top_logprobs"])]
+        pairs = [
+            with_tail(jnp.where(missing, -jnp.inf, x)) for x in (own, top["teacher_top_logprobs"])
+        ]
     compared = jnp.where(mask, divergence(*pairs), 0.0)
     whole = distributions(params, STUDENT, batch)
     chosen = jnp.take_along_axis(whole, batch.tokens[..., None], axis=-1)[..., 0]
