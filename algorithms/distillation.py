@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.projection import HeadProjection, TokenChunks, chunk_count
+from jaxrl_llm.algorithms.projection import HeadProjection, Sharers, TokenChunks, chunk_count
 from jaxrl_llm.algorithms.ratios import finite
 
 
@@ -61,9 +61,9 @@ class Comparison:
     vocab: int | None = None
 
     @property
-    def shared_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes whose devices have the same tokens, and share a chunk of them."""
-        return self.student.vocab_axes or self.teacher.vocab_axes
+    def devices(self) -> Sharers:
+        """Return the devices that have the same tokens."""
+        return Sharers(self.student.vocab_axes or self.teacher.vocab_axes)
 
 
 def with_tail(
@@ -140,9 +140,9 @@ def divergence_stats_from_logits(
 
     See `divergence_stats`.
     """
-    own = _share(how, logits.astype(jnp.float32))
+    own = how.devices.share(logits.astype(jnp.float32))
     stats = _compare(how, own, *_parts(_gathered(how, teacher)))
-    return _only(needed, DivergenceStats(*(_joined(how, x, len(logits)) for x in stats)))
+    return _only(needed, DivergenceStats(*(how.devices.join(x, len(logits)) for x in stats)))
 
 
 def _gathered(how: Comparison, teacher: TeacherHidden | TeacherTop) -> TeacherHidden | TeacherTop:
@@ -171,9 +171,9 @@ def _compare(
 ) -> DivergenceStats:
     """Compare whole distributions of this device's share of tokens."""
     if isinstance(teacher, TeacherTop):
-        return _compare_top(how, logits, TeacherTop(*(_share(how, x) for x in teacher)))
+        return _compare_top(how, logits, TeacherTop(*(how.devices.share(x) for x in teacher)))
     assert head is not None, "a teacher with hidden states has an output projection"
-    others = _logits(how, how.teacher, teacher, head)
+    others = how.devices.logits(how.teacher, teacher, head)
     student, given = (jax.nn.log_softmax(x[:, : how.vocab]) for x in (logits, others))
     ones = jnp.ones(len(student), jnp.float32)
     agreement = jnp.argmax(student, axis=-1) == jnp.argmax(given, axis=-1)
@@ -198,52 +198,48 @@ def _compare_top(
     return DivergenceStats(divergence, agreement.astype(jnp.float32), *masses)
 
 
-def _logits(
-    how: Comparison, projection: HeadProjection, hidden: Float[Array, "x D"], head: Array
-) -> Float32[Array, "y V"]:
-    """Return the logits of this device's share of a chunk, over the whole vocabulary."""
-    return _exchange(how, projection, projection.logits(_rows(how, projection, hidden), head))
+def likeliest_tokens(
+    projection: HeadProjection,
+    hidden: Float[Array, "X D"],
+    head: Float[Array, "d V"],
+    needed: Bool[Array, " X"] | None = None,
+    *,
+    count: int,
+    vocab: int | None = None,
+) -> TeacherTop:
+    """Return a model's likeliest tokens and their log-probs at temperature 1, chunk by chunk.
 
+    Args:
+        projection: how logits are made.
+        hidden: last hidden states of X tokens.
+        head: the output projection.
+        needed: the tokens that are asked for; the others get zeros. None: all.
+        count: K, how many are returned, the likeliest first.
+        vocab: the ids that are considered, from 0 on; None: all.
 
-def _rows(how: Comparison, projection: HeadProjection, x: Array) -> Array:
-    """Return the tokens of a chunk whose products this device computes."""
-    return _padded(how, x) if projection.vocab_axes else _share(how, x)
+    >>> head = jnp.log(jnp.array([[0.2, 0.5, 0.3]]))
+    >>> top = likeliest_tokens(HeadProjection(), jnp.ones((1, 1)), head, count=2)
+    >>> top.ids.tolist()
+    [[1, 2]]
+    """
+    narrow, devices = projection.gather(head, hidden.dtype), Sharers(projection.vocab_axes)
+    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), projection.chunk), needed)
 
+    def find(hidden: Array) -> TeacherTop:
+        logits = devices.logits(projection, hidden, narrow)
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits[:, :vocab]), count)
+        return TeacherTop(*(devices.join(x, len(hidden)) for x in (ids, logprobs)))
 
-def _exchange(
-    how: Comparison, projection: HeadProjection, logits: Float32[Array, "x v"]
-) -> Float32[Array, "y V"]:
-    if not projection.vocab_axes:
-        return logits
-    if projection.vocab_axes != how.shared_axes:
-        raise ValueError(
-            f"the vocabularies of student and teacher are split over {how.shared_axes} and "
-            f"{projection.vocab_axes}; expected the same mesh axes"
-        )
-    axes = how.shared_axes
-    return jax.lax.all_to_all(logits, axes, split_axis=0, concat_axis=1, tiled=True)
+    def nothing(hidden: Array) -> TeacherTop:
+        shape = len(hidden), count
+        return TeacherTop(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
-
-def _padded(how: Comparison, x: Array) -> Array:
-    """Append tokens, so that devices can share them evenly."""
-    padding = -len(x) % jax.lax.axis_size(how.shared_axes) if how.shared_axes else 0
-    return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) if padding else x
-
-
-def _share(how: Comparison, x: Array) -> Array:
-    """Return this device's share of a chunk."""
-    if not how.shared_axes:
-        return x
-    x = _padded(how, x)
-    size = len(x) // jax.lax.axis_size(how.shared_axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(how.shared_axes) * size, size)
-
-
-def _joined(how: Comparison, x: Array, tokens: int) -> Array:
-    """Return a whole chunk of what each device has of its share."""
-    if not how.shared_axes:
-        return x
-    return jax.lax.all_gather(x, how.shared_axes, axis=0, tiled=True)[:tokens]
+    step = chunks.if_needed(find, nothing)
+    by_chunk = jax.lax.map(step, (chunks.is_needed, chunks.cut(hidden)))
+    top = jax.tree.map(chunks.join, by_chunk)
+    if needed is None:
+        return top
+    return TeacherTop(*(jnp.where(needed[:, None], x, 0) for x in top))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -269,9 +265,9 @@ def _forward(
     chunks = TokenChunks(len(hidden), chunk_count(len(hidden), how.student.chunk), needed)
 
     def compare(block: tuple[Array, Any]) -> DivergenceStats:
-        logits = _logits(how, how.student, block[0], narrow)
+        logits = how.devices.logits(how.student, block[0], narrow)
         stats = _compare(how, logits, block[1], teacher_head)
-        return DivergenceStats(*(_joined(how, x, len(block[0])) for x in stats))
+        return DivergenceStats(*(how.devices.join(x, len(block[0])) for x in stats))
 
     def nothing(block: tuple[Array, Any]) -> DivergenceStats:
         return DivergenceStats(*[jnp.zeros(len(block[0]), jnp.float32)] * 4)
@@ -288,23 +284,23 @@ def _backward(
     hidden, head, narrow, teacher, needed = saved
     given, teacher_head = _parts(teacher)
     slopes = cotangents.divergence
-    if how.shared_axes:
-        slopes = jax.lax.psum(slopes, how.shared_axes)  # `shard_map` shares out what is equal
+    if how.devices.axes:
+        slopes = jax.lax.psum(slopes, how.devices.axes)  # `shard_map` shares out what is equal
 
     def gradients(block: Any) -> tuple[Float[Array, "x D"], Float32[Array, "D V"]]:
         hidden, given, slopes = block
-        own = _rows(how, how.student, hidden)
+        own = how.devices.rows(how.student, hidden)
 
         def divergence(raw: Float32[Array, "x v"]) -> Float32[Array, "y"]:
-            logits = _exchange(how, how.student, how.student.from_raw(raw))
+            logits = how.devices.exchange(how.student, how.student.from_raw(raw))
             return _compare(how, logits, given, teacher_head).divergence
 
         raw = jnp.matmul(own, narrow, preferred_element_type=jnp.float32)
-        (by_raw,) = jax.vjp(divergence, raw)[1](_share(how, slopes))
+        (by_raw,) = jax.vjp(divergence, raw)[1](how.devices.share(slopes))
         # float32 times bfloat16 would leave the tensor cores unused
         by_raw = by_raw.astype(hidden.dtype)
         to_own = jnp.matmul(by_raw, narrow.T, preferred_element_type=jnp.float32)
-        (to_hidden,) = jax.vjp(partial(_rows, how, how.student), hidden)[1](
+        (to_hidden,) = jax.vjp(partial(how.devices.rows, how.student), hidden)[1](
             to_own.astype(hidden.dtype)
         )
         return to_hidden, jnp.matmul(own.T, by_raw, preferred_element_type=jnp.float32)

@@ -20,6 +20,7 @@ import yaml
 from jaxrl_llm.algorithms import (
     advantages,
     correction,
+    divergences,
     kl,
     logprobs,
     losses,
@@ -66,6 +67,7 @@ KINDS = {
     "Losses": losses,
     "Reductions": reduce,
     "KL": kl,
+    "Divergences": divergences,
     "Penalties and filters": shaping,
     "Off-policy corrections": correction,
     "Value and reward-model losses": values,

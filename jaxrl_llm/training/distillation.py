@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,10 +17,12 @@ from jaxrl_llm.algorithms.distillation import (
     TeacherTop,
     divergence_stats,
     divergence_stats_from_logits,
+    likeliest_tokens,
 )
 from jaxrl_llm.algorithms.projection import HeadProjection
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import name_of
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.forward import (
@@ -29,6 +32,7 @@ from jaxrl_llm.training.forward import (
     split_head,
     token_axes,
 )
+from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.microbatches import Fields, MicroBatch
 from jaxrl_llm.types import Rows
 
@@ -153,6 +157,39 @@ def _head(
         vocab_axes=head.vocab_axes,
     )
     return head.array, PartitionSpec(head.embed_axes, head.vocab_axes), projection
+
+
+def top_pass(
+    model: ForwardConfig, shape: RowShape, mesh: Mesh, *, count: int, vocab: int | None = None
+) -> Inference:
+    """Return a function from a teacher's parameters and a batch to its fields `OF_TOP` [B T K].
+
+    Args:
+        model: how the teacher is run.
+        shape: of the micro-batches.
+        mesh: the devices.
+        count: K.
+        vocab: the ids that student and teacher both have; None: all.
+    """
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        del rest
+        layout = Layout(mesh, model.context)
+        states = hidden_states(params, rows, model, mesh)[0]
+        states = states.reshape(-1, states.shape[-1])
+        needed = None if rows.scored is None else jnp.asarray(rows.scored).reshape(-1)
+        head, head_spec, projection = _head(params, model, layout)
+        axes = token_axes(layout, len(states))
+        find = partial(likeliest_tokens, projection, count=count, vocab=vocab)
+        run = layout.by_tokens(
+            find,
+            in_specs=(PartitionSpec(axes), head_spec, PartitionSpec(axes)),
+            axes=axes,
+        )
+        top = by_sequence(run(states, head, needed), rows, model, axes=1)
+        return dict(zip(OF_TOP, top, strict=True))
+
+    return Inference(infer, shape, mesh, {})
 
 
 def to_rows(values: Num[Array, "b T K"], rows: Rows) -> Num[Array, "X K"]:

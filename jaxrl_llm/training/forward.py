@@ -158,22 +158,25 @@ def values_from_hidden(
     return by_sequence(config.model.token_values(params, hidden), rows, config)
 
 
-def by_sequence(tree: Any, rows: Rows, config: ForwardConfig) -> Any:
-    """Gather [b T] what the model says at each token as what it says of the next one.
+def by_sequence(tree: Any, rows: Rows, config: ForwardConfig, *, axes: int = 0) -> Any:
+    """Gather [b T …] what the model says at each token as what it says of the next one.
 
     Entry (i, 0) is 0, and so is what lies beyond a sequence.
 
     Args:
-        tree: arrays of a number for each place of the rows.
+        tree: arrays for the places of the rows, in their order.
         rows: packed.
         config: how the model is run.
+        axes: of what there is at each place; 0 for a number.
     """
     length = jnp.shape(rows.tokens)[1]
     width = min(config.longest or length, length)
+    inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
+    inside = jnp.expand_dims(inside, range(2, 2 + axes))
 
-    def gather(x: Float[Array, "..."]) -> Float[Array, "b T"]:
-        shifted = unpack(x.reshape(-1, length), *map(jnp.asarray, rows.places), width=width)
-        inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
-        return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
+    def gather(x: Array) -> Array:
+        by_row = x.reshape(-1, length, *x.shape[x.ndim - axes :])
+        shifted = unpack(by_row, *map(jnp.asarray, rows.places), width=width)
+        return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0), 0)
 
     return jax.tree.map(gather, tree)

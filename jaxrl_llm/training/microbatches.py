@@ -203,7 +203,8 @@ def merge_microbatches(
     merged: dict[str, np.ndarray] = {}
     for indices, results in list(parts):
         for name, values in distributed.fetch(results).items():
-            whole = merged.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+            shape = *batch.tokens.shape, *values.shape[2:]
+            whole = merged.setdefault(name, np.zeros(shape, values.dtype))
             width = min(values.shape[1], whole.shape[1])
             whole[indices, :width] = values[: len(indices), :width]
     return merged

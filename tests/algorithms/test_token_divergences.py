@@ -90,10 +90,10 @@ def test_chunks_change_neither_value_nor_gradient(divergence, kind, chunk, dtype
     (got, ours), (want, true) = (weighted(run)(hidden, head) for run in (chunked, whole))
     assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     rtol, atol = (1e-4, 1e-6) if dtype == jnp.float32 else (2**-7, 2**-7)
-    for one, other in zip(ours, true, strict=True):
-        assert one.dtype == other.dtype
-        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
-        assert_allclose(one, other, rtol=rtol, atol=atol * jnp.abs(other).max())
+    for own, exact in zip(ours, true, strict=True):
+        assert own.dtype == exact.dtype
+        pair = [x.astype(jnp.float32) for x in (own, exact)]
+        assert_allclose(*pair, rtol=rtol, atol=atol * jnp.abs(pair[1]).max())
 
 
 def test_what_is_said_besides_the_divergence():
