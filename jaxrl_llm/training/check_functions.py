@@ -25,7 +25,7 @@ from jaxrl_llm.training.experience import (
     correction_weights,
 )
 from jaxrl_llm.training.load_functions import AlgorithmFunctions, Function
-from jaxrl_llm.training.objective import as_token_loss, per_token
+from jaxrl_llm.training.objective import PolicyObjective, as_token_loss, per_token
 from jaxrl_llm.training.optimizer import check_learning_rates
 from jaxrl_llm.training.stages.algorithm import checked_controller
 
@@ -44,9 +44,13 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
         config.batch.prompts_per_step * config.rollout.samples_per_prompt,
         config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         len(config.reward.components),
+        config.teacher.top_k or 1,
     )
     for key, function, run in trials(config, functions):
         check_function(key, function, functools.partial(jax.eval_shape, run, fields))
+    actor = functions.updates["actor"].objective
+    if isinstance(actor, PolicyObjective) and actor.distillation:
+        check_divergence("algorithm.distillation", actor.distillation.divergence)
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
         control = functools.partial(
@@ -132,9 +136,9 @@ def _weights(reduce: Function, fields: Fields) -> Any:
     return per_token(reduce(fields["mask"]), reduce, "reduce", fields["mask"].shape)
 
 
-def abstract_fields(size: int, length: int, components: int) -> Fields:
-    """Return shape and dtype of every field of a batch [B T]."""
-    sizes = {"B": size, "T": length, "C": components}
+def abstract_fields(size: int, length: int, components: int, top: int) -> Fields:
+    """Return shape and dtype of every field of a batch [B T], with C components and K tokens."""
+    sizes = {"B": size, "T": length, "C": components, "K": top}
     shapes = {name: tuple(sizes[axis] for axis in f.axes.split()) for name, f in FIELDS.items()}
     return {
         name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))

@@ -31,6 +31,7 @@ from jaxrl_llm.training.forward import (
     hidden_states,
     split_head,
     token_axes,
+    token_stats_from_hidden,
 )
 from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.microbatches import Fields, MicroBatch
@@ -46,24 +47,21 @@ class Distillation:
 
     Attributes:
         divergence: (student_logprobs, teacher_logprobs), [x V] each -> [x].
-        teacher: how a teacher is run that the update asks for its hidden states, over the same
-            rows, and whose whole vocabulary is compared. None: the batch holds its likeliest
-            tokens.
+        of_top: whether the batch holds the teacher's likeliest tokens, which are compared, and all
+            others as one class. Else the update runs the teacher over the same rows, and the whole
+            vocabulary is compared.
+        teacher: how it is run; it is known when the teacher is loaded.
         vocab: the tokens that both have; None: all.
     """
 
     divergence: Callable[..., Any]
+    of_top: bool = False
     teacher: ForwardConfig | None = None
     vocab: int | None = None
 
-    @property
-    def is_of_top(self) -> bool:
-        """Return whether the teacher's likeliest tokens are compared, and the rest as one."""
-        return self.teacher is None
-
     def asks_for(self) -> set[str]:
         """Return the fields that the batch must hold."""
-        return set(OF_TOP) if self.is_of_top else set()
+        return set(OF_TOP) if self.of_top else set()
 
     def __call__(
         self,
@@ -89,12 +87,13 @@ class Distillation:
         needed = None if rows.scored is None else jnp.asarray(rows.scored).reshape(-1)
         axes = token_axes(layout, len(hidden))
         head, head_spec, student = _head(params, model, layout)
-        if self.teacher is None:
+        if self.of_top:
             ids, logprobs = (to_rows(micro.fields[name], rows) for name in OF_TOP)
             teacher: Any = TeacherTop(ids, logprobs)
             teacher_spec: Any = PartitionSpec(axes)
             projection = HeadProjection()
         else:
+            assert self.teacher is not None, "a teacher is loaded before it is run"
             weights = coefs["teacher"]
             states = hidden_states(weights, rows, self.teacher, mesh)[0]
             states = states.reshape(-1, states.shape[-1])
@@ -162,7 +161,9 @@ def _head(
 def top_pass(
     model: ForwardConfig, shape: RowShape, mesh: Mesh, *, count: int, vocab: int | None = None
 ) -> Inference:
-    """Return a function from a teacher's parameters and a batch to its fields `OF_TOP` [B T K].
+    """Return a function from a teacher's parameters and a batch to what it says of its tokens.
+
+    These are `logprobs` [B T] and `OF_TOP` [B T K], by name.
 
     Args:
         model: how the teacher is run.
@@ -175,8 +176,9 @@ def top_pass(
     def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
         del rest
         layout = Layout(mesh, model.context)
-        states = hidden_states(params, rows, model, mesh)[0]
-        states = states.reshape(-1, states.shape[-1])
+        hidden = hidden_states(params, rows, model, mesh)[0]
+        logprobs = token_stats_from_hidden(params, hidden, rows, model, mesh).logprobs
+        states = hidden.reshape(-1, hidden.shape[-1])
         needed = None if rows.scored is None else jnp.asarray(rows.scored).reshape(-1)
         head, head_spec, projection = _head(params, model, layout)
         axes = token_axes(layout, len(states))
@@ -187,7 +189,7 @@ def top_pass(
             axes=axes,
         )
         top = by_sequence(run(states, head, needed), rows, model, axes=1)
-        return dict(zip(OF_TOP, top, strict=True))
+        return {"logprobs": logprobs, **dict(zip(OF_TOP, top, strict=True))}
 
     return Inference(infer, shape, mesh, {})
 

@@ -84,6 +84,13 @@ class AlgorithmFunctions(BatchFunctions):
         return bool(self.needs & fields_of_model("teacher"))
 
     @property
+    def runs_teacher_in_update(self) -> bool:
+        """Return whether the actor's update runs the teacher, over the whole vocabulary."""
+        objective = self.updates["actor"].objective
+        how = objective.distillation if isinstance(objective, PolicyObjective) else None
+        return how is not None and not how.of_top
+
+    @property
     def on_policy(self) -> bool:
         """Return whether the update itself computes the old log-probs; see `is_on_policy`."""
         objective = self.updates["actor"].objective

@@ -28,6 +28,9 @@ from jaxrl_llm.training.forward import (
 )
 from jaxrl_llm.training.microbatches import Fields, MicroBatch
 
+COEFS = {"kl_coef": 0.0, "entropy_coef": 0.0, "distillation_coef": 0.0}
+"""The coefficients of a loss's terms; a compiled update takes any."""
+
 
 class LossError(RunError, TypeError):
     """A loss function that returned something else than one loss per token."""
@@ -113,7 +116,7 @@ class PolicyObjective:
             loss = loss - coefs["entropy_coef"] * metrics["entropy_loss"]
         if self.distillation:
             compared = self.distillation(params, hidden, micro, coefs, model, mesh)
-            metrics |= divergence_metrics(compared, micro, of_top=self.distillation.is_of_top)
+            metrics |= divergence_metrics(compared, micro, of_top=self.distillation.of_top)
             loss = loss + coefs["distillation_coef"] * metrics["distillation_loss"]
         loss, routed = with_balance(loss, router, coefs)
         return loss, metrics | routed | policy_stats | {"loss": loss}

@@ -46,7 +46,7 @@ from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_row
 from jaxrl_llm.training.load_functions import find_divergence
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.microbatches import Fields
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objective import COEFS, PolicyObjective
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.teacher_model import open_teacher_model
@@ -228,20 +228,25 @@ def _objective(
     config: SftConfig, model: Model, layout: Layout, shape: RowShape
 ) -> tuple[PolicyObjective, Fields]:
     """Return what an update minimises, and its coefficients with the teacher's weights in them."""
-    coefs: Fields = {"kl_coef": 0.0, "entropy_coef": 0.0}
     if config.teacher.path is None:
-        return PolicyObjective(loss=negative_log_likelihood), coefs
-    share, longest = config.teacher.share, config.data.max_tokens
-    teacher = open_teacher_model(
-        config.teacher.path, "teacher.path", config.model, model, layout, longest=longest
-    )
+        return PolicyObjective(loss=negative_log_likelihood), dict(COEFS)
+    share = config.teacher.share
+    with config_errors_at("teacher.path"):
+        teacher = open_teacher_model(
+            config.teacher.path,
+            config.model,
+            load_tokenizer(config.model.path),
+            model,
+            layout,
+            longest=config.data.max_tokens,
+        )
     divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
     objective = PolicyObjective(
         loss=negative_log_likelihood,
         share=1 - share,
         distillation=teacher.compared_by(divergence, shape),
     )
-    return objective, coefs | {"distillation_coef": share, "teacher": teacher.params}
+    return objective, COEFS | {"distillation_coef": share, "teacher": teacher.params}
 
 
 @activity("reading the data")

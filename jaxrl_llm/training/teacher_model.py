@@ -4,21 +4,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.sections.model import ModelConfig
-from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
+from jaxrl_llm.data.chat import VOCABULARIES
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.distillation import Distillation
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.load_model import forward_config, read_model
+from jaxrl_llm.training.reward_model import check_same_tokens
 
 
 class TeacherModel(NamedTuple):
@@ -47,75 +48,65 @@ class TeacherModel(NamedTuple):
         return Distillation(divergence=divergence, teacher=forward, vocab=self.vocab)
 
 
-@activity("loading the teacher")
+@activity("loading a teacher")
 def open_teacher_model(
-    path: str, key: str, config: ModelConfig, student: Model, layout: Layout, *, longest: int
+    path: str, config: ModelConfig, tokenizer: Any, student: Model, layout: Layout, *, longest: int
 ) -> TeacherModel:
-    """Load a teacher in the compute dtype, where the student is trained.
+    """Load a teacher in the compute dtype.
 
     Args:
         path: Hugging Face directory or hub id.
-        key: its config key, for messages.
         config: of the student, which says how both are run.
+        tokenizer: of the student.
         student: that learns from it.
-        layout: where both stand.
+        layout: where the teacher stands.
         longest: sequence, in tokens.
 
     Raises:
-        ConfigError: it can't be read, has no logits, or other tokens than the student.
+        ValueError: it can't be read, has no logits, or other tokens than the student.
     """
-    with config_errors_at(key):
-        spec = read_spec(path)
-        if spec.value_head or spec.reward_head:
-            raise ValueError(f"{path} ends in a value head, expected a language model")
-        if spec.max_positions < longest:
-            raise ValueError(
-                f"{path} has {spec.max_positions} positions, but the longest sequence has {longest}"
-            )
-        vocab = common_tokens(config.path, student.vocab_size, path, spec.vocab_size)
-        params: Any = read_model(path, spec, layout).params
-    if config.dtype != "float32":
-        params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, config.dtype))
-    return TeacherModel(params, forward_config(config, model_of(spec), layout), vocab)
-
-
-def common_tokens(student: str, student_size: int, teacher: str, teacher_size: int) -> int | None:
-    """Return how many token ids a student and its teacher have in common; None: all.
-
-    Vocabularies are often padded to different sizes, as Qwen's to 151,936 and 152,064. Ids beyond
-    both tokenizers are then left out of the distributions.
-
-    Args:
-        student: Hugging Face directory.
-        student_size: rows of its embedding.
-        teacher: Hugging Face directory; one without a tokenizer is believed if it has the student's
-            size.
-        teacher_size: rows of its embedding.
-
-    Raises:
-        ValueError: the two have different tokens.
-    """
-    own, theirs = (_tokens(path) for path in (student, teacher))
-    if own is not None and theirs is not None and own != theirs:
-        token = next(t for t in (*own, *theirs) if own.get(t) != theirs.get(t))
+    spec = read_spec(path)
+    if spec.value_head or spec.reward_head:
+        raise ValueError(f"{path} ends in a value head, expected a language model")
+    if spec.max_positions is not None and spec.max_positions < longest:
         raise ValueError(
-            f"{teacher} has another tokenizer than {student}: {token!r} is {theirs.get(token)} "
-            f"there and {own.get(token)} here; a divergence over the vocabulary needs the same "
+            f"{path} has {spec.max_positions} positions, but the longest sequence has {longest} "
             "tokens"
         )
-    if student_size == teacher_size:
+    vocab = shared_tokens(path, spec, tokenizer, student)
+    params: Any = read_model(path, spec, layout).params
+    if config.dtype != "float32":
+        params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, config.dtype))
+    plain = dataclasses.replace(config, router_loss_coef=0.0)
+    return TeacherModel(params, forward_config(plain, model_of(spec), layout), vocab)
+
+
+def shared_tokens(path: str, spec: ModelSpec, tokenizer: Any, student: Model) -> int | None:
+    """Return how many token ids a student and its teacher have in common; None: all of both.
+
+    Vocabularies are often padded to different sizes, as Qwen's to 151,936 and 152,064. Ids beyond
+    the student's tokenizer are then left out of the distributions.
+
+    Args:
+        path: Hugging Face directory of the teacher; one without a tokenizer is believed if its
+            vocabulary has the student's size.
+        spec: of the teacher.
+        tokenizer: of the student.
+        student: that learns from it.
+
+    Raises:
+        ValueError: one of the student's tokens is another one for the teacher.
+    """
+    has_tokenizer = any((resolve(path) / name).is_file() for name in VOCABULARIES)
+    if has_tokenizer:
+        check_same_tokens(path, tokenizer)
+    if spec.vocab_size == student.vocab_size:
         return None
-    known = max(own.values()) + 1 if own and theirs else None
-    if known is None or known > min(student_size, teacher_size):
+    known = max(tokenizer.get_vocab().values()) + 1
+    if not has_tokenizer or known > min(spec.vocab_size, student.vocab_size):
+        reason = "" if has_tokenizer else "no tokenizer and "
         raise ValueError(
-            f"{teacher} has vocab_size={teacher_size} and {student} has {student_size}; expected "
-            "the same, or two tokenizers that say which ids are padding"
+            f"{path} has {reason}vocab_size={spec.vocab_size}, expected the policy's "
+            f"{student.vocab_size}, or a tokenizer that says which tokens are padding"
         )
     return known
-
-
-def _tokens(path: str) -> dict[str, int] | None:
-    """Return the ids of a directory's tokens; None where it has no tokenizer."""
-    if not any((resolve(path) / name).is_file() for name in VOCABULARIES):
-        return None
-    return load_tokenizer(path).get_vocab()
