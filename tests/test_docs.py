@@ -210,12 +210,16 @@ PRODUCERS = {  # what a function needs besides its name, by the field that it as
     "high_covariance": "algorithm.high_covariance=select_kl_cov",
     "score_components": "reward.components=[a]",
     "teacher_logprobs": "teacher.path=t",
+    "teacher_ids": "teacher={path: t, top_k: 4}",
+    "teacher_top_logprobs": "teacher={path: t, top_k: 4}",
 }
 READERS = {  # what makes a run read a section
     "critic": "algorithm.advantage=gae_whitened",
     "implicit_reward_model": "algorithm.advantage=prime",
     "reward.components": "algorithm.advantage=gdpo",
     "teacher": "algorithm.advantage=reverse_kl",
+    "teacher.top_k": "algorithm.distillation=forward_kl_divergence",
+    "algorithm.distillation": "teacher.path=t",
     "algorithm.high_covariance": "algorithm.loss=kl_cov",
 }
 
@@ -298,6 +302,7 @@ def test_trls_arguments_exist():
     files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
     files += ("dpo_config", "kto_config", "reward_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
+    paths += [f"trl.experimental.{name}.{name}_config" for name in ("gkd", "distillation")]
     folders = {
         name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
     }

@@ -211,13 +211,16 @@ def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int
         waits |= role == "reference" and offload.reference
         waits |= role.startswith(TEACHER) and offload.teacher
         is_updating = step.role == "actor" and step.kind is StepKind.ACCUMULATE
-        needed = (
-            is_updating and role == TEACHER and shapes.config.algorithm.distillation is not None
-        )
+        needed = is_updating and role == TEACHER and is_run_in_update(shapes.config)
         needed |= role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
         if here & set(where.mesh.devices.flat) and (needed or not waits):
             held[allocation.label] = size
     return held
+
+
+def is_run_in_update(config: TrainConfig) -> bool:
+    """Return whether the actor's update runs the teacher, rather than a pass before it."""
+    return config.algorithm.distillation is not None and config.teacher.top_k is None
 
 
 def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:

@@ -38,9 +38,9 @@ from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_
 from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
 from jaxrl_llm.training.teachers import (
-    EVERYTHING,
     check_teacher_sources,
     open_teachers,
+    run_in_update,
     teacher_passes,
 )
 from jaxrl_llm.training.window import Window
@@ -76,11 +76,9 @@ def build_stages(
     stack.callback(engine.close)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
     teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
-    teacher = teachers[EVERYTHING].model if functions.runs_teacher_in_update else None
-    models, trainable = build_models(config, functions, model, layouts, teacher)
+    models, trainable = build_models(config, functions, model, layouts, run_in_update(teachers))
     compile_first_step(config, functions, model.model, models, layouts)
-    if functions.needs_teacher:
-        models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
+    models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)

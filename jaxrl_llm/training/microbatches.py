@@ -210,14 +210,15 @@ def merge_microbatches(
     return merged
 
 
-def no_metrics(like: Fields) -> Fields:
-    """Return the metrics of no micro-batches, by their shapes."""
+def empty_total(like: tuple[Params, Fields]) -> tuple[Params, Fields]:
+    """Return gradients and metrics of no micro-batches, by their shapes."""
 
     def start(path: Any, leaf: Any) -> Array:
         value, _ = EXTREMES.get(path[0].key, (0.0, jnp.add))
         return jnp.full(leaf.shape, value, leaf.dtype)
 
-    return jax.tree.map_with_path(start, like)
+    grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like[0])
+    return grads, jax.tree.map_with_path(start, like[1])
 
 
 def merge_metrics(total: Fields, metrics: Fields) -> Fields:

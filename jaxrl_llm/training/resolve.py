@@ -273,7 +273,9 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             "is no algorithm.distillation: remove it"
         )
     if asked and config.teacher.path is None:
-        raise ConfigError(f"teacher.path is not set, but a function asks for {asked[0]!r}")
+        by = f"a function asks for {asked[0]!r}"
+        by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
+        raise ConfigError(f"teacher.path is not set, but {by}")
     if not asked and config.teacher != TeacherConfig():
         fields = " or ".join(sorted(fields_of_model("teacher")))
         raise ConfigError(

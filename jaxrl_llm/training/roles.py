@@ -119,16 +119,22 @@ def make_roles(
             teacher=own_teacher and own_teacher.params,
         )
         trainable[name] = TrainableModel(model, learner, key)
+    return annotating(roles, functions, config.seed), trainable
+
+
+def annotating(roles: dict[str, Role], functions: AlgorithmFunctions, seed: int) -> dict[str, Role]:
+    """Return roles that compute fields from whole mini-batches, where functions ask for such."""
+    annotate = {}
     if functions.select_covariant:
-        annotate = covariance_annotator(
-            functions.select_covariant, roles["actor"].infer, config.seed
-        )
-        roles["actor"] = dataclasses.replace(roles["actor"], annotate_minibatch=annotate)
+        infer = roles["actor"].infer
+        annotate["actor"] = covariance_annotator(functions.select_covariant, infer, seed)
     if functions.learns_labels:
-        roles["implicit_reward_model"] = dataclasses.replace(
-            roles["implicit_reward_model"], annotate_minibatch=check_labels
-        )
-    return roles, trainable
+        annotate["implicit_reward_model"] = check_labels
+    changed = {
+        name: dataclasses.replace(roles[name], annotate_minibatch=function)
+        for name, function in annotate.items()
+    }
+    return roles | changed
 
 
 def taught_by(teacher: TeacherModel, update: UpdateSpec, shape: RowShape) -> UpdateSpec:

@@ -1,5 +1,6 @@
 """Teachers: models whose log-probs of the answers the policy learns from, untrained."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Teacher:
         params: in the compute dtype; on the host, where it waits there.
         infer: (params, batch) -> `logprobs` [B T] at temperature 1, and what else the batch gets.
         vocab_size: tokens that it knows.
-        model: what an update can run; None where it can't.
+        model: what the policy's update runs; None where it runs none.
+        is_asked: whether a function asks for what it says of the answers.
     """
 
     path: str
@@ -50,6 +52,7 @@ class Teacher:
     infer: Callable[[Params, Batch], dict[str, np.ndarray]]
     vocab_size: int
     model: TeacherModel | None = None
+    is_asked: bool = True
 
     def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
         """Return fields of a batch of answers: `teacher_logprobs` [B T], and of top tokens.
@@ -93,10 +96,11 @@ def open_teachers(
         return {}
     paths = config.teacher.path
     by_source = {EVERYTHING: paths} if isinstance(paths, str) else paths
-    opened = {
-        path: open_teacher(config, path, tokenizer, actor, layout)
-        for path in dict.fromkeys(by_source.values())
-    }
+    opened = {}
+    for path in dict.fromkeys(by_source.values()):
+        teacher = open_teacher(config, path, tokenizer, actor, layout)
+        model = teacher.model if functions.runs_teacher_in_update else None
+        opened[path] = dataclasses.replace(teacher, model=model, is_asked=functions.needs_teacher)
     return {source: opened[path] for source, path in by_source.items()}
 
 
@@ -118,6 +122,11 @@ def open_teacher(
     )
     size = model.forward.model.vocab_size
     return Teacher(path=path, params=model.params, infer=infer, vocab_size=size, model=model)
+
+
+def run_in_update(teachers: Mapping[str, Teacher]) -> TeacherModel | None:
+    """Return the teacher that the policy's update runs, if it runs one."""
+    return next((teacher.model for teacher in teachers.values() if teacher.model), None)
 
 
 def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
@@ -150,7 +159,8 @@ def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
         metrics["teacher/reverse_kl"] = float(apart.mean()) if apart.size else 0.0
         return batch, metrics
 
-    return [ModelPass("teacher", run)] if teachers else []
+    is_asked = any(teacher.is_asked for teacher in teachers.values())
+    return [ModelPass("teacher", run)] if is_asked else []
 
 
 def check_teacher_sources(config: TrainConfig, sources: Iterable[str]) -> None:

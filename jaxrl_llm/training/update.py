@@ -33,10 +33,10 @@ from jaxrl_llm.training.microbatches import (
     BucketPrograms,
     Fields,
     MicroBatch,
+    empty_total,
     layout_and_dtypes,
     merge_metrics,
     merge_microbatches,
-    no_metrics,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
@@ -131,12 +131,7 @@ class Learner:
 
         def zeros(*inputs: Any) -> Any:
             if not made:  # they are the same in every bucket
-                grads, metrics = self.total_like(*inputs)
-
-                def total() -> tuple[Params, Fields]:
-                    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
-                    return zeros, no_metrics(metrics)
-
+                total = functools.partial(empty_total, self.total_like(*inputs))
                 made.append(jax.jit(total, out_shardings=self._total_shardings))
             return made[0]()
 
