@@ -229,3 +229,9 @@ def merge_metrics(total: Fields, metrics: Fields) -> Fields:
         return function(total, value)
 
     return jax.tree.map_with_path(merge, total, metrics)
+
+
+def with_extremes(metrics: Fields) -> Fields:
+    """Return metrics in which the extremes stand among the others."""
+    sums = {name: value for name, value in metrics.items() if name not in EXTREMES}
+    return sums | {name: x for kind in EXTREMES for name, x in metrics.get(kind, {}).items()}

@@ -29,7 +29,6 @@ from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.microbatches import (
-    EXTREMES,
     BucketPrograms,
     Fields,
     MicroBatch,
@@ -37,6 +36,7 @@ from jaxrl_llm.training.microbatches import (
     layout_and_dtypes,
     merge_metrics,
     merge_microbatches,
+    with_extremes,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
@@ -282,12 +282,10 @@ class Learner:
         assert total is not None, "a mini-batch holds at least one sequence"
         grads, metrics = total
         statistics = self._pop_statistics(metrics)
-        for kind in EXTREMES:
-            metrics |= metrics.pop(kind, {})
         apply.result()
         state, applied = self.apply(state, grads, statistics)
         policy = merge_microbatches(parts, batch)
-        return state, metrics | applied | ({"policy": policy} if policy else {})
+        return state, with_extremes(metrics) | applied | ({"policy": policy} if policy else {})
 
     @functools.cached_property
     def _rest(self) -> Params:

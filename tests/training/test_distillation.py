@@ -160,7 +160,7 @@ def learner_on(
         rows * LENGTH * batch_shards(mesh), LENGTH, sequences=12, multiple_of=batch_shards(mesh)
     )
     run = ForwardConfig(model=model_of(teacher), logprob_chunk=chunk)
-    how = Distillation(divergence=divergence, teacher=run if kind == "whole" else None, vocab=VOCAB)
+    how = Distillation(divergence=divergence, of_top=kind == "top", teacher=run, vocab=VOCAB)
     objective = {"loss": policy_gradient, "distillation": how} | changed
     return Learner(
         PolicyObjective(**objective),
@@ -250,7 +250,7 @@ def test_a_policy_that_is_its_teacher_has_nothing_to_learn(kind):
         ids = np.argsort(-own, axis=-1)[..., :K].astype(np.int32)
         top = np.take_along_axis(own, ids, -1)
         batch = batch.add(teacher_ids=ids, teacher_top_logprobs=top)
-        how, coefs = Distillation(divergence=reverse_kl_divergence), COEFS
+        how, coefs = Distillation(divergence=reverse_kl_divergence, of_top=True), COEFS
     objective = dataclasses.replace(learner.objective, distillation=how)
     learner = dataclasses.replace(learner, objective=objective)
     state, metrics = learner.update(learner.init(placed), batch, coefs)
@@ -270,9 +270,13 @@ def test_a_teachers_likeliest_tokens_are_those_of_its_distributions(sizes):
     model = ForwardConfig(model=model_of(TEACHER), logprob_chunk=24)
     params = jax.device_put(draw(TEACHER, 7), shardings(declare(TEACHER), mesh))
     batch = make_batch()
-    found = top_pass(model, shape, mesh, count=K, vocab=VOCAB)(params, batch)
     mask, expected = batch["mask"], np.sort(teacher_logprobs(), axis=-1)[..., ::-1][..., :K]
+    found = top_pass(model, shape, mesh, count=K, vocab=VOCAB)(params, batch)
+    logprobs = found.pop("logprobs")
     assert {x.shape for x in found.values()} == {(12, LENGTH, K)}
+    whole = jax.jit(lambda params: distributions(params, TEACHER, batch))(draw(TEACHER, 7))
+    drawn = np.take_along_axis(np.asarray(whole), batch.tokens[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logprobs[mask], drawn[mask], atol=1e-4)
     np.testing.assert_allclose(found["teacher_top_logprobs"][mask], expected[mask], atol=1e-4)
     assert found["teacher_ids"].dtype == np.int32
     at_ids = np.take_along_axis(teacher_logprobs(), found["teacher_ids"], -1)
