@@ -300,9 +300,9 @@ def test_trls_arguments_exist():
     if find_spec("trl") is None or version("trl") not in read("docs/coming_from_trl.md"):
         pytest.skip("the page's version of trl is not installed")
     files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
-    files += ("dpo_config", "kto_config", "reward_config")
+    files += ("dpo_config", "kto_config", "reward_config", "distillation_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
-    paths += [f"trl.experimental.{name}.{name}_config" for name in ("gkd", "distillation")]
+    paths += ["trl.experimental.gkd.gkd_config"]
     folders = {
         name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
     }
@@ -604,7 +604,8 @@ def written(tmp_path_factory):
         rollout.agent={folder}/playing.py:play rollout.tools=[{folder}/playing.py:go_wrong]
         rollout.environment={folder}/playing.py:listen rollout.max_new_tokens=64
         rollout.tool_process.timeout_s=1 rollout.tool_process.retries=0
-        reward.workers=0 teacher.path.arithmetic={folder}/model
+        reward.workers=0 teacher.path.arithmetic={folder}/model teacher.top_k=2
+        algorithm.distillation=generalized_jsd
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1
