@@ -277,10 +277,10 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
         by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
         raise ConfigError(f"teacher.path is not set, but {by}")
     if not asked and config.teacher != TeacherConfig():
-        fields = " or ".join(sorted(fields_of_model("teacher")))
         raise ConfigError(
-            f"teacher is set, but no function asks for {fields}: remove it, or name an advantage "
-            "that does, as reverse_kl, or algorithm.distillation"
+            "teacher is set, but no function asks for teacher_logprobs, and there is no "
+            "algorithm.distillation: remove it, or name an advantage that does, as reverse_kl, or "
+            "a divergence"
         )
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampled = {key: getattr(config.rollout, key) for key in plain}
