@@ -178,6 +178,11 @@ WRONG = [
         r"max_tokens_per_device=128 can't hold .* = 216",
     ),
     (SHOWN | {"weights": "live"}, {"offload": {"teacher": True}}, r"offload\.teacher is set, but"),
+    (
+        SELF,
+        {"algorithm": {"advantage": "reverse_kl", "distillation": "forward_kl_divergence"}},
+        r"weights=ema gives log-probs of the drawn tokens alone, but algorithm\.dist",
+    ),
     (SELF, {"mesh": {"teacher": {}}, "model": {"path": "m", "lora": {}}}, r"mesh\.teacher is set"),
 ]
 

@@ -11,7 +11,10 @@ from jaxrl_llm.config.keys import STRICT, Function, Number, PerSource, Section, 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TeacherConfig(Section):
-    """The models that the policy learns from, where a function asks for teacher_logprobs."""
+    """The models that the policy learns from, where a function asks for teacher_logprobs.
+
+    They are also asked for by algorithm.distillation.
+    """
 
     path: PerSource | None = Field(
         default=None,
@@ -45,5 +48,14 @@ class TeacherConfig(Section):
         description=(
             "longest prompt of teacher.prompt: an answer with a longer one has no teacher; null: "
             "data.max_prompt_tokens"
+        ),
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "likeliest tokens of which a teacher gives the log-probs, for algorithm.distillation "
+            "or a function that asks for teacher_top_logprobs; null: distillation compares the "
+            "whole vocabulary, where the policy is trained"
         ),
     )

@@ -28,6 +28,7 @@ from jaxrl_llm.training.load_model import LoadedModel, forward_config
 from jaxrl_llm.training.moving_average import MovingAverage
 from jaxrl_llm.training.policy_teacher import AVERAGE, open_policy_teacher
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
+from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch
 
@@ -94,7 +95,11 @@ class ModelsStage:
 
 @activity("building the models")
 def build_models(
-    config: TrainConfig, functions: AlgorithmFunctions, model: LoadedModel, layouts: Layouts
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    model: LoadedModel,
+    layouts: Layouts,
+    teacher: TeacherModel | None = None,
 ) -> tuple[ModelsStage, dict[str, TrainableModel]]:
     """Build every model that is trained and the reference; return also what training starts from.
 
@@ -103,9 +108,10 @@ def build_models(
         functions: that it names.
         model: the policy's.
         layouts: where each model stands.
+        teacher: that the policy's update runs; None: it runs none.
     """
     shape_on = functools.partial(microbatch_shape, config)
-    roles, trainable = make_roles(config, functions, model, layouts, shape_on)
+    roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
     initial = functools.cache(functools.partial(initial_weights, config, model))
     passes, average = [], None
     if not functions.on_policy:
