@@ -125,10 +125,10 @@ def build_models(
     if critic := roles.get("critic"):
         passes.append(role_pass("values", critic, {"values": "values", "old_values": "values"}))
     if functions.needs_teacher and config.teacher.weights != "given":
-        teacher = open_policy_teacher(config, model, layouts, roles["actor"], initial)
-        passes.append(ModelPass("teacher", teacher.run))
-        average = teacher.average
-        trainable |= {AVERAGE: teacher.trainable} if teacher.trainable else {}
+        own = open_policy_teacher(config, model, layouts, roles["actor"], initial)
+        passes.append(ModelPass("teacher", own.run))
+        average = own.average
+        trainable |= {AVERAGE: own.trainable} if own.trainable else {}
     order = ("implicit_reward_model", "critic", "actor")
     stage = ModelsStage(
         roles=tuple(roles[name] for name in order if name in roles),
