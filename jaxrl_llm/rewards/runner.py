@@ -30,11 +30,20 @@ class RewardError(RunError):
 
 
 class Score(NamedTuple):
-    """The reward of one reply, what else was reported of it, and what went wrong, if anything."""
+    """The reward of one reply, what else was reported of it, and what went wrong, if anything.
+
+    Attributes:
+        score: of the reply.
+        extra: what else was reported.
+        error: what went wrong.
+        step_rewards: index of a token among those that the policy drew, and its reward, in place
+            of the score on the last one.
+    """
 
     score: float
     extra: dict[str, Any]
     error: str | None
+    step_rewards: tuple[tuple[int, float], ...] = ()
 
 
 class RewardRunner(ABC):

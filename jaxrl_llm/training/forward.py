@@ -148,10 +148,23 @@ def values_from_hidden(
     return _by_sequence(config.model.token_values(params, hidden), rows, config)
 
 
+def token_scores_from_hidden(
+    params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig
+) -> Float32[Array, "b T"]:
+    """Gather what a value head says of each token itself, not of the state before it, to [b T]."""
+    scores = config.model.token_values(params, hidden).reshape(-1, jnp.shape(rows.tokens)[1])
+    return unpack(scores, *map(jnp.asarray, rows.places), width=_width(rows, config))
+
+
+def _width(rows: Rows, config: ForwardConfig) -> int:
+    """Return T, the most tokens of a sequence."""
+    length = jnp.shape(rows.tokens)[1]
+    return min(config.longest or length, length)
+
+
 def _by_sequence(tree: Any, rows: Rows, config: ForwardConfig) -> Any:
     """Gather [b T] what the model says at each token as what it says of the next one."""
-    length = jnp.shape(rows.tokens)[1]
-    width = min(config.longest or length, length)
+    length, width = jnp.shape(rows.tokens)[1], _width(rows, config)
 
     def gather(x: Float[Array, "..."]) -> Float[Array, "b T"]:
         shifted = unpack(x.reshape(-1, length), *map(jnp.asarray, rows.places), width=width)

@@ -12,7 +12,7 @@ import transformers
 from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import combine_scores
+from jaxrl_llm.rewards.scoring import ModelScores, combine_scores
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
@@ -163,7 +163,7 @@ def test_both_scores_can_be_components():
     rollouts = Rollouts([prompt] * 3, [Episode.of((3,), answer)] * 3, ["a", "b", "c"])
     scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
     values = np.array([4.0, 5.0, np.inf], np.float32)
-    scores = combine_scores(rollouts, values, scored, on_error=-1.0)
+    scores = combine_scores(rollouts, ModelScores(values), scored, on_error=-1.0)
     batch = lay_out(rollouts, samples=3, max_tokens=3)
     batch = with_scores(batch, scores, components=("score", "function", "acc"))
     assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
@@ -243,7 +243,7 @@ def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
     vocabulary = tree["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     path.write_text(json.dumps(tree))
-    result = run(f"reward.classifier={other}")
+    result = run(f"reward.classifier={other}", "reward.render=ids")
     assert result.status == 2
     assert "has another tokenizer: " in result.err
     assert str(tokenizer.get_vocab()["1"]) in result.err

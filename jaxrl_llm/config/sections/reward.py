@@ -1,10 +1,12 @@
 """The keys of scoring."""
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config import kinds
-from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,7 +53,60 @@ class ScoringConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RewardConfig(ScoringConfig):
+class ClassifierConfig(Section):
+    """The reward model that scores answers, if one does."""
+
+    classifier: str | None = Field(
+        default=None,
+        description=(
+            "Hugging Face directory of a reward model, which scores prompt and response: a "
+            "sequence classifier with one label, or a process reward model; null: "
+            "reward.function's score"
+        ),
+    )
+    render: Literal["auto", "ids", "answer", "chat"] = Field(
+        default="auto",
+        description=(
+            "what reward.classifier reads. ids: the policy's tokens; answer: text by its own "
+            "tokenizer, the templated prompt, the response and the end token, as jaxrl_llm.prefer "
+            "trains it; chat: the whole chat by its own template; auto: ids where the tokenizers "
+            "are the same, else answer for a model of jaxrl_llm.prefer and chat for another"
+        ),
+    )
+    chat_template_kwargs: Table = Field(
+        default={}, description="keywords for reward.classifier's chat template"
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "the longest prompt and response in tokens of reward.classifier; longer ones score "
+            "reward.on_error; null: data.max_prompt_tokens + rollout.max_new_tokens"
+        ),
+    )
+    step_separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "text that ends a step of a response, for a process reward model; null: the one that "
+            "it was trained with"
+        ),
+    )
+    aggregate: Literal["min", "product", "last", "mean"] = Field(
+        default="min",
+        description="a response's score from its steps' scores, of a process reward model",
+    )
+    step_rewards: bool = Field(
+        default=False,
+        description=(
+            "each step's score is the reward of its last token, in place of the response's score "
+            "on the last one, with a process reward model"
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardConfig(ClassifierConfig, ScoringConfig):
     """How answers are scored."""
 
     function: Function | None = function_key(
@@ -67,14 +122,6 @@ class RewardConfig(ScoringConfig):
         description=(
             "stop when a reward function fails on more than this share of the responses that are "
             "scored together; 1 never stops"
-        ),
-    )
-    classifier: str | None = Field(
-        default=None,
-        description=(
-            "Hugging Face directory of a sequence classifier with one label and "
-            "the policy's tokenizer, which scores prompt and response; null: "
-            "reward.function's score"
         ),
     )
     components: Several[str] = Field(
