@@ -82,10 +82,10 @@ def tokenize_preferences(
     made = []
     for index, row in enumerate(rows):
         prompt = tuple(encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {})))
-        if "steps" in row:
-            check_steps(row["steps"], step_separator, index)
-            tokens, ends = encode_steps(tokenizer, row["steps"], step_separator)
-            item = Preference(prompt, (tokens,), {}, ends, tuple(row["step_labels"]))
+        if "completions" in row:
+            check_steps(row["completions"], step_separator, index)
+            tokens, ends = encode_steps(tokenizer, row["completions"], step_separator)
+            item = Preference(prompt, (tokens,), {}, ends, tuple(row["labels"]))
         else:
             texts = [row[name] for name in ("chosen", "rejected", "response") if name in row]
             answers = tuple(
@@ -162,7 +162,7 @@ def _columns(row: dict[str, Any]) -> dict[str, float | bool]:
 def _check_alike(rows: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError unless all rows have the columns of the first one."""
     for index, row in enumerate(rows):
-        for name in ("chosen", "label", "steps", "margin", *REFERENCE_COLUMNS):
+        for name in ("chosen", "label", "completions", "margin", *REFERENCE_COLUMNS):
             if (name in row) != (name in rows[0]):
                 having, missing = (index, 0) if name in row else (0, index)
                 raise ValueError(

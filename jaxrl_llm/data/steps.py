@@ -32,13 +32,13 @@ def normalize_step_row(row: Row, prompt: Any, where: str) -> Row:
         where: it stands, for messages.
 
     Returns:
-        `prompt`, `steps` and `step_labels`.
+        `prompt`, `completions` and `labels`, numbers.
 
     Raises:
         ValueError: it is another.
 
     >>> row = {"completions": ["1+1=2", "2*2=5"], "labels": [True, False]}
-    >>> normalize_step_row(row, [{"role": "user", "content": "2(1+1)="}], "row 0")["step_labels"]
+    >>> normalize_step_row(row, [{"role": "user", "content": "2(1+1)="}], "row 0")["labels"]
     [1.0, 0.0]
     """
     check_messages({"prompt": prompt}, where)
@@ -55,7 +55,7 @@ def normalize_step_row(row: Row, prompt: Any, where: str) -> Row:
         if not is_number or not 0 <= label <= 1:
             expected = "true, false or a number from 0 to 1"
             raise field_error(where, f"labels[{number}]", label, expected)
-    return {"prompt": prompt, "steps": steps, "step_labels": [float(label) for label in labels]}
+    return {"prompt": prompt, "completions": steps, "labels": [float(label) for label in labels]}
 
 
 def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> StepTokens:
@@ -104,8 +104,8 @@ def check_steps(steps: Sequence[str], separator: str, index: int) -> None:
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
     r"""Cut an answer into steps; return each with where it ends in the text.
 
-    A step ends behind its separator, the last one at the end of the text. Blank ones are none, but
-    an answer that is all blank is one step.
+    A step ends behind its separator, the last one at the end of the text. Blank ones are none;
+    where all are blank, the answer is one empty step.
 
     Args:
         text: of the answer.
@@ -113,8 +113,8 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
 
     >>> split_steps("1+1=2\n\n2*2=4\n", "\n")
     [('1+1=2', 6), ('2*2=4', 13)]
-    >>> split_steps("", "\n")
-    [('', 0)]
+    >>> split_steps("\n", "\n")
+    [('', 1)]
     """
     steps, at = [], 0
     for part in text.split(separator):
@@ -122,7 +122,7 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
         if part.strip():
             steps.append((part, end))
         at = end
-    return steps or [(text.strip(), len(text))]
+    return steps or [("", len(text))]
 
 
 def last_tokens(

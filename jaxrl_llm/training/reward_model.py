@@ -137,7 +137,6 @@ def open_reward_model(
         ConfigError: there is no such model, or it can't be given the answers.
     """
     reward, dtype = config.reward, config.model.dtype
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     with config_errors_at("reward.classifier"):
         spec = read_spec(path)
         if not spec.reward_head and not spec.value_head:
@@ -146,17 +145,7 @@ def open_reward_model(
                 "reward model, a …ForTokenClassification"
             )
         encode = choose_encoder(config, path, spec, tokenizer, actor)
-        if encode is policy_tokens and reward.max_tokens is not None:
-            raise ValueError(
-                f"{path} reads the policy's tokens, which data.max_prompt_tokens and "
-                "rollout.max_new_tokens bound: remove reward.max_tokens"
-            )
-        longest = reward.max_tokens or longest
-        if spec.max_positions < longest:
-            raise ValueError(
-                f"{path} has {spec.max_positions} positions, but the longest sequence is "
-                f"{'reward.max_tokens' if reward.max_tokens else BOUNDS} = {longest}"
-            )
+        longest = longest_input(config, path, spec, reads_text=encode is not policy_tokens)
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
@@ -178,7 +167,32 @@ def open_reward_model(
     return RewardModel(params, score)
 
 
-BOUNDS = "data.max_prompt_tokens + rollout.max_new_tokens"
+def longest_input(config: TrainConfig, path: str, spec: ModelSpec, *, reads_text: bool) -> int:
+    """Return the most tokens of a prompt and answer that a reward model is given.
+
+    Args:
+        config: of the run.
+        path: of the reward model.
+        spec: of the reward model.
+        reads_text: whether it has its own tokens, of which there may be more than the policy's.
+
+    Raises:
+        ValueError: it has fewer positions, or the key for it makes no difference.
+    """
+    given, drawn = config.reward.max_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if given is not None and not reads_text:
+        raise ValueError(
+            f"{path} reads the policy's tokens, which {drawn} bounds: remove reward.max_tokens"
+        )
+    if given is None and reads_text:
+        return min(2 * longest, spec.max_positions, config.batch.max_tokens_per_device)
+    if spec.max_positions < (given or longest):
+        raise ValueError(
+            f"{path} has {spec.max_positions} positions, but the longest sequence is "
+            f"{'reward.max_tokens' if given else drawn} = {given or longest}"
+        )
+    return given or longest
 
 
 def step_scores(

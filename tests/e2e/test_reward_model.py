@@ -249,6 +249,60 @@ def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
     assert str(tokenizer.get_vocab()["1"]) in result.err
 
 
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<|' + message['role'] + '|> ' + message['content'] }}"
+    "{{ '<|end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|> ' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def foreign(workshop, reward_model):
+    """A reward model with the tokens of the letters moved by one, and another chat template."""
+    folder = workshop.root / "foreign"
+    shutil.copytree(reward_model, folder)
+    path = folder / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    vocabulary = tree["model"]["vocab"]
+    names = [name for name, number in vocabulary.items() if number < 256]
+    numbers = [vocabulary[name] for name in names]
+    vocabulary |= dict(zip(names, numbers[1:] + numbers[:1], strict=True))
+    path.write_text(json.dumps(tree))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.parametrize(("render", "most"), [("auto", 13), ("answer", 12)])
+def test_another_tokenizer_reads_the_text(run, foreign, caplog, render, most):
+    """As transformers renders and scores it, on the last token of that."""
+    words = (f"reward.classifier={foreign}", f"reward.render={render}", *ALONE)
+    keys = ("rollout.dump_every=1", "validation.before=false", f"reward.max_tokens={most}")
+    result = run(*words, *keys, "reward.on_error=-7").ok()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(foreign)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(foreign).eval()
+    model.config.pad_token_id = None
+    failed = 0
+    for row in dumped(result, 1):
+        chat, text = json.loads(row["prompt"]), row["answer"]
+        if render == "auto":
+            chat = [*chat, {"role": "assistant", "content": text}]
+            ids = tokenizer.apply_chat_template(chat, return_dict=False)
+            assert tokenizer.decode(ids).endswith("<|end|>\n")
+        else:
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            ids += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if len(ids) > most:
+            failed += 1
+            assert row["score"] == -7
+            assert f"more than its {most}: raise reward.max_tokens" in row["error"]
+            continue
+        with torch.no_grad():
+            assert row["score"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-4)
+    assert result.metrics[0]["reward/errors"] == failed
+    assert 0 < failed < 32
+    assert f"reward.render={'chat' if render == 'auto' else 'answer'}" in caplog.text
+
+
 def test_contradictions_are_refused(run, reward_model):
     for words, text in {
         ("reward.function=null",): "nothing scores the answers",
@@ -257,6 +311,8 @@ def test_contradictions_are_refused(run, reward_model):
             f"reward.classifier={reward_model}",
             "reward.components=[acc]",
         ): "reward.components are what a reward function reports",
+        (f"reward.classifier={reward_model}", "reward.step_rewards=true"): "scores whole answers",
+        (f"reward.classifier={reward_model}", "reward.max_tokens=99"): "remove reward.max_tokens",
     }.items():
         result = run(*words)
         assert result.status == 2

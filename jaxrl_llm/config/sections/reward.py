@@ -80,8 +80,9 @@ class ClassifierConfig(Section):
         default=None,
         ge=1,
         description=(
-            "the longest prompt and response in tokens of reward.classifier; longer ones score "
-            "reward.on_error; null: data.max_prompt_tokens + rollout.max_new_tokens"
+            "the longest prompt and response in tokens of reward.classifier, where it reads text; "
+            "longer ones score reward.on_error; null: twice what the policy's tokens may be, or "
+            "what reward.classifier and batch.max_tokens_per_device hold"
         ),
     )
     step_separator: str | None = Field(
