@@ -6,5 +6,6 @@ from jaxrl_llm.lazy import attach
 
 if TYPE_CHECKING:
     from jaxrl_llm.rewards.functions import arithmetic, by_source, gsm8k, last_boxed, math
+    from jaxrl_llm.rewards.reward_server import classify
 
 attach(__name__)

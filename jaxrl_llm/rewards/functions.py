@@ -8,6 +8,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from jaxrl_llm.rewards.reward_server import classify as classify
+
 Result = dict[str, Any]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}")

@@ -144,14 +144,18 @@ def make_function_scoring(
 def reward_items(rollouts: Rollouts) -> list[RewardItem]:
     """Return what a reward function gets of each episode.
 
-    Of an episode of an agent, `extra_info` says more: `turns` of the policy; `num_turns` as verl
+    `extra_info` has the row's messages as `prompt`, where the row has nothing of that name. Of an
+    episode of an agent it says more: `turns` of the policy; `num_turns` as verl
     counts them, the user's first and those of tools and the environment included; `last_answer`
     (text of the last turn), `environment_score`, `turn_rewards`, `messages`, `tool_calls`,
     `tool_errors` and `finish`.
     """
     return [
         RewardItem(
-            prompt.data_source, text, prompt.ground_truth, prompt.extra_info | about(episode)
+            prompt.data_source,
+            text,
+            prompt.ground_truth,
+            {"prompt": prompt.messages, **prompt.extra_info, **about(episode)},
         )
         for prompt, episode, text in zip(*rollouts[:3], strict=True)
     ]
