@@ -321,16 +321,31 @@ def other_tokens(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> st
             f"{path} has no tokenizer, and vocab_size={spec.vocab_size}, expected the policy's "
             f"{actor.vocab_size} or more: it would be given the policy's tokens"
         )
-    theirs = load_tokenizer(path).get_vocab()
-    for token, number in tokenizer.get_vocab().items():
-        if theirs.get(token) != number:
-            return (
-                f"{path} has another tokenizer: {token!r} is {theirs.get(token)} there and "
-                f"{number} for the policy, whose tokens it is given; set reward.render"
-            )
+    difference = token_difference(path, tokenizer)
+    if difference:
+        return f"{difference}; reward.render: answer or chat gives it the text"
     if spec.vocab_size < actor.vocab_size:
         raise ValueError(
             f"{path} has vocab_size={spec.vocab_size}, expected the policy's {actor.vocab_size} or "
             "more: it is given the policy's tokens"
         )
+    return None
+
+
+def check_same_tokens(path: str, tokenizer: Any) -> None:
+    """Raise ValueError unless each of the policy's tokens has its number in a directory, too."""
+    difference = token_difference(path, tokenizer)
+    if difference:
+        raise ValueError(difference)
+
+
+def token_difference(path: str, tokenizer: Any) -> str | None:
+    """Return which of the policy's tokens has another number in a directory; None: none has."""
+    theirs = load_tokenizer(path).get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if theirs.get(token) != number:
+            return (
+                f"{path} has another tokenizer: {token!r} is {theirs.get(token)} there and "
+                f"{number} for the policy, whose tokens it is given"
+            )
     return None
