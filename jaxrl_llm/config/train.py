@@ -1,6 +1,5 @@
 """A whole run of `jaxrl_llm.train`: its keys, and the rules between them."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.config.sections.reward import ClassifierConfig, RewardConfig
+from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.sections.rollout import KV_CACHE_DTYPES, RolloutConfig, VllmConfig
 from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.sections.validation import ValidationConfig
@@ -91,7 +90,6 @@ class TrainConfig(Section):
             own_model_has_the_native_engine,
             something_scores,
             components_are_reported,
-            classifier_keys_have_a_classifier,
             vllm_keys_have_vllm,
             float8_of_vllm_has_bfloat16,
             cache_is_of_the_engine,
@@ -206,14 +204,6 @@ def components_are_reported(config: TrainConfig) -> Iterator[str]:
     """Require a reward function where there are components."""
     if config.reward.function is None and config.reward.components:
         yield "reward.components are what a reward function reports, but reward.function is null"
-
-
-def classifier_keys_have_a_classifier(config: TrainConfig) -> Iterator[str]:
-    """Refuse keys of a reward model where there is none."""
-    for key in dataclasses.fields(ClassifierConfig):
-        default = getattr(RewardConfig(), key.name)
-        if config.reward.classifier is None and getattr(config.reward, key.name) != default:
-            yield f"reward.{key.name} is set, but reward.classifier names no reward model"
 
 
 def vllm_keys_have_vllm(config: TrainConfig) -> Iterator[str]:

@@ -21,7 +21,16 @@ PAUSE_S = 0.5
 
 
 class ServerError(Exception):
-    """A server that gave no score."""
+    """A server that gave no score.
+
+    Args:
+        message: what it did.
+        may_pass: whether it may do better when it is asked again.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 def classify(
@@ -133,19 +142,28 @@ def _score(url: str, body: dict[str, Any]) -> float:
 
 def _post(url: str, body: dict[str, Any]) -> Any:
     """Return what a server answers; ask again where that may help."""
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    for attempt in range(TRIES):
-        request = urllib.request.Request(url, data, headers)
+    tries = 0
+    while True:
         try:
-            with urllib.request.urlopen(request) as reply:
-                return json.loads(reply.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                text = shorten(error.read().decode(errors="replace"), 200)
-            reason, may_pass = f"status {error.code}: {text}", error.code in RETRIED
-        except (OSError, ValueError) as error:
-            reason, may_pass = f"{type(error).__name__}: {error}", isinstance(error, OSError)
-        if not may_pass or attempt == TRIES - 1:
-            break
-        time.sleep(PAUSE_S * 2**attempt)
-    raise ServerError(f"{url}: {reason}")
+            return _post_once(url, body)
+        except ServerError as error:
+            tries += 1
+            if not error.may_pass or tries == TRIES:
+                raise
+        time.sleep(PAUSE_S * 2 ** (tries - 1))
+
+
+def _post_once(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            text = shorten(error.read().decode(errors="replace"), 200)
+        said = f"{url}: status {error.code}: {text}"
+        raise ServerError(said, may_pass=error.code in RETRIED) from error
+    except (OSError, ValueError) as error:
+        said = f"{url}: {type(error).__name__}: {error}"
+        raise ServerError(said, may_pass=isinstance(error, OSError)) from error

@@ -162,7 +162,9 @@ def test_what_does_not_fit_is_refused(run, prefer, exported, workshop, tmp_path)
         (f"reward.classifier={critic}",): "does not say what ends a step",
         (classifier, "reward.render=chat"): "leave reward.render=chat out",
         (classifier, "rollout.agent=one_answer"): "which scores plain answers",
-        ("reward.step_rewards=true",): "reward.step_rewards is set, but reward.classifier names no",
+        (
+            "reward.step_rewards=true",
+        ): "reward: step_rewards is set, but reward.classifier names no",
         (classifier, "reward.aggregate=max"): "reward.aggregate",
     }
     for words, text in cases.items():

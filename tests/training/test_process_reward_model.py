@@ -1,6 +1,5 @@
 """Updates of process reward models: as torch makes them, and the same for every cut and mesh."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -273,6 +272,6 @@ def test_rewards_of_steps_lie_on_their_last_tokens():
 def test_a_score_of_an_answer_from_those_of_its_steps(name, value):
     shares = np.array([1 - 1e-9, 0.2, 0.4])
     logits = np.log(shares / (1 - shares)).astype(np.float32)
-    reward = dataclasses.replace(RewardConfig(), aggregate=name)
+    reward = RewardConfig(classifier="some", aggregate=name)
     scores = step_scores([logits], [(0, 1, 2)], {}, reward)
     assert_allclose(scores.values, [value], rtol=1e-6)

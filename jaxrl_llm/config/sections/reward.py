@@ -1,5 +1,6 @@
 """The keys of scoring."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -7,6 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
+from jaxrl_llm.config.rules import check
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -104,6 +106,17 @@ class ClassifierConfig(Section):
             "on the last one, with a process reward model"
         ),
     )
+
+    def __post_init__(self) -> None:
+        """Refuse keys of a reward model where there is none."""
+        check(self, keys_have_a_classifier)
+
+
+def keys_have_a_classifier(config: ClassifierConfig) -> Iterator[str]:
+    """Refuse keys of a reward model where there is none."""
+    for name, field in ClassifierConfig.__pydantic_fields__.items():
+        if config.classifier is None and getattr(config, name) != field.default:
+            yield f"{name} is set, but reward.classifier names no reward model"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
