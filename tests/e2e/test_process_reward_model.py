@@ -149,6 +149,23 @@ def test_its_scores_of_steps_are_rewards(run, exported):
     assert {1, 2} <= {*counts}, counts
 
 
+@pytest.mark.slow
+def test_packing_and_devices_make_no_difference(run, exported):
+    words = (f"reward.classifier={exported}", "reward.function=null", "rollout.dump_every=1")
+    words = (*words, "reward.aggregate=mean", "reward.max_tokens=20", "steps=1")
+    scores = [
+        [row["score"] for row in dumped(run(*words, most, devices=devices).ok(), 1)]
+        for most, devices in (
+            ("batch.max_tokens_per_device=20", 1),
+            ("batch.max_tokens_per_device=256", 1),
+            ("batch.max_tokens_per_device=256", 4),
+        )
+    ]
+    assert np.std(scores[0]) > 0.1
+    for others in scores[1:]:
+        np.testing.assert_allclose(others, scores[0], atol=1e-5)
+
+
 def test_what_does_not_fit_is_refused(run, prefer, exported, workshop, tmp_path):
     classifier = f"reward.classifier={exported}"
     critic = tmp_path / "critic"

@@ -145,12 +145,16 @@ def test_two_classes_are_one_logit():
 
 
 def test_an_answer_is_found_by_its_first_wrong_step():
-    labels = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]], jnp.float32)
-    mask = jnp.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]], bool)
-    logits = jnp.array([[1, -1, 1, 0], [1, 1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0]], jnp.float32)
+    labels = jnp.array(
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0]], jnp.float32
+    )
+    mask = jnp.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], bool)
+    logits = jnp.array(
+        [[1, -1, 1, 0], [1, 1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0], [-1, 1, 1, 0]], jnp.float32
+    )
     steps, answers = found_errors(logits, labels, mask)
-    assert answers.tolist() == [True, True, False, False]
-    assert (steps & mask).sum(1).tolist() == [2, 2, 1, 1]
+    assert answers.tolist() == [True, True, False, False, False]
+    assert (steps & mask).sum(1).tolist() == [2, 2, 1, 1, 1]
 
 
 # -------------------------------------------------------------------------------------------- data
