@@ -187,7 +187,9 @@ def export_model(
         raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
     has_config = is_adapted(model) or isinstance(model, Decoder)
     name = Path(out).resolve().name
-    exported = Exported(name, source, saved_step, role, adapter, has_config, license)
+    exported = Exported(
+        name, source, saved_step, role, adapter, has_config, license, head_of(model)
+    )
     try:
         card = make_card(run_dir, exported)
         check_new_directory(Path(out), dtype)
@@ -232,6 +234,13 @@ def save_model(
         save_params(out, params, model.spec, source=source, dtype=kind, scoring=scoring)
     else:
         save_arrays(out, params, model.declare(), config=None, source=source, dtype=kind)
+
+
+def head_of(model: Model) -> Literal["reward", "value"] | None:
+    """Return what a model ends in, in place of logits."""
+    if not isinstance(model, Decoder):
+        return None
+    return "reward" if model.spec.reward_head else "value" if model.spec.value_head else None
 
 
 def preference_config(config: Mapping[str, Any]) -> PreferConfig | None:

@@ -114,6 +114,9 @@ def test_transformers_gives_its_logits(finished, exported, tmp_path):
     assert export.main([str(finished.run_dir), str(tmp_path / "again")]) == 0
     again = json.loads((tmp_path / "again/config.json").read_text())
     assert again == config
+    card = (tmp_path / "again/README.md").read_text()
+    assert "AutoModelForTokenClassification.from_pretrained" in card
+    assert "text-generation" not in card
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(prefer, finished, workshop):
