@@ -54,12 +54,14 @@ class TrainedModel(NamedTuple):
         model: with the adapter, if there is one.
         source: Hugging Face directory that the model began as, or of its tokenizer.
         step: of the checkpoint.
+        scoring: of a reward model, how it reads answers; see `scoring_of`.
     """
 
     params: Any
     model: Model
     source: str
     step: int
+    scoring: dict[str, Any] | None = None
 
 
 @activity("reading the checkpoint")
@@ -100,7 +102,9 @@ def restore_model(
     except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     params = saved.state  # numpy arrays, as `like` has no layout
-    return TrainedModel(params, model, source, saved.step)
+    preferences = preference_config(config)
+    scoring = scoring_of(preferences) if preferences else None
+    return TrainedModel(params, model, source, saved.step, scoring)
 
 
 def _model_of_role(folder: Path, role: str, source: str, function_from: str | None) -> Model:
@@ -180,16 +184,13 @@ def export_model(
         ConfigError: no run, no such checkpoint, no adapter, or `out` exists.
     """
     trained = restore_model(run_dir, step=step, role=role, function_from=function_from)
-    preferences = preference_config(read_yaml(Path(run_dir) / "config.yaml"))
-    scoring = scoring_of(preferences) if preferences else None
-    params, model, source, saved_step = trained
+    params, model, source, saved_step, _ = trained
     if adapter and not is_adapted(model):
         raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
     has_config = is_adapted(model) or isinstance(model, Decoder)
     name = Path(out).resolve().name
-    exported = Exported(
-        name, source, saved_step, role, adapter, has_config, license, head_of(model)
-    )
+    head = head_of(model)
+    exported = Exported(name, source, saved_step, role, adapter, has_config, license, head)
     try:
         card = make_card(run_dir, exported)
         check_new_directory(Path(out), dtype)
@@ -201,7 +202,9 @@ def export_model(
                 if is_adapted(model):
                     params, spec = merged_into_base(params, decoder_spec(model), source)
                     model = model_of(spec)
-                save_model(place, params, model, source=source, dtype=dtype, scoring=scoring)
+                save_model(
+                    place, params, model, source=source, dtype=dtype, scoring=trained.scoring
+                )
             for name, text in card.items():
                 write_text(place / name, text)
     except (OSError, ValueError) as error:
