@@ -25,8 +25,7 @@ from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.runs.resume import ResumedRun, resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts, overlaps_training
+from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
@@ -88,10 +87,7 @@ def build_stages(
     rollout = build_rollout(
         config, model, layouts.train, engine, tokens, episodes, overlaps_training=overlaps
     )
-    reward_shape = microbatch_shape(config, ForwardConfig(model=model.model), layouts.reward_model)
-    reward_model = open_scoring_model(
-        config, tokenizer, model.model, layouts.reward_model, reward_shape
-    )
+    reward_model = open_scoring_model(config, tokenizer, model.model, layouts.reward_model)
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
     frozen = {f"teacher.path: {teacher.path}": teacher.params for teacher in teachers.values()}
