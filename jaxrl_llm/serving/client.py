@@ -27,8 +27,8 @@ SLACK_NATS = 1e-3
 """How far above 0 rounding may lift a log-prob."""
 
 
-class TeacherError(RunError):
-    """A teacher that gives no log-probs, or none that can be used."""
+class ScoringError(RunError):
+    """A server that gives no log-probs, or none that can be used."""
 
 
 class RequestLimits(NamedTuple):
@@ -45,7 +45,7 @@ class RequestLimits(NamedTuple):
     retries: int = 4
 
 
-class TeacherClient:
+class ScoringClient:
     """A connection to a server. It works in a thread of its own; `close` ends it.
 
     Args:
@@ -72,26 +72,26 @@ class TeacherClient:
         self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=pool)
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="teacher")
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="scoring")
         self._thread.start()
 
     def open(self) -> int | None:
         """Find the model; return the most tokens that it takes, or None where it does not say.
 
         Raises:
-            TeacherError: it can't be reached, or has no such model.
+            ScoringError: it can't be reached, or has no such model.
         """
         reply = self._run(self._ask("GET", "/models"))
         try:
             models = {str(model["id"]): model.get("max_model_len") for model in reply["data"]}
         except (KeyError, TypeError, AttributeError) as error:
-            raise TeacherError(
+            raise ScoringError(
                 f"{self.url}/models: got {_shown(reply)}, expected models"
             ) from error
         if self.model is None and len(models) == 1:
             self.model = next(iter(models))
         if self.model not in models:
-            raise TeacherError(
+            raise ScoringError(
                 f"{self.url} has the models {', '.join(sorted(models))}, expected "
                 f"{self.model or 'one alone'}: name one of them (teacher.model)"
             )
@@ -108,7 +108,7 @@ class TeacherClient:
             top: as `score`.
 
         Raises:
-            TeacherError: to the server the ids mean another text, or its numbers are not of the
+            ScoringError: to the server the ids mean another text, or its numbers are not of the
                 tokens that they stand at.
         """
         text = SAMPLE if longest is None else SAMPLE[: max(1, (longest - 2) // 4)]
@@ -116,15 +116,15 @@ class TeacherClient:
         by_text = self._run(self._ask_score(text, top))
         try:
             expected = parse_scores(by_text, tokens, top)
-        except TeacherError as error:
-            raise TeacherError(
+        except ScoringError as error:
+            raise ScoringError(
                 f"{self.url}: its model reads {text!r} as other tokens than these ids: {error}; "
                 "name the directory of its tokenizer (teacher.tokenizer)"
             ) from error
         scored = self.score([tokens], top)[0].logprobs
         apart = float(np.abs(scored - expected.logprobs).max())
         if apart > 0.5:  # nats: batches and low precision make less
-            raise TeacherError(
+            raise ScoringError(
                 f"{self.url}: log-probs of the same tokens differ by {apart:.3g} nats from one "
                 "request to the next: expected the same ones"
             )
@@ -143,7 +143,7 @@ class TeacherClient:
             top: how many of the likeliest tokens are told for each place.
 
         Raises:
-            TeacherError: one has no answer after all tries, or an answer that is not of its tokens.
+            ScoringError: one has no answer after all tries, or an answer that is not of its tokens.
         """
         return _result(self.submit(sequences, top))
 
@@ -197,20 +197,20 @@ class TeacherClient:
                     return reply.json()
                 failure = f"status {reply.status_code}: {_message(reply)}"
                 if reply.status_code < 500 and reply.status_code not in WORTH_REPEATING:
-                    raise TeacherError(f"{self.url}{path} refused a request, {failure}")
+                    raise ScoringError(f"{self.url}{path} refused a request, {failure}")
                 asked_s = _seconds(reply.headers.get("retry-after", ""))
             except TimeoutError:
                 failure = f"no answer in {limits.timeout_s:g} s"
             except ValueError as error:
                 failure = f"an answer that is no JSON: {error}"
             except httpx2.InvalidURL as error:
-                raise TeacherError(f"teacher.url: {self.url!r} is no address: {error}") from error
+                raise ScoringError(f"teacher.url: {self.url!r} is no address: {error}") from error
             except httpx2.HTTPError as error:
                 failure = f"{type(error).__name__}: {error}".rstrip(": ")
             if attempt < limits.retries:
                 await asyncio.sleep(max(asked_s, backoff_s(attempt, random.random())))
         tries = limits.retries + 1
-        raise TeacherError(
+        raise ScoringError(
             f"{self.url}{path} has not answered in {tries} tries; the last: {failure}"
         )
 
@@ -226,7 +226,7 @@ def parse_scores(reply: Any, tokens: Sequence[int], top: int) -> ScoredTokens:
         top: k, how many of the likeliest were asked for.
 
     Raises:
-        TeacherError: the answer is not of these tokens.
+        ScoringError: the answer is not of these tokens.
 
     >>> entries = [None, {"7": {"logprob": -2.5}, "3": {"logprob": -0.25}}]
     >>> parse_scores({"choices": [{"prompt_logprobs": entries}]}, [1, 7], 1).top_ids.tolist()
@@ -235,15 +235,15 @@ def parse_scores(reply: Any, tokens: Sequence[int], top: int) -> ScoredTokens:
     try:
         entries = reply["choices"][0]["prompt_logprobs"]
     except (KeyError, IndexError, TypeError) as error:
-        raise TeacherError(
+        raise ScoringError(
             f"got an answer without prompt_logprobs, expected those of vLLM or jaxrl_llm.serve: "
             f"{_shown(reply)}"
         ) from error
     if not isinstance(entries, list) or len(entries) != len(tokens):
         got = f"{len(entries)} entries" if isinstance(entries, list) else _shown(entries)
-        raise TeacherError(f"prompt_logprobs: got {got}, expected one for each of {len(tokens)}")
+        raise ScoringError(f"prompt_logprobs: got {got}, expected one for each of {len(tokens)}")
     if entries[0] is not None:
-        raise TeacherError(
+        raise ScoringError(
             f"prompt_logprobs: the first entry is {_shown(entries[0])}, expected null: nothing "
             "stands before the first token"
         )
@@ -269,21 +269,21 @@ def _read_entry(
     try:
         logprobs = {int(name): float(told["logprob"]) for name, told in entry.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TeacherError(
+        raise ScoringError(
             f"prompt_logprobs: entry {place} is {_shown(entry)}, expected token ids with logprob"
         ) from error
     if token not in logprobs:
-        raise TeacherError(
+        raise ScoringError(
             f"prompt_logprobs: entry {place} is of the tokens {sorted(logprobs)[:8]}, expected "
             f"token {token}, which stands there"
         )
     if not all(math.isfinite(value) and value <= SLACK_NATS for value in logprobs.values()):
-        raise TeacherError(
+        raise ScoringError(
             f"prompt_logprobs: entry {place} has {_shown(entry)}, expected log-probs: finite, and "
             "at most 0"
         )
     if len(logprobs) < top:
-        raise TeacherError(
+        raise ScoringError(
             f"prompt_logprobs: entry {place} has {len(logprobs)} tokens, expected the {top} "
             "likeliest"
         )

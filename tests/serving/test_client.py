@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl_llm.serving import client as client_module
-from jaxrl_llm.serving.client import RequestLimits, TeacherClient, TeacherError, parse_scores
+from jaxrl_llm.serving.client import RequestLimits, ScoringClient, ScoringError, parse_scores
 
 QUICK = RequestLimits(concurrency=4, timeout_s=0.3, retries=2)
 
@@ -80,7 +80,7 @@ def connect(teacher, serving, monkeypatch):
     with serving(teacher.app()) as address:
 
         def run(**limits):
-            made.append(TeacherClient(f"{address}/v1", limits=QUICK._replace(**limits)))
+            made.append(ScoringClient(f"{address}/v1", limits=QUICK._replace(**limits)))
             made[-1].open()
             return made[-1]
 
@@ -148,7 +148,7 @@ def test_what_does_not_pass_is_an_error_and_nothing_hangs(teacher, connect, fail
     client = connect()
     teacher.behave = lambda body: BROKEN[failure](body) if 66 in body["prompt"] else hang(body)
     begun = time.monotonic()
-    with pytest.raises(TeacherError, match=rf"has not answered in 3 tries; the last: .*{failure}"):
+    with pytest.raises(ScoringError, match=rf"has not answered in 3 tries; the last: .*{failure}"):
         client.score([[1, 2], [66, 1], *([[3, 4]] * 9)])
     assert time.monotonic() - begun < 5
 
@@ -156,17 +156,17 @@ def test_what_does_not_pass_is_an_error_and_nothing_hangs(teacher, connect, fail
 def test_a_refusal_is_not_tried_again(teacher, connect):
     refusal = {"error": {"message": "Requested prompt logprobs of 64, max 20"}}
     teacher.behave = lambda body: JSONResponse(refusal, 400)
-    with pytest.raises(TeacherError, match="refused a request, status 400: Requested prompt log"):
+    with pytest.raises(ScoringError, match="refused a request, status 400: Requested prompt log"):
         connect().score([[5, 9]], 64)
     assert len(teacher.asked) == 1
 
 
 def test_a_server_that_dies_midway_is_an_error(serving, teacher):
     with serving(teacher.app()) as address:
-        client = TeacherClient(f"{address}/v1", limits=QUICK._replace(retries=1))
+        client = ScoringClient(f"{address}/v1", limits=QUICK._replace(retries=1))
         client.open()
         assert len(client.score([[1, 2]])) == 1
-    with pytest.raises(TeacherError, match=r"has not answered in 2 tries; the last: ConnectError"):
+    with pytest.raises(ScoringError, match=r"has not answered in 2 tries; the last: ConnectError"):
         client.score([[1, 2], [3, 4]])
     client.close()
     client.close()  # a second time is none
@@ -180,7 +180,7 @@ def test_closing_gives_up_what_is_asked_for(teacher, connect):
         time.sleep(0.01)
     client.close()
     assert future.cancelled() or future.exception() is not None
-    assert "teacher" not in {thread.name for thread in threading.enumerate()}
+    assert "scoring" not in {thread.name for thread in threading.enumerate()}
 
 
 def answered(entries):
@@ -208,7 +208,7 @@ GOOD = {"7": {"logprob": -2.5}, "3": {"logprob": -0.25}}
     ],
 )
 def test_an_answer_that_is_not_of_the_tokens_is_refused(reply, message):
-    with pytest.raises(TeacherError, match=message):
+    with pytest.raises(ScoringError, match=message):
         parse_scores(reply, [1, 7], 2)
     assert parse_scores(answered([None, GOOD]), [1, 7], 2).top_ids.tolist() == [[0, 0], [3, 7]]
 
@@ -221,7 +221,7 @@ def test_answers_that_are_off_by_one_are_refused(teacher, connect):
         return JSONResponse(answer)
 
     teacher.behave = shift
-    with pytest.raises(TeacherError, match=r"entry 1 is of the tokens .* expected token 9"):
+    with pytest.raises(ScoringError, match=r"entry 1 is of the tokens .* expected token 9"):
         connect().score([[5, 9, 2]])
 
 
@@ -235,10 +235,10 @@ def test_another_vocabulary_is_found_by_a_known_text(teacher, connect):
     assert teacher.asked[0]["prompt"] == client_module.SAMPLE
     client.check_tokens(encode, longest=24, top=0)  # the text is cut to what has room
     teacher.encode = lambda text: [byte + 1 for byte in text.encode()]
-    with pytest.raises(TeacherError, match=r"other tokens than these ids.*teacher\.tokenizer"):
+    with pytest.raises(ScoringError, match=r"other tokens than these ids.*teacher\.tokenizer"):
         client.check_tokens(encode, longest=512, top=0)
     teacher.encode = lambda text: list(text.encode())[::2]
-    with pytest.raises(TeacherError, match=r"other tokens than these ids.*teacher\.tokenizer"):
+    with pytest.raises(ScoringError, match=r"other tokens than these ids.*teacher\.tokenizer"):
         client.check_tokens(encode, longest=512, top=0)
 
 
@@ -252,7 +252,7 @@ def test_a_server_that_scores_ids_otherwise_than_their_text_is_refused(teacher, 
         return JSONResponse(answer)
 
     teacher.behave = doubled
-    with pytest.raises(TeacherError, match=r"differ by 2\.25 nats"):
+    with pytest.raises(ScoringError, match=r"differ by 2\.25 nats"):
         connect().check_tokens(lambda text: list(text.encode()), longest=None, top=0)
 
 
@@ -260,12 +260,12 @@ def test_a_model_that_is_not_there_is_named(teacher, connect):
     client = connect()
     assert (client.model, client.open()) == ("tiny", 512)
     client.model = "large"
-    with pytest.raises(TeacherError, match="has the models tiny, expected large"):
+    with pytest.raises(ScoringError, match="has the models tiny, expected large"):
         client.open()
 
 
 def test_an_address_that_is_none_is_refused():
-    client = TeacherClient("localhost:8000/v1", limits=QUICK._replace(retries=0))
-    with pytest.raises(TeacherError, match="localhost:8000/v1"):
+    client = ScoringClient("localhost:8000/v1", limits=QUICK._replace(retries=0))
+    with pytest.raises(ScoringError, match="localhost:8000/v1"):
         client.open()
     client.close()

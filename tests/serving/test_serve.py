@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.client import RequestLimits, TeacherClient, parse_scores
+from jaxrl_llm.serving.client import RequestLimits, ScoringClient, parse_scores
 from jaxrl_llm.serving.metrics import COUNTERS, GAUGES
 from jaxrl_llm.serving.requests import choice_seeds
 
@@ -198,7 +198,7 @@ def test_logprobs_are_those_of_transformers(client, model):
 
 def test_prompts_are_scored_as_by_transformers(client, address, model):
     prompts = random_prompts(3, seed=6)
-    scorer = TeacherClient(f"{address}/v1", api_key="secret", limits=RequestLimits())
+    scorer = ScoringClient(f"{address}/v1", api_key="secret", limits=RequestLimits())
     assert scorer.open() == 96
     scored = scorer.score(prompts, 3)
     scorer.close()

@@ -19,7 +19,7 @@ from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.vllm.environment import HOME
-from jaxrl_llm.serving.client import SAMPLE, RequestLimits, TeacherClient, TeacherError
+from jaxrl_llm.serving.client import SAMPLE, RequestLimits, ScoringClient, ScoringError
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -99,7 +99,7 @@ def url(params, tmp_path_factory):
 
 def test_a_known_text_has_the_trainers_log_probs(url, params):
     tokenizer = load_tokenizer(QUICKSTART)
-    client = TeacherClient(url, limits=RequestLimits(concurrency=2, timeout_s=60))
+    client = ScoringClient(url, limits=RequestLimits(concurrency=2, timeout_s=60))
     assert (client.open(), client.model) == (LONGEST, "teacher")
     client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=LONGEST, top=4)
     tokens = tokenizer(SAMPLE)["input_ids"]
@@ -113,6 +113,6 @@ def test_a_known_text_has_the_trainers_log_probs(url, params):
         np.testing.assert_allclose(scored.logprobs[1:], own, atol=1e-4)
         best = np.sort(expected)[:, ::-1][:, :top]
         np.testing.assert_allclose(scored.top_logprobs[1:], best, atol=1e-4)
-    with pytest.raises(TeacherError, match="status 400"):
+    with pytest.raises(ScoringError, match="status 400"):
         client.score([tokens * 3])
     client.close()
