@@ -56,15 +56,17 @@ def align_bytes(left: Sequence[bytes], right: Sequence[bytes]) -> Alignment:
     >>> align_bytes([b"a ", b"cat"], [b"a", b" ", b"cat"]).right.tolist()
     [0, 0, 1]
     """
-    ends = [np.cumsum([len(token) for token in side], dtype=np.int64) for side in (left, right)]
-    shared = np.intersect1d(*ends)
+    ends, others = (
+        np.cumsum([len(token) for token in side], dtype=np.int64) for side in (left, right)
+    )
+    shared = np.intersect1d(ends, others)
     shared = shared[(shared > 0) & (shared <= _count_equal(b"".join(left), b"".join(right)))]
 
     def number(end: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         spans = np.searchsorted(shared, end)
         return np.where(spans < len(shared), spans, UNALIGNED).astype(np.int32)
 
-    return Alignment(number(ends[0]), number(ends[1]))
+    return Alignment(number(ends), number(others))
 
 
 def _count_equal(one: bytes, other: bytes) -> int:
