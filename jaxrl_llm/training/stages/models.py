@@ -13,6 +13,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.precision import agreement_tolerance
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
@@ -33,11 +34,11 @@ class ModelPass(NamedTuple):
 
     Attributes:
         timer: name of its time in the metrics.
-        run: (states, batch, step) -> the batch with more fields, and metrics.
+        run: (states, batch, its answers, step) -> the batch with more fields, and metrics.
     """
 
     timer: str
-    run: Callable[[States, Batch, int], tuple[Batch, dict[str, float]]]
+    run: Callable[[States, Batch, Rollouts, int], tuple[Batch, dict[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,10 @@ def old_logprob_pass(config: TrainConfig, actor: Role) -> ModelPass:
         probe_tokens=config.batch.max_tokens_per_device,
     )
 
-    def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del rollouts
         with on_device(states[actor.name].params) as params:
             batch, probe = add(params, batch)
         tolerance, keeps_cache = agreement_tolerance(rollout), rollout.at_push == "keep"
@@ -133,8 +137,10 @@ def canary_check(
 def reference_pass(reference: Callable[[Batch], dict[str, np.ndarray]]) -> ModelPass:
     """Return the pass that adds the reference's log-probs."""
 
-    def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
-        del states, step
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del states, rollouts, step
         return batch.add(ref_logprobs=reference(batch)["logprobs"]), {}
 
     return ModelPass("ref", run)
@@ -143,8 +149,10 @@ def reference_pass(reference: Callable[[Batch], dict[str, np.ndarray]]) -> Model
 def role_pass(timer: str, role: Role, fields: dict[str, str]) -> ModelPass:
     """Return the pass that adds fields of a batch, by the names of a role's results."""
 
-    def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
-        del step
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del rollouts, step
         with on_device(states[role.name].params) as params:
             results = role.infer(params, batch)
         return batch.add(**{field: results[name] for field, name in fields.items()}), {}
