@@ -37,7 +37,12 @@ from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
 from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
-from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers, teacher_passes
+from jaxrl_llm.training.teachers import (
+    check_teacher_sources,
+    held_params,
+    open_teachers,
+    teacher_passes,
+)
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -72,7 +77,7 @@ def build_stages(
     models, trainable = build_models(config, functions, model, layouts)
     compile_first_step(config, functions, model.model, models, layouts)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
-    teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
+    teachers = open_teachers(config, functions, tokens, model.model, layouts.teacher, stack)
     models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
@@ -89,7 +94,7 @@ def build_stages(
     )
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
-    frozen = {f"teacher.path: {teacher.path}": teacher.params for teacher in teachers.values()}
+    frozen = held_params(teachers)
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
     validate = make_validation(

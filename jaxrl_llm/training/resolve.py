@@ -252,14 +252,18 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
 def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
     """Refuse a teacher that no function asks for, none where one does, and tempered samples."""
     asked = sorted(needs & fields_of_model("teacher"))
-    if asked and config.teacher.path is None:
-        raise ConfigError(f"teacher.path is not set, but a function asks for {asked[0]!r}")
+    if asked and config.teacher.path is None and config.teacher.url is None:
+        raise ConfigError(
+            f"teacher.path is not set, but a function asks for {asked[0]!r}: name a teacher there, "
+            "or in teacher.url"
+        )
     if not asked and config.teacher != TeacherConfig():
         fields = " or ".join(sorted(fields_of_model("teacher")))
         raise ConfigError(
             f"teacher is set, but no function asks for {fields}: remove it, or name an advantage "
             "that does, as reverse_kl"
         )
+    check_teacher_keys(config)
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampled = {key: getattr(config.rollout, key) for key in plain}
     changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]
@@ -267,6 +271,30 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
         raise ConfigError(
             f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
             "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
+        )
+
+
+def check_teacher_keys(config: TrainConfig) -> None:
+    """Refuse keys of a teacher that contradict each other, or that nothing would read."""
+    teacher, default = config.teacher, TeacherConfig()
+    if teacher.path is not None and teacher.url is not None:
+        raise ConfigError(
+            "teacher.path and teacher.url are both set: a teacher stands in one place"
+        )
+    readers = {
+        "url": ("model", "api_key", "concurrency", "timeout_s", "retries"),
+        "tokenizer": ("chat_template_kwargs", "max_tokens"),
+    }
+    for reader, keys in readers.items():
+        changed = [key for key in keys if getattr(teacher, key) != getattr(default, key)]
+        if getattr(teacher, reader) is None and changed:
+            raise ConfigError(
+                f"teacher.{changed[0]} is set, but teacher.{reader} is not: nothing reads it"
+            )
+    if teacher.tokenizer is not None and config.rollout.has_episodes:
+        raise ConfigError(
+            "teacher.tokenizer is set, but rollout has tools, an environment or an agent: only "
+            "plain answers can be written in another tokenizer's tokens"
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class SequenceTeacher:
         retokenize: writes answers in the teacher's tokens; None: it has the policy's.
         longest: the most tokens of a sequence; None: whatever the policy draws has room.
         top: how many of the likeliest tokens it tells for each place.
+        model: the teacher, where it stands in this process.
     """
 
     name: str
@@ -40,6 +42,7 @@ class SequenceTeacher:
     retokenize: Retokenizer | None = None
     longest: int | None = None
     top: int = 0
+    model: Any = None
 
     def __call__(self, batch: Batch, rollouts: Rollouts) -> Fields:
         """Return fields of a batch of answers; see `begin`."""

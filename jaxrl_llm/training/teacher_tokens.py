@@ -17,6 +17,8 @@ from jaxrl_llm.training.stages.rollout import PolicyTokens
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
 """The end of a prompt after which an answer begins inside its reasoning."""
 
+ASKED = [{"role": "user", "content": "Go on."}]
+
 TAIL_TOKENS = 16
 """Tokens of a prompt, at its end, in which that is looked for."""
 
@@ -70,6 +72,9 @@ class Retokenizer:
         teacher: those of the teacher.
         template_kwargs: variables of the teacher's chat template.
 
+    Attributes:
+        teacher: its tokenizer.
+
     Raises:
         ValueError: the teacher's tokenizer has no chat template that ends a turn.
     """
@@ -81,14 +86,15 @@ class Retokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Find out how the teacher's template ends a turn."""
-        self._policy, self._teacher = policy.tokenizer, teacher.tokenizer
+        self._policy, self.teacher = policy.tokenizer, teacher.tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._special = special_tokens(self._policy)
-        self._vocabularies = Vocabulary(self._policy), Vocabulary(self._teacher)
-        self._is_same = self._policy.get_vocab() == self._teacher.get_vocab()
-        turns = TurnTemplate(self._teacher, teacher.stops, template_kwargs=self._template_kwargs)
+        self._vocabularies = Vocabulary(self._policy), Vocabulary(self.teacher)
+        self._is_same = self._policy.get_vocab() == self.teacher.get_vocab()
+        turns = TurnTemplate(self.teacher, teacher.stops, template_kwargs=self._template_kwargs)
+        encode_prompt(self.teacher, ASKED, **self._template_kwargs)  # refuses unknown variables
         self._last: tuple[Prompt, _Rendered] | None = None
-        self._end = turns.following([{"role": "user", "content": "Go on."}], closed=False)[0]
+        self._end = turns.following(ASKED, closed=False)[0]
 
     def __call__(self, prompt: Prompt, episode: Episode) -> TeacherSequence:
         """Write one answer in the teacher's tokens.
@@ -119,10 +125,10 @@ class Retokenizer:
                 "needs its messages"
             )
         given = self._policy.decode(prompt.tokens[-TAIL_TOKENS:], skip_special_tokens=False)
-        wanted = render_prompt(self._teacher, prompt.messages, **self._template_kwargs)
+        wanted = render_prompt(self.teacher, prompt.messages, **self._template_kwargs)
         opened = [OPEN_REASONING.search(text) for text in (given, wanted)]
         rendered = _Rendered(
-            tuple(encode_prompt(self._teacher, prompt.messages, **self._template_kwargs)),
+            tuple(encode_prompt(self.teacher, prompt.messages, **self._template_kwargs)),
             opened[0][0] if opened[0] and not opened[1] else "",
             opened[1][0] if opened[1] and not opened[0] else "",
         )
@@ -150,14 +156,14 @@ class Retokenizer:
 
     def _encode(self, text: str) -> list[int]:
         """Encode a text; what looks like a special token in it is none."""
-        encoded = self._teacher(text, add_special_tokens=False, split_special_tokens=True)
+        encoded = self.teacher(text, add_special_tokens=False, split_special_tokens=True)
         return list(encoded["input_ids"]) if text else []
 
     def _pieces(self, side: int, tokens: Sequence[int]) -> list[bytes]:
         """Return what each token of a text stands for; a text may lose its first space."""
         pieces = [self._vocabularies[side].bytes_of(token) for token in tokens]
         if pieces and pieces[0].startswith(b" "):
-            first = (self._policy, self._teacher)[side].decode(tokens[:1])
+            first = (self._policy, self.teacher)[side].decode(tokens[:1])
             if f" {first}".encode() == pieces[0]:
                 pieces[0] = pieces[0][1:]
         return pieces
