@@ -30,6 +30,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "actor/kl_loss": "its part that keeps the policy near the reference",
         "actor/entropy_loss": "its part that rewards entropy",
         "teacher/reverse_kl": "how far the policy is from its teacher, in nats",
+        "teacher/left_out": "share of tokens that the teacher tells nothing of",
         "teacher/reverse_kl/*": "the same of one teacher's answers",
         "train/loss": "the loss: of supervised training −log π of the answers' tokens, in nats",
         "val/loss": "the same of held-out rows",
