@@ -208,6 +208,7 @@ PRODUCERS = {  # what a function needs besides its name, by the field that it as
     "high_covariance": "algorithm.high_covariance=select_kl_cov",
     "score_components": "reward.components=[a]",
     "teacher_logprobs": "teacher.path=t",
+    "teacher_mask": "teacher.path=t",
 }
 READERS = {  # what makes a run read a section
     "critic": "algorithm.advantage=gae_whitened",

@@ -275,9 +275,8 @@ class TeacherPass:
                 metrics[f"teacher/reverse_kl/{source}"] = mean_apart(part.add(**results))
         batch = batch.add(**fields)
         metrics["teacher/reverse_kl"] = mean_apart(batch)
-        if any(isinstance(teacher, SequenceTeacher) for teacher in self._teachers.values()):
-            told = batch["teacher_mask"][batch["mask"]]
-            metrics["teacher/left_out"] = float(1 - told.mean()) if told.size else 0.0
+        told = batch["teacher_mask"][batch["mask"]]
+        metrics["teacher/left_out"] = float(1 - told.mean()) if told.size else 0.0
         return batch, metrics
 
     def _shares(self, rollouts: Rollouts) -> Iterator[tuple[str, AnyTeacher, np.ndarray]]:

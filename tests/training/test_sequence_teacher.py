@@ -10,6 +10,7 @@ from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
 from jaxrl_llm.training.sequence_teacher import SequenceTeacher, UnalignedError
 from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_tokens import Retokenizer
+from jaxrl_llm.training.teachers import teacher_passes
 from tests.training.tokenizers import byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]
@@ -146,3 +147,31 @@ def test_what_is_cut_is_left_out_and_nothing_at_all_is_an_error(other):
     with pytest.raises(UnalignedError, match=r"the teacher: not one of .* tokens of the answers"):
         none(batch, rollouts)
     assert len(given) == 2  # nothing was asked for
+
+
+def test_servers_are_asked_before_other_passes_each_for_its_sources_answers():
+    prompts = [Prompt(i, (9, 8), data_source=name) for i, name in enumerate("abab")]
+    batch, rollouts = answers(prompts[0], [[5, 6, 7], [6], [7, 5], [5, 5]])
+    rollouts = rollouts._replace(prompts=prompts)
+    submits = {source: telling(lambda token, cost=cost: -cost) for source, cost in COSTS.items()}
+    teachers = {
+        source: SequenceTeacher(name=source, submit=submit)
+        for source, (submit, _) in submits.items()
+    }
+    (teacher_pass,) = teacher_passes(teachers)
+    teacher_pass.begin(batch, rollouts)
+    given = {source: asked for source, (_, asked) in submits.items()}
+    expected = {"a": [(9, 8, 5, 6, 7), (9, 8, 7, 5)], "b": [(9, 8, 6), (9, 8, 5, 5)]}
+    assert given == expected
+    told, metrics = teacher_pass.run({}, batch, rollouts, 1)
+    assert given == expected  # nobody was asked twice
+    costs = np.array([[COSTS[prompt.data_source]] for prompt in prompts])
+    np.testing.assert_allclose(told["teacher_logprobs"][:, 2:5], -costs * batch["mask"][:, 2:5])
+    apart = (batch["rollout_logprobs"] + costs)[batch["mask"]]
+    assert metrics["teacher/reverse_kl"] == pytest.approx(apart.mean())
+    teacher_pass.run({}, batch, rollouts, 2)  # as canaries and notebooks may, without a beginning
+    assert given["a"] == 2 * expected["a"]
+    assert teacher_passes({}) == []
+
+
+COSTS = {"a": 2.0, "b": 3.0}
