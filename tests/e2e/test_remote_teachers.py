@@ -1,6 +1,5 @@
 """Distillation from a teacher on a server, and from one with another tokenizer."""
 
-import contextlib
 import json
 import shutil
 
@@ -9,17 +8,13 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from starlette.responses import JSONResponse
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.serve import open_served_model
-from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.training.resolve import resolve_functions
 from tests.guarded import UPDATE
-from tests.listening import listening
+from tests.listening import serving_model
 from tests.training.tokenizers import byte_level
 
 pytestmark = pytest.mark.guards(*UPDATE, "jaxrl_llm/serving/")
@@ -57,36 +52,9 @@ def foreigner(workshop):
     return folder
 
 
-@contextlib.contextmanager
-def serving(folder):
-    """Serve a model by this library's own engine; yield the URL, and what counts its answers."""
-    config = from_tree(
-        ServeConfig,
-        {"model": str(folder), "name": "teacher", "mesh": {"rollout": {"devices": 1}}}
-        | {"max_running_sequences": 8, "max_tokens": 64},
-    )
-    served, engine = open_served_model(config)
-    app = make_app(engine, served, config.limits, None)
-
-    async def gate(scope, receive, send):
-        if scope["type"] == "http" and scope["path"] == "/v1/completions":
-            gate.left -= 1
-        if gate.left < 0:
-            await JSONResponse({"error": {"message": "lost"}}, 503)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    gate.left = 10**6
-    try:
-        with listening(gate) as address:
-            yield f"{address}/v1", gate
-    finally:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def server(teacher):
-    with serving(teacher) as (url, gate):
+    with serving_model(teacher) as (url, gate):
         yield url, gate
 
 
@@ -142,7 +110,7 @@ def test_a_teacher_with_another_tokenizer_is_compared_over_texts(run, foreigner)
         assert sum(row["advantages"]) == pytest.approx(total, abs=1e-3)
     assert any(len(set(np.round(row["advantages"], 4))) > 1 for row in rows)
     assert here.metrics[1]["teacher/left_out"] == 0
-    with serving(foreigner) as (url, _):
+    with serving_model(foreigner) as (url, _):
         there = run(*words, f"teacher.url={url}").ok()
     for one, other in zip(rows, dumped(there), strict=True):
         assert one["tokens"] == other["tokens"]
@@ -150,7 +118,7 @@ def test_a_teacher_with_another_tokenizer_is_compared_over_texts(run, foreigner)
 
 
 def test_other_tokens_are_found_before_the_first_step(run, foreigner):
-    with serving(foreigner) as (url, _):
+    with serving_model(foreigner) as (url, _):
         result = run(*DISTILL, f"teacher.url={url}")
     assert result.status != 0
     assert "other tokens than these ids" in result.err and "teacher.tokenizer" in result.err
