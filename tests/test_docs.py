@@ -20,6 +20,7 @@ import yaml
 from jaxrl_llm.algorithms import (
     advantages,
     correction,
+    divergences,
     kl,
     logprobs,
     losses,
@@ -66,6 +67,7 @@ KINDS = {
     "Losses": losses,
     "Reductions": reduce,
     "KL": kl,
+    "Divergences": divergences,
     "Penalties and filters": shaping,
     "Off-policy corrections": correction,
     "Value and reward-model losses": values,
@@ -209,12 +211,16 @@ PRODUCERS = {  # what a function needs besides its name, by the field that it as
     "score_components": "reward.components=[a]",
     "teacher_logprobs": "teacher.path=t",
     "teacher_mask": "teacher.path=t",
+    "teacher_ids": "teacher={path: t, top_k: 4}",
+    "teacher_top_logprobs": "teacher={path: t, top_k: 4}",
 }
 READERS = {  # what makes a run read a section
     "critic": "algorithm.advantage=gae_whitened",
     "implicit_reward_model": "algorithm.advantage=prime",
     "reward.components": "algorithm.advantage=gdpo",
     "teacher": "algorithm.advantage=reverse_kl",
+    "teacher.top_k": "algorithm.distillation=forward_kl_divergence",
+    "algorithm.distillation": "teacher.path=t",
     "algorithm.high_covariance": "algorithm.loss=kl_cov",
 }
 
@@ -295,8 +301,9 @@ def test_trls_arguments_exist():
     if find_spec("trl") is None or version("trl") not in read("docs/coming_from_trl.md"):
         pytest.skip("the page's version of trl is not installed")
     files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
-    files += ("dpo_config", "kto_config", "reward_config")
+    files += ("dpo_config", "kto_config", "reward_config", "distillation_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
+    paths += ["trl.experimental.gkd.gkd_config"]
     folders = {
         name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
     }
@@ -598,7 +605,8 @@ def written(tmp_path_factory):
         rollout.agent={folder}/playing.py:play rollout.tools=[{folder}/playing.py:go_wrong]
         rollout.environment={folder}/playing.py:listen rollout.max_new_tokens=64
         rollout.tool_process.timeout_s=1 rollout.tool_process.retries=0
-        reward.workers=0 teacher.path.arithmetic={folder}/model
+        reward.workers=0 teacher.path.arithmetic={folder}/model teacher.top_k=2
+        algorithm.distillation=generalized_jsd
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1

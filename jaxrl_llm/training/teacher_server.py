@@ -47,7 +47,7 @@ def open_server_teacher(
         raise ConfigError("teacher.url needs httpx2: pip install -e '.[teacher]'")
     from jaxrl_llm.serving.client import RequestLimits, ScoringClient
 
-    asked = config.teacher
+    asked, top = config.teacher, config.teacher.top_k or 0
     retokenize = None if own is None else open_retokenizer(config, own, tokens)
     limits = RequestLimits(asked.concurrency, asked.timeout_s, asked.retries)
     key = asked.api_key or os.environ.get(API_KEY_OF_TEACHER) or None
@@ -65,16 +65,16 @@ def open_server_teacher(
     tokenizer = tokens.tokenizer if retokenize is None else retokenize.teacher
 
     def check() -> None:
-        client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=room, top=0)
+        client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=room, top=top)
 
     def submit(sequences: Sequence[Sequence[int]]) -> Callable[[], list[ScoredTokens]]:
         if not distributed.is_first():
             return lambda: distributed.run_on_first(list)
-        future = client.submit(sequences)
+        future = client.submit(sequences, top)
         return lambda: distributed.run_on_first(future.result)
 
     distributed.run_on_first(check)
-    return SequenceTeacher(name=url, submit=submit, retokenize=retokenize, longest=longest)
+    return SequenceTeacher(name=url, submit=submit, retokenize=retokenize, longest=longest, top=top)
 
 
 def open_retokenizer(config: TrainConfig, own: str, tokens: PolicyTokens) -> Retokenizer:

@@ -12,27 +12,20 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import VOCABULARIES
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.parameters import compute_dtypes, declare
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import ScoredTokens
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
-from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.training.distillation import top_pass
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.load_model import forward_config, read_model
-from jaxrl_llm.training.reward_model import check_same_tokens
 from jaxrl_llm.training.sequence_teacher import SequenceTeacher
 from jaxrl_llm.training.stages.models import ModelPass, States
 from jaxrl_llm.training.stages.rollout import PolicyTokens
+from jaxrl_llm.training.teacher_model import TeacherModel, open_teacher_model
 from jaxrl_llm.training.teacher_server import (
     longest_for_teacher,
     open_retokenizer,
@@ -57,23 +50,29 @@ class Teacher:
     Attributes:
         path: Hugging Face directory that it was loaded from.
         params: in the compute dtype; on the host, where it waits there.
-        infer: (params, batch) -> `logprobs` [B T] at temperature 1.
+        infer: (params, batch) -> `logprobs` [B T] at temperature 1, and what else the batch gets.
         vocab_size: tokens that it knows.
+        model: what the policy's update runs; None where it runs none.
+        is_asked: whether a function asks for what it says of the answers.
     """
 
     path: str
     params: Params
     infer: Callable[[Params, Batch], dict[str, np.ndarray]]
     vocab_size: int
+    model: TeacherModel | None = None
+    is_asked: bool = True
 
     def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
-        """Return fields of a batch of answers: `teacher_logprobs` and `teacher_mask`, [B T].
+        """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
 
         Raises:
             TeacherError: a token is beyond the teacher's vocabulary.
         """
         del rollouts
-        return {"teacher_logprobs": self.logprobs(batch), "teacher_mask": batch["mask"]}
+        results = self._infer(batch)
+        logprobs = results.pop("logprobs")
+        return {"teacher_logprobs": logprobs, "teacher_mask": batch["mask"], **results}
 
     def score(self, sequences: Sequence[Sequence[int]], longest: int) -> list[ScoredTokens]:
         """Return the log-probs of the tokens of sequences, none longer than so many tokens."""
@@ -83,14 +82,14 @@ class Teacher:
         for row, sequence in zip(tokens, sequences, strict=True):
             row[: len(sequence)] = sequence
         sizes = np.array([len(sequence) for sequence in sequences], np.int32)
-        logprobs = self.logprobs(Batch(tokens, sizes, {}))
+        logprobs = self._infer(Batch(tokens, sizes, {}))["logprobs"]
         return [
             ScoredTokens(row[:size], np.zeros((size, 0), np.int32), np.zeros((size, 0), np.float32))
             for row, size in zip(logprobs, sizes.tolist(), strict=True)
         ]
 
-    def logprobs(self, batch: Batch) -> np.ndarray:
-        """Return the log-probs of a batch's tokens [B T].
+    def _infer(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return what it says of a batch's tokens.
 
         Raises:
             TeacherError: a token is beyond the teacher's vocabulary.
@@ -102,7 +101,7 @@ class Teacher:
                 f"{self.vocab_size} tokens"
             )
         with on_device(self.params) as params:
-            return self.infer(params, batch)["logprobs"]
+            return self.infer(params, batch)
 
 
 AnyTeacher: TypeAlias = Teacher | SequenceTeacher
@@ -133,7 +132,7 @@ def open_teachers(
     """
     asked = config.teacher
     named = asked.url if asked.path is None else asked.path
-    if not functions.needs_teacher or named is None:
+    if not (functions.needs_teacher or functions.runs_teacher_in_update) or named is None:
         return {}
     opened: dict[Any, AnyTeacher] = {}
     teachers = {}
@@ -143,9 +142,13 @@ def open_teachers(
         if key not in opened and asked.path is None:
             opened[key] = open_server_teacher(config, *key, tokens, stack)
         elif key not in opened and own is not None:
-            opened[key] = open_retokenized(config, where, own, tokens, layout)
+            opened[key] = open_retokenized(config, where, own, tokens, actor, layout)
         elif key not in opened:
-            opened[key] = open_teacher(config, where, tokens.tokenizer, actor, layout)
+            teacher = open_teacher(config, where, tokens.tokenizer, actor, layout)
+            inside = teacher.model if functions.runs_teacher_in_update else None
+            opened[key] = dataclasses.replace(
+                teacher, model=inside, is_asked=functions.needs_teacher
+            )
         teachers[source] = opened[key]
     return teachers
 
@@ -159,44 +162,27 @@ def of_source(value: str | Mapping[str, str] | None, source: str) -> str | None:
     return value.get(source) if isinstance(value, Mapping) else value
 
 
-@activity("loading a teacher")
 def open_teacher(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
 ) -> Teacher:
     """Load a teacher that has the policy's tokens; see `open_teachers`."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     with config_errors_at("teacher.path"):
-        spec = read_teacher(path)
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        if spec.max_positions is not None and spec.max_positions < longest:
-            raise ValueError(
-                f"{path} has {spec.max_positions} positions, but the longest sequence is "
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
-            )
-        if any((resolve(path) / name).is_file() for name in VOCABULARIES):
-            try:
-                check_same_tokens(path, tokenizer)  # the number of padded ones may differ
-            except ValueError as error:
-                raise ValueError(f"{error}; or set teacher.tokenizer to {path}") from error
-        elif spec.vocab_size != actor.vocab_size:
-            raise ValueError(
-                f"{path} has no tokenizer and vocab_size={spec.vocab_size}, expected the policy's "
-                f"{actor.vocab_size}"
-            )
-    return place_teacher(config, path, spec, layout, longest)
+        model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
+    return as_teacher(config, path, model, layout, longest)
 
 
-@activity("loading a teacher")
 def open_retokenized(
-    config: TrainConfig, path: str, own: str, tokens: PolicyTokens, layout: Layout
+    config: TrainConfig, path: str, own: str, tokens: PolicyTokens, actor: Model, layout: Layout
 ) -> SequenceTeacher:
     """Load a teacher that has the tokenizer of the directory `own`; see `open_teachers`."""
     retokenize = open_retokenizer(config, own, tokens)
     with config_errors_at("teacher.path"):
-        spec = read_teacher(path)
-    longest = longest_for_teacher(config, spec.max_positions)
+        model = open_teacher_model(path, config.model, None, actor, layout, longest=0)
+    longest = longest_for_teacher(config, model.forward.model.max_positions)
     if config.mesh.train.context == 1:
         longest = min(longest, config.batch.max_tokens_per_device)
-    teacher = place_teacher(config, path, spec, layout, longest)
+    teacher = as_teacher(config, path, model, layout, longest)
 
     def submit(sequences: Sequence[Sequence[int]]) -> Callable[[], list[ScoredTokens]]:
         return lambda: teacher.score(sequences, longest)
@@ -206,35 +192,27 @@ def open_retokenized(
     )
 
 
-def read_teacher(path: str) -> ModelSpec:
-    """Read what a teacher is.
-
-    Raises:
-        ValueError: it is no language model.
-    """
-    spec = read_spec(path)
-    if spec.value_head or spec.reward_head:
-        raise ValueError(f"{path} ends in a value head, expected a language model")
-    return spec
-
-
-def place_teacher(
-    config: TrainConfig, path: str, spec: ModelSpec, layout: Layout, longest: int
+def as_teacher(
+    config: TrainConfig, path: str, model: TeacherModel, layout: Layout, longest: int
 ) -> Teacher:
-    """Load a teacher in the compute dtype, for sequences of so many tokens."""
-    with config_errors_at("teacher.path"):
-        model = read_model(path, spec, layout)
-    params = model.params
-    if config.model.dtype != "float32":
-        dtypes = compute_dtypes(spec, config.model.dtype)
-        params = reshard(params, layout.of(declare(spec)), dtype=dtypes)
+    """Return a loaded teacher with its pass over sequences of so many tokens."""
     if config.offload.teacher:
-        params = to_host(params)
-    plain = dataclasses.replace(config.model, router_loss_coef=0.0)
-    forward = forward_config(plain, model.model, layout)
-    shape = microbatch_shape(config, forward, layout, longest)
-    infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
-    return Teacher(path=path, params=params, infer=infer, vocab_size=spec.vocab_size)
+        model = model._replace(params=to_host(model.params))
+    shape = microbatch_shape(config, model.forward, layout, longest)
+    forward, count = model.forward.over(shape), config.teacher.top_k
+    infer = (
+        logprob_pass(forward, shape, layout.mesh, ("logprobs",))
+        if count is None
+        else top_pass(forward, shape, layout.mesh, count=count, vocab=model.vocab)
+    )
+    size = model.forward.model.vocab_size
+    return Teacher(path=path, params=model.params, infer=infer, vocab_size=size, model=model)
+
+
+def run_in_update(teachers: Mapping[str, AnyTeacher]) -> TeacherModel | None:
+    """Return the teacher that the policy's update runs, if it runs one."""
+    here = (teacher for teacher in teachers.values() if isinstance(teacher, Teacher))
+    return next((teacher.model for teacher in here if teacher.model), None)
 
 
 class TeacherPass:
@@ -290,7 +268,8 @@ class TeacherPass:
 def teacher_passes(teachers: Mapping[str, AnyTeacher]) -> list[ModelPass]:
     """Return the pass of the teachers by data source, if there are any."""
     made = TeacherPass(teachers)
-    return [ModelPass("teacher", made.run, made.begin)] if teachers else []
+    asked = [t for t in teachers.values() if isinstance(t, SequenceTeacher) or t.is_asked]
+    return [ModelPass("teacher", made.run, made.begin)] if asked else []
 
 
 def mean_apart(batch: Batch) -> float:

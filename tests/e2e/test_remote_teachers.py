@@ -76,6 +76,15 @@ def test_a_teacher_on_a_server_is_the_one_in_this_process(run, server, teacher):
             np.testing.assert_allclose(other["advantages"], one["advantages"], atol=1e-4)
 
 
+def test_a_servers_likeliest_tokens_are_those_of_the_teacher_in_this_process(run, server, teacher):
+    words = ("algorithm.loss=null", "algorithm.distillation=forward_kl_divergence", "steps=1")
+    words += ("teacher.top_k=5",)
+    here = run(*words, f"teacher.path={teacher}").ok().metrics[1]
+    there = run(*words, f"teacher.url={server[0]}").ok().metrics[1]
+    for name in ("divergence/mean", "teacher_top_mass", "top1_agreement", "grad_norm"):
+        assert there[f"actor/{name}"] == pytest.approx(here[f"actor/{name}"], rel=1e-3, abs=1e-5)
+
+
 def test_a_server_that_is_lost_midway_ends_the_run(run, server):
     url, gate = server
     gate.left = 2 + 40  # of the check, of the first step's 32 and some of the second's
@@ -153,4 +162,22 @@ def test_episodes_keep_to_a_teacher_of_their_own_tokens():
         | {"algorithm": {"advantage": "reverse_kl"}},
     )
     with pytest.raises(ConfigError, match="only plain answers can be written"):
+        resolve_functions(config)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"url": "u", "tokenizer": "t", "top_k": 4}, "are both set: the likeliest tokens"),
+        ({"url": "u"}, r"teacher\.url is set, but over the whole vocabulary .* set teacher\.top_k"),
+        ({"path": "u", "tokenizer": "t"}, r"teacher\.tokenizer is set, but over the whole vocab"),
+    ],
+)
+def test_what_the_update_cannot_compare_is_refused(tree, message):
+    config = from_tree(
+        TrainConfig,
+        {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "teacher": tree}
+        | {"algorithm": {"distillation": "forward_kl_divergence"}},
+    )
+    with pytest.raises(ConfigError, match=message):
         resolve_functions(config)

@@ -8,7 +8,10 @@ from jaxrl_llm.config.keys import STRICT, Number, PerSource, Section, Table
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TeacherConfig(Section):
-    """The models that the policy learns from, where a function asks for teacher_logprobs."""
+    """The models that the policy learns from, where a function asks for teacher_logprobs.
+
+    They are also asked for by algorithm.distillation.
+    """
 
     path: PerSource | None = Field(
         default=None,
@@ -55,4 +58,13 @@ class TeacherConfig(Section):
     timeout_s: Number = Field(default=120.0, gt=0, description="seconds for an answer of url")
     retries: int = Field(
         default=4, ge=0, description="further tries of a request that url refuses for now or loses"
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "likeliest tokens of which a teacher gives the log-probs, for algorithm.distillation "
+            "or a function that asks for teacher_top_logprobs; null: distillation compares the "
+            "whole vocabulary, where the policy is trained"
+        ),
     )
