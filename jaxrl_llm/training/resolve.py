@@ -279,10 +279,10 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url"
         )
     if not asked and config.teacher != TeacherConfig():
-        fields = " or ".join(sorted(fields_of_model("teacher")))
         raise ConfigError(
-            f"teacher is set, but no function asks for {fields}: remove it, or name an advantage "
-            "that does, as reverse_kl, or algorithm.distillation"
+            "teacher is set, but no function asks for teacher_logprobs, and there is no "
+            "algorithm.distillation: remove it, or name an advantage that does, as reverse_kl, or "
+            "a divergence"
         )
     check_teacher_keys(config)
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
