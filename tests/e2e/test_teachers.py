@@ -114,7 +114,7 @@ def config_of(**tree):
     ("tree", "message"),
     [
         ({"algorithm": {"advantage": "reverse_kl"}}, r"teacher\.path is not set, but a function"),
-        ({"teacher": {"path": "t"}}, "teacher is set, but no function asks for teacher_ids or teacher_l"),
+        ({"teacher": {"path": "t"}}, "teacher is set, but no function asks for teacher_logprobs"),
         (
             {
                 "algorithm": {"advantage": "reverse_kl"},
