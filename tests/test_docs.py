@@ -40,10 +40,13 @@ from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.trackers import functions as trackers
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
@@ -654,10 +657,16 @@ def ages():
     return set(age_metrics(Batch(np.ones((1, 2), np.int32), np.array([2], np.int32), rows)))
 
 
+def unscored():
+    """Return the names that a validation logs whose answers have no score."""
+    prompt, score = Prompt(0, (1,), data_source="x"), Score(math.nan, {}, "unscored: no verdict")
+    return set(validation_metrics([prompt], [score], samples=1))
+
+
 def test_every_metric_is_documented(written):
     assert len(written) > 80
     patterns = documented().values()
-    everything = written | diagnostics() | ages()
+    everything = written | diagnostics() | ages() | unscored()
     assert [name for name in everything if not any(p.fullmatch(name) for p in patterns)] == []
 
 
@@ -688,7 +697,7 @@ def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
 
 
 def test_every_documented_metric_exists(written):
-    everything = written | diagnostics() | ages()
+    everything = written | diagnostics() | ages() | unscored()
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
     files += ("training/window", "training/stages/models")

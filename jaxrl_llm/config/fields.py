@@ -251,7 +251,7 @@ FIELDS: Mapping[str, BatchField] = {
             "float32",
             Stage.SCORED,
             "the numbers of reward.components; reward.on_error for each where a reward function "
-            "failed",
+            "failed, 0 where the answer is unscored",
         ),
     )
 }

@@ -22,8 +22,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "critic/advantages/*": "how much better than expected a token's answer was",
         "critic/groups_without_spread": "share of prompts whose answers all have the same score; "
         "under GRPO nothing is learned from them",
-        "reward/errors": "answers that could not be scored",
-        "reward/greedy_errors": "answers without randomness that could not be scored",
+        "val-aux/*/unscored": "held-out answers without a score, which are left out",
+        "reward/errors": "answers on which the reward function failed",
+        "reward/unscored": "answers without a score, which are left out of their groups",
+        "reward/greedy_errors": "answers without randomness on which it failed",
+        "reward/greedy_unscored": "answers without randomness that have no score",
         "reward/*/mean": "mean of another number that the reward function reports",
         "actor/loss": "the loss that the policy's update makes smaller",
         "actor/pg_loss": "its part that comes from advantages",

@@ -203,8 +203,8 @@ def make_experience(
     batch, errors = stages.scoring.add_greedy_scores(batch, rollouts, step, clock)
     if not batch["usable"].any():
         raise TrainingError(
-            f"step {step}: no answer can be trained on: all are broken, or alone are left of their "
-            "groups (episode/broken)"
+            f"step {step}: no answer can be trained on: all are broken (episode/broken), unscored "
+            "(reward/unscored), or alone are left of their groups"
         )
     return batch, scores, metrics | errors
 
