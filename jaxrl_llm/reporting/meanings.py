@@ -38,6 +38,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "*/teacher_top_mass": "the teacher's probability of the tokens that are compared",
         "*/student_top_mass": "the policy's probability of the same tokens",
         "teacher/reverse_kl": "how far the policy is from its teacher, in nats",
+        "teacher/left_out": "share of tokens that the teacher tells nothing of",
         "teacher/reverse_kl/*": "the same of one teacher's answers",
         "train/loss": "the loss: of supervised training −log π of the answers' tokens, in nats",
         "val/loss": "the same of held-out rows",

@@ -38,6 +38,7 @@ from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
 from jaxrl_llm.training.teachers import (
     check_teacher_sources,
+    held_params,
     open_teachers,
     run_in_update,
     teacher_passes,
@@ -74,7 +75,7 @@ def build_stages(
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
-    teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
+    teachers = open_teachers(config, functions, tokens, model.model, layouts.teacher, stack)
     models, trainable = build_models(config, functions, model, layouts, run_in_update(teachers))
     compile_first_step(config, functions, model.model, models, layouts)
     models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
@@ -90,7 +91,7 @@ def build_stages(
     reward_model = open_scoring_model(config, tokenizer, model.model, layouts.reward_model)
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
-    frozen = {f"teacher.path: {teacher.path}": teacher.params for teacher in teachers.values()}
+    frozen = held_params(teachers)
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
     validate = make_validation(
