@@ -705,7 +705,7 @@ def test_every_documented_metric_exists(written):
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)
     assert [name for name in nowhere if f'"{name}"' not in source] == []
     elsewhere = ("train/", "cluster/", "async/")
-    prompted = {"teacher/no_prompt", "teacher/too_long", "teacher/left_out"}  # of plain answers
+    prompted = {"teacher/no_prompt", "teacher/too_long"}  # of plain answers
     assert {n for n in nowhere if not n.startswith(elsewhere)} == {
         "perf/max_memory_allocated_gb",
         "timing_s/pause",  # where the engine has devices of its own

@@ -161,8 +161,8 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "bool",
             Stage.INFERRED,
-            "true on generated tokens of which the teacher tells something: all of them, but for "
-            "answers to which teacher.prompt gives no prompt",
+            "true on generated tokens that the teacher tells something of: all of them, if it has "
+            "the policy's tokens and a prompt",
             model="teacher",
         ),
         BatchField(

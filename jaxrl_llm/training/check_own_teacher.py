@@ -18,6 +18,12 @@ def check_teacher_prompt(config: TrainConfig) -> None:
             "teacher.prompt is set, but rollout has tools, an environment or an agent: only plain "
             "answers can be read behind another prompt"
         )
+    if teacher.url is not None or teacher.tokenizer is not None:
+        key = "url" if teacher.url is not None else "tokenizer"
+        raise ConfigError(
+            f"teacher.prompt is set, and so is teacher.{key}: only a teacher in this process with "
+            "the policy's tokens reads another prompt"
+        )
     refuse_distributions(config, "prompt")
     longest = longest_teacher_sequence(config)
     if config.mesh.train.context == 1 and room < longest:
@@ -35,10 +41,12 @@ def check_own_teacher(config: TrainConfig) -> None:
     if weights == "given":
         return
     refuse_distributions(config, f"weights={weights}")
-    if teacher.path is not None:
-        raise ConfigError(
-            f"teacher.path is set, but teacher.weights={weights} are the policy's own: remove one"
-        )
+    for key in ("path", "url", "tokenizer"):
+        if getattr(teacher, key) is not None:
+            raise ConfigError(
+                f"teacher.{key} is set, but teacher.weights={weights} are the policy's own: remove "
+                "one"
+            )
     if weights == "live" and teacher.prompt is None:
         raise ConfigError(
             "teacher.weights=live without teacher.prompt is the policy itself, from which nothing "

@@ -233,7 +233,11 @@ def microbatch_shape(
 ) -> RowShape:
     """Return the shape of the micro-batches of a run's updates and passes in one layout.
 
-    The longest sequence is that of the run, where none is given.
+    Args:
+        config: of the run.
+        forward: how the model is run.
+        layout: where it stands.
+        longest: sequence, in tokens; None: the policy's longest.
     """
     longest = longest or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return packed_shape(

@@ -49,7 +49,8 @@ class PolicyTeacher(NamedTuple):
         del rollouts, step
         logprobs = self.infer(states, batch)
         apart = (batch["rollout_logprobs"] - logprobs)[batch["mask"]]
-        metrics = {"teacher/reverse_kl": float(apart.mean()) if apart.size else 0.0}
+        mean = float(apart.mean()) if apart.size else 0.0
+        metrics = {"teacher/reverse_kl": mean, "teacher/left_out": 0.0}
         return batch.add(teacher_logprobs=logprobs, teacher_mask=batch["mask"]), metrics
 
 

@@ -275,12 +275,13 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             else f"teacher.top_k is set, but no function asks for {' or '.join(OF_TOP)}, and there "
             "is no algorithm.distillation: remove it"
         )
-    if asked and config.teacher.path is None and config.teacher.weights == "given":
+    places = config.teacher.path, config.teacher.url
+    if asked and places == (None, None) and config.teacher.weights == "given":
         by = f"a function asks for {asked[0]!r}"
         by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
         raise ConfigError(
-            f"teacher.path is not set, but {by}: name one there, or take the policy's own weights "
-            "by teacher.weights"
+            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url, or take "
+            "the policy's own weights by teacher.weights"
         )
     if not asked and config.teacher != TeacherConfig():
         raise ConfigError(
@@ -288,6 +289,7 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             "algorithm.distillation: remove it, or name an advantage that does, as reverse_kl, or "
             "a divergence"
         )
+    check_teacher_keys(config)
     check_teacher_prompt(config)
     check_own_teacher(config)
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -297,6 +299,35 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
         raise ConfigError(
             f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
             "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
+        )
+
+
+def check_teacher_keys(config: TrainConfig) -> None:
+    """Refuse keys of a teacher that contradict each other, or that nothing would read."""
+    teacher, default = config.teacher, TeacherConfig()
+    if teacher.path is not None and teacher.url is not None:
+        raise ConfigError(
+            "teacher.path and teacher.url are both set: a teacher stands in one place"
+        )
+    readers = {
+        "url": ("model", "api_key", "concurrency", "timeout_s", "retries"),
+        "tokenizer": ("chat_template_kwargs", "max_tokens"),
+    }
+    for reader, keys in readers.items():
+        changed = [key for key in keys if getattr(teacher, key) != getattr(default, key)]
+        if getattr(teacher, reader) is None and changed:
+            raise ConfigError(
+                f"teacher.{changed[0]} is set, but teacher.{reader} is not: nothing reads it"
+            )
+    if teacher.tokenizer is not None and teacher.top_k is not None:
+        raise ConfigError(
+            "teacher.tokenizer and teacher.top_k are both set: the likeliest tokens of another "
+            "tokenizer are none of the policy's"
+        )
+    if teacher.tokenizer is not None and config.rollout.has_episodes:
+        raise ConfigError(
+            "teacher.tokenizer is set, but rollout has tools, an environment or an agent: only "
+            "plain answers can be written in another tokenizer's tokens"
         )
 
 
@@ -323,6 +354,13 @@ def check_distillation(config: TrainConfig) -> None:
             f"algorithm.distillation.temperature={spec.kwargs['temperature']}, but of the tokens "
             "beyond teacher.top_k only the sum is known, and not at another temperature: "
             "set it to 1, or teacher.top_k to null"
+        )
+    if not of_top and (teacher.url is not None or teacher.tokenizer is not None):
+        key = "url" if teacher.url is not None else "tokenizer"
+        raise ConfigError(
+            f"teacher.{key} is set, but over the whole vocabulary algorithm.distillation runs a "
+            "teacher with the policy's tokens in this process: "
+            + ("set teacher.top_k, too" if key == "url" else "remove it")
         )
     if not of_top and (isinstance(teacher.path, dict) or config.mesh.teacher is not None):
         key = (
