@@ -180,7 +180,7 @@ def test_the_average_may_wait_on_the_host_or_stand_elsewhere(run, averaged, else
         assert again.metrics[step]["teacher/reverse_kl"] == pytest.approx(expected, abs=1e-5)
     before, after = (named(states(one.run_dir, 2)) for one in (averaged, again))
     for name, value in before.items():
-        np.testing.assert_allclose(after[name], value, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(after[name], value, atol=1e-4, err_msg=name)
 
 
 def test_the_average_of_an_adapter_is_an_adapter(run):
