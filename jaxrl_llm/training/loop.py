@@ -235,7 +235,10 @@ def update_models(
                 probe, step, agreement_tolerance(config.rollout), keeps_cache=keeps_cache
             )
             batch = batch.add(old_logprobs=policy_stats["logprobs"])
-    return stages.models.follow(states), batch, metrics
+    states = stages.models.follow(states)
+    if AVERAGE in states:
+        states |= {AVERAGE: offload_state(AVERAGE, states[AVERAGE], config.offload)}
+    return states, batch, metrics
 
 
 def offload_state(name: str, state: TrainState, offload: OffloadConfig) -> TrainState:

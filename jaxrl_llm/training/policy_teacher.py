@@ -29,29 +29,43 @@ AVERAGE = "teacher"
 Infer = Callable[[Params, Batch], dict[str, np.ndarray]]
 
 
+Run = Callable[[dict[str, TrainState], Batch, Rollouts, int], tuple[Batch, dict[str, float]]]
+
+
 class PolicyTeacher(NamedTuple):
     """A policy as its own teacher.
 
     Attributes:
-        infer: (states, batch) -> `logprobs` [B T] under the teacher.
+        run: (states, batch, its answers, step) -> the batch with what the teacher says of it, and
+            how far the policy is from it.
         average: the moving average that it is; None where it is none.
-        trainable: what the average begins with; None without one.
+        trainable: what the average begins with, which must not outlive the start of the run; None
+            without one.
     """
 
-    infer: Callable[[dict[str, TrainState], Batch], np.ndarray]
+    run: Run
     average: MovingAverage | None = None
     trainable: TrainableModel | None = None
 
+
+def run_by(infer: Callable[[dict[str, TrainState], Batch], np.ndarray]) -> Run:
+    """Return the pass of a teacher.
+
+    Args:
+        infer: (states, batch) -> its log-probs [B T].
+    """
+
     def run(
-        self, states: dict[str, TrainState], batch: Batch, rollouts: Rollouts, step: int
+        states: dict[str, TrainState], batch: Batch, rollouts: Rollouts, step: int
     ) -> tuple[Batch, dict[str, float]]:
-        """Return a batch with what the teacher says of it, and how far the policy is from it."""
         del rollouts, step
-        logprobs = self.infer(states, batch)
+        logprobs = infer(states, batch)
         apart = (batch["rollout_logprobs"] - logprobs)[batch["mask"]]
         mean = float(apart.mean()) if apart.size else 0.0
         metrics = {"teacher/reverse_kl": mean, "teacher/left_out": 0.0}
         return batch.add(teacher_logprobs=logprobs, teacher_mask=batch["mask"]), metrics
+
+    return run
 
 
 def open_policy_teacher(
@@ -76,10 +90,12 @@ def open_policy_teacher(
     layout = layouts.teacher
     infer = pass_of(config, model, layout, layouts, actor)
     if config.teacher.weights == "live":
-        return PolicyTeacher(lambda states, batch: run_on(infer, states["actor"].params, batch))
+        return PolicyTeacher(
+            run_by(lambda states, batch: run_on(infer, states["actor"].params, batch))
+        )
     if config.teacher.weights == "initial":
         params = initial(layout, config.offload.teacher)
-        return PolicyTeacher(lambda _, batch: run_on(infer, params, batch))
+        return PolicyTeacher(run_by(lambda _, batch: run_on(infer, params, batch)))
     placed = model
     if layout is not layouts.train:
         declared = layout.of(model.model.declare())
@@ -87,7 +103,7 @@ def open_policy_teacher(
     shardings = jax.tree.map(lambda like: like.sharding, placed.like)
     average = MovingAverage(config.teacher.ema, shardings, layout)
     return PolicyTeacher(
-        lambda states, batch: run_on(infer, states[AVERAGE].params, batch),
+        run_by(lambda states, batch: run_on(infer, states[AVERAGE].params, batch)),
         average,
         TrainableModel(placed, average),
     )

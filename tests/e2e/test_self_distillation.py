@@ -17,6 +17,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.training.stages import models
+from jaxrl_llm.training.window import Window
 from tests.guarded import MODEL, RUN, UPDATE
 
 pytestmark = pytest.mark.guards(
@@ -205,3 +206,20 @@ def test_prompts_that_are_all_too_long_end_the_run(run):
     result = run(*SHOWN, "teacher.weights=initial", "teacher.max_prompt_tokens=12")
     assert result.status == 1
     assert "longer than 12 tokens, so that nothing is learned" in result.err
+
+
+def test_nothing_but_the_average_is_held_and_on_the_host(run, workshop, monkeypatch):
+    """On the device: the policy, its two moments and the engine's weights."""
+    held, take, spec = [], Window.take, read_spec(workshop.base)
+    before = {id(array) for array in jax.live_arrays()}
+
+    def watched(*args):
+        arrays = [a for a in jax.live_arrays() if id(a) not in before]
+        tables = [a for a in arrays if a.shape == (spec.vocab_size, spec.hidden_size)]
+        on_host = sum(a.sharding.memory_kind == "pinned_host" for a in tables)
+        held.append((on_host, len(tables) - on_host))
+        return take(*args)
+
+    monkeypatch.setattr(Window, "take", watched)
+    run(*SIBLINGS, "teacher.weights=ema", "offload.teacher=true").ok()
+    assert held == [(1, 4)] * 2
