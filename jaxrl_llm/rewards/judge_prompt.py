@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -161,10 +162,10 @@ class JudgeSettings:
         Raises:
             Unscored: there is none.
         """
-        found = [match.group(1) for match in self.verdict_pattern.finditer(reply)]
-        if not found or found[-1] is None:
+        matches = [match.group(1) for match in self.verdict_pattern.finditer(reply)]
+        if not matches or matches[-1] is None:
             raise Unscored(f"no verdict in the judge's reply {shorten(repr(reply), 120)}")
-        text = found[-1].strip()
+        text = matches[-1].strip()
         if self.words is not None:
             if text.lower() not in self.words:
                 raise Unscored(f"verdict {text!r}, expected one of {', '.join(self.words)}")
@@ -186,7 +187,7 @@ class JudgeSettings:
         scores = [0.0, 1.0] if self.words is None else self.words.values()
         both = min(scores) + max(scores)
         mirrored = both - reference_first.score
-        agree = answer_first.score == mirrored
+        agree = math.isclose(answer_first.score, mirrored, abs_tol=1e-9)  # 1 - 0.9 is not 0.1
         return {
             "score": mirrored if agree else both / 2,
             "agree": float(agree),

@@ -118,13 +118,13 @@ def combine_scores(
     """
     scores = []
     for i, value in enumerate(given.values.tolist()):
+        if scored is not None and scored[i].is_unscored:
+            scores.append(scored[i])
+            continue
         steps = given.steps[i] if given.steps else ()
         if i in given.failures or not math.isfinite(value):
             reason = given.failures.get(i, f"the reward model gave {value}")
             scores.append(_failed(rollouts, i, f"invalid: {reason}", on_error))
-            continue
-        if scored is not None and scored[i].is_unscored:
-            scores.append(scored[i])
             continue
         extra: dict[str, Any] = {}
         if scored is not None:
@@ -180,9 +180,9 @@ def with_run_dir(function: FunctionSpec, folder: Path) -> FunctionSpec:
     >>> with_run_dir(FunctionSpec("arithmetic"), Path("runs/a"))
     FunctionSpec(fn='arithmetic', kwargs={}, given=None)
     """
-    found = find_function(function, BUILTIN_MODULE, key="reward.function")
+    called = find_function(function, BUILTIN_MODULE, key="reward.function")
     with contextlib.suppress(ValueError):  # a builtin without a signature
-        if RUN_DIR in signature_of(found).parameters:
+        if RUN_DIR in signature_of(called).parameters:
             return replace(function, kwargs={RUN_DIR: str(folder), **function.kwargs})
     return function
 

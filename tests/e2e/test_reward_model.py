@@ -172,6 +172,14 @@ def test_both_scores_can_be_components():
     assert batch["score_components"].tolist() == expected
 
 
+def test_an_answer_without_a_score_of_the_function_has_none_where_the_model_fails_too():
+    rollouts = Rollouts([], [], ["a", "b"])
+    scored = [Score(np.nan, {}, "unscored: no verdict"), Score(0.5, {}, None)]
+    given = ModelScores(np.zeros(2), {0: "too long", 1: "too long"})
+    first, second = combine_scores(rollouts, given, scored, on_error=-1.0)
+    assert first == scored[0] and second.score == -1.0
+
+
 def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
     """ReMax's advantage is a difference of two scores of the same kind."""
     words = (f"reward.classifier={reward_model}", *ALONE)

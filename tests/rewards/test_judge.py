@@ -230,6 +230,9 @@ def test_numbers_in_both_orders():
     judged = settings(both_orders=True, pattern=r"(\d+)")
     assert judged.settle(Verdict("8", 0.8, ""), Verdict("2", 0.2, ""))["score"] == 0.8
     assert judged.settle(Verdict("8", 0.8, ""), Verdict("8", 0.8, ""))["score"] == 0.5
+    for number in range(11):
+        opposite = judged.settle(judged.read(str(number)), judged.read(str(10 - number)))
+        assert opposite["agree"] == 1 and opposite["score"] == pytest.approx(number / 10)
 
 
 def test_both_orders_are_asked(scored, server):
