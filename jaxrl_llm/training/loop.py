@@ -1,6 +1,6 @@
 """The single controller: the whole loop."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,9 @@ from jaxrl_llm.training.window import Collected, Window
 from jaxrl_llm.types import Batch
 
 Metrics = dict[str, float]
+
+OVER_UPDATES = {"divergence/max": np.max, "divergence/min": np.min}
+"""How the metrics of a step's updates become one number; all others are means."""
 
 
 class Stages(NamedTuple):
@@ -257,7 +260,7 @@ def update_role(
 
     Returns:
         The new state; the policy's statistics of the batch's tokens [B T], by name, where a single
-        update has computed them; and the means of the metrics.
+        update has computed them; and the metrics: means, and extremes of what is one.
 
     Raises:
         TrainingError: too many updates in a row with a non-finite gradient.
@@ -265,25 +268,37 @@ def update_role(
     first = int(state.updates)
     updates, policy_stats = [], {}
     cut = [*minibatches(batch, config)] * config.batch.epochs_per_step
-    with activity(stage_label(f"update_{role.name}"), len(cut)) as progress:
+    with (
+        activity(stage_label(f"update_{role.name}"), len(cut)) as progress,
+        on_device(role.teacher) as teacher,
+    ):
+        given = coefs._asdict() | ({} if teacher is None else {"teacher": teacher})
         for minibatch in cut:
             progress.advance()
             if not minibatch["mask"].any():
                 continue  # none of its answers is usable
             annotated = role.annotate_minibatch(state, minibatch)
-            with on_device(role.teacher) as teacher:
-                given = coefs._asdict() | ({} if teacher is None else {"teacher": teacher})
-                state, metrics = role.learner.update(state, annotated, given)
+            state, metrics = role.learner.update(state, annotated, given)
             policy_stats = metrics.pop("policy", {})
             updates.append(metrics)
     updates = jax.device_get(updates)
     key = "optim" if role.name == "actor" else f"{role.name}.optim"
     check_skipped(max(int(m["skipped"]) for m in updates), role.max_skipped, key)
-    applied = [m for m in updates if not m["skipped"]] or updates
-    means = {k: float(np.mean([m[k] for m in applied])) for k in updates[0]}
-    means["skipped"] = float(sum(m["skipped"] > 0 for m in updates))
+    means = over_updates(updates)
     means["lr"] = float(role.learning_rate(first))
     return state, policy_stats, {f"{role.name}/{name}": value for name, value in means.items()}
+
+
+def over_updates(updates: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Return the metrics of a step from those of its updates; skipped ones are only counted.
+
+    >>> of_each = [{"skipped": 0, "loss": x, "divergence/max": x} for x in (1.0, 3.0)]
+    >>> over_updates(of_each)
+    {'skipped': 0.0, 'loss': 2.0, 'divergence/max': 3.0}
+    """
+    applied = [m for m in updates if not m["skipped"]] or updates
+    of_step = {k: float(OVER_UPDATES.get(k, np.mean)([m[k] for m in applied])) for k in updates[0]}
+    return of_step | {"skipped": float(sum(m["skipped"] > 0 for m in updates))}
 
 
 def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
