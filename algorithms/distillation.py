@@ -91,7 +91,7 @@ def with_tail(
 
 
 def divergence_stats(
-    how: Comparison,
+    comparison: Comparison,
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     teacher: TeacherHidden | TeacherTop,
@@ -110,7 +110,7 @@ def divergence_stats(
     any function of both distributions.
 
     Args:
-        how: they are compared.
+        comparison: of the two.
         hidden: the student's last hidden states.
         head: its output projection.
         teacher: its hidden states and output projection, or its likeliest tokens: then the
@@ -121,17 +121,17 @@ def divergence_stats(
         Numbers per token. Only `divergence` has a gradient.
 
     >>> from jaxrl_llm.algorithms.divergences import reverse_kl_divergence
-    >>> how = Comparison(divergence=reverse_kl_divergence)
+    >>> comparison = Comparison(divergence=reverse_kl_divergence)
     >>> hidden, head = jnp.ones((3, 2)), jnp.eye(2, 4)
-    >>> stats = divergence_stats(how, hidden, head, TeacherHidden(hidden, head))
+    >>> stats = divergence_stats(comparison, hidden, head, TeacherHidden(hidden, head))
     >>> stats.divergence.tolist(), stats.agreement.tolist()
     ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     """
-    return _only(needed, _stats(how, hidden, head, _gathered(how, teacher), needed))
+    return _only(needed, _stats(comparison, hidden, head, _gathered(comparison, teacher), needed))
 
 
 def divergence_stats_from_logits(
-    how: Comparison,
+    comparison: Comparison,
     logits: Float[Array, "X V"],
     teacher: TeacherHidden | TeacherTop,
     needed: Bool[Array, " X"] | None = None,
@@ -140,15 +140,17 @@ def divergence_stats_from_logits(
 
     See `divergence_stats`.
     """
-    own = how.devices.share(logits.astype(jnp.float32))
-    stats = _compare(how, own, *_parts(_gathered(how, teacher)))
-    return _only(needed, DivergenceStats(*(how.devices.join(x, len(logits)) for x in stats)))
+    own = comparison.devices.share(logits.astype(jnp.float32))
+    stats = _compare(comparison, own, *_parts(_gathered(comparison, teacher)))
+    return _only(needed, DivergenceStats(*(comparison.devices.join(x, len(logits)) for x in stats)))
 
 
-def _gathered(how: Comparison, teacher: TeacherHidden | TeacherTop) -> TeacherHidden | TeacherTop:
+def _gathered(
+    comparison: Comparison, teacher: TeacherHidden | TeacherTop
+) -> TeacherHidden | TeacherTop:
     """Return a teacher without a gradient, with its whole output projection."""
     if isinstance(teacher, TeacherHidden):
-        head = how.teacher.gather(teacher.head, teacher.hidden.dtype)
+        head = comparison.teacher.gather(teacher.head, teacher.hidden.dtype)
         teacher = TeacherHidden(teacher.hidden, head)
     return jax.lax.stop_gradient(teacher)
 
@@ -167,25 +169,27 @@ def _parts(teacher: TeacherHidden | TeacherTop) -> tuple[Any, Array | None]:
 
 
 def _compare(
-    how: Comparison, logits: Float32[Array, "y V"], teacher: Any, head: Array | None
+    comparison: Comparison, logits: Float32[Array, "y V"], teacher: Any, head: Array | None
 ) -> DivergenceStats:
     """Compare whole distributions of this device's share of tokens."""
     if isinstance(teacher, TeacherTop):
-        return _compare_top(how, logits, TeacherTop(*(how.devices.share(x) for x in teacher)))
+        return _compare_top(
+            comparison, logits, TeacherTop(*(comparison.devices.share(x) for x in teacher))
+        )
     assert head is not None, "a teacher with hidden states has an output projection"
-    others = how.devices.logits(how.teacher, teacher, head)
-    student, given = (jax.nn.log_softmax(x[:, : how.vocab]) for x in (logits, others))
+    others = comparison.devices.logits(comparison.teacher, teacher, head)
+    student, given = (jax.nn.log_softmax(x[:, : comparison.vocab]) for x in (logits, others))
     ones = jnp.ones(len(student), jnp.float32)
     agreement = jnp.argmax(student, axis=-1) == jnp.argmax(given, axis=-1)
     return DivergenceStats(
-        how.divergence(student, given), agreement.astype(jnp.float32), ones, ones
+        comparison.divergence(student, given), agreement.astype(jnp.float32), ones, ones
     )
 
 
 def _compare_top(
-    how: Comparison, logits: Float32[Array, "y V"], teacher: TeacherTop
+    comparison: Comparison, logits: Float32[Array, "y V"], teacher: TeacherTop
 ) -> DivergenceStats:
-    student = jax.nn.log_softmax(logits[:, : how.vocab])
+    student = jax.nn.log_softmax(logits[:, : comparison.vocab])
     is_known = (teacher.ids >= 0) & (teacher.ids < student.shape[-1])
     is_known &= teacher.logprobs > -jnp.inf
     chosen = jnp.take_along_axis(student, jnp.where(is_known, teacher.ids, 0), axis=-1)
@@ -194,7 +198,7 @@ def _compare_top(
     first = jnp.take_along_axis(teacher.ids, jnp.argmax(tops[1], axis=-1)[:, None], axis=-1)
     agreement = jnp.argmax(student, axis=-1) == first[:, 0]
     masses = (jnp.exp(x.astype(jnp.float32)).sum(axis=-1) for x in tops)
-    divergence = how.divergence(*(with_tail(x) for x in tops))
+    divergence = comparison.divergence(*(with_tail(x) for x in tops))
     return DivergenceStats(divergence, agreement.astype(jnp.float32), *masses)
 
 
@@ -244,30 +248,30 @@ def likeliest_tokens(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stats(
-    how: Comparison,
+    comparison: Comparison,
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     teacher: TeacherHidden | TeacherTop,
     needed: Bool[Array, " X"] | None,
 ) -> DivergenceStats:
-    return _forward(how, hidden, head, teacher, needed)[0]
+    return _forward(comparison, hidden, head, teacher, needed)[0]
 
 
 def _forward(
-    how: Comparison,
+    comparison: Comparison,
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     teacher: TeacherHidden | TeacherTop,
     needed: Bool[Array, " X"] | None,
 ) -> tuple[DivergenceStats, tuple[Any, ...]]:
-    narrow = how.student.gather(head, hidden.dtype)
+    narrow = comparison.student.gather(head, hidden.dtype)
     given, teacher_head = _parts(teacher)
-    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), how.student.chunk), needed)
+    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), comparison.student.chunk), needed)
 
     def compare(block: tuple[Array, Any]) -> DivergenceStats:
-        logits = how.devices.logits(how.student, block[0], narrow)
-        stats = _compare(how, logits, block[1], teacher_head)
-        return DivergenceStats(*(how.devices.join(x, len(block[0])) for x in stats))
+        logits = comparison.devices.logits(comparison.student, block[0], narrow)
+        stats = _compare(comparison, logits, block[1], teacher_head)
+        return DivergenceStats(*(comparison.devices.join(x, len(block[0])) for x in stats))
 
     def nothing(block: tuple[Array, Any]) -> DivergenceStats:
         return DivergenceStats(*[jnp.zeros(len(block[0]), jnp.float32)] * 4)
@@ -279,28 +283,32 @@ def _forward(
 
 
 def _backward(
-    how: Comparison, saved: tuple[Any, ...], cotangents: DivergenceStats
+    comparison: Comparison, saved: tuple[Any, ...], cotangents: DivergenceStats
 ) -> tuple[Float[Array, "X D"], Float[Array, "d V"], None, None]:
     hidden, head, narrow, teacher, needed = saved
     given, teacher_head = _parts(teacher)
     slopes = cotangents.divergence
-    if how.devices.axes:
-        slopes = jax.lax.psum(slopes, how.devices.axes)  # `shard_map` shares out what is equal
+    if comparison.devices.axes:
+        slopes = jax.lax.psum(
+            slopes, comparison.devices.axes
+        )  # `shard_map` shares out what is equal
 
     def gradients(block: Any) -> tuple[Float[Array, "x D"], Float32[Array, "D V"]]:
         hidden, given, slopes = block
-        own = how.devices.rows(how.student, hidden)
+        own = comparison.devices.rows(comparison.student, hidden)
 
         def divergence(raw: Float32[Array, "x v"]) -> Float32[Array, "y"]:
-            logits = how.devices.exchange(how.student, how.student.from_raw(raw))
-            return _compare(how, logits, given, teacher_head).divergence
+            logits = comparison.devices.exchange(
+                comparison.student, comparison.student.from_raw(raw)
+            )
+            return _compare(comparison, logits, given, teacher_head).divergence
 
         raw = jnp.matmul(own, narrow, preferred_element_type=jnp.float32)
-        (by_raw,) = jax.vjp(divergence, raw)[1](how.devices.share(slopes))
+        (by_raw,) = jax.vjp(divergence, raw)[1](comparison.devices.share(slopes))
         # float32 times bfloat16 would leave the tensor cores unused
         by_raw = by_raw.astype(hidden.dtype)
         to_own = jnp.matmul(by_raw, narrow.T, preferred_element_type=jnp.float32)
-        (to_hidden,) = jax.vjp(partial(how.devices.rows, how.student), hidden)[1](
+        (to_hidden,) = jax.vjp(partial(comparison.devices.rows, comparison.student), hidden)[1](
             to_own.astype(hidden.dtype)
         )
         return to_hidden, jnp.matmul(own.T, by_raw, preferred_element_type=jnp.float32)
@@ -312,11 +320,11 @@ def _backward(
     def nothing(total: Float32[Array, "D V"], block: Any) -> Any:
         return total, jnp.zeros_like(block[0])
 
-    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), how.student.chunk), needed)
+    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), comparison.student.chunk), needed)
     blocks = jax.tree.map(chunks.cut, (hidden, given, slopes))
     step, zero = chunks.if_needed(add, nothing), jnp.zeros(narrow.shape, jnp.float32)
     to_head, to_hidden = jax.lax.scan(step, zero, (chunks.is_needed, blocks))
-    to_head = how.student.scatter(to_head).astype(head.dtype)
+    to_head = comparison.student.scatter(to_head).astype(head.dtype)
     return chunks.join(to_hidden), to_head, None, None
 
 

@@ -154,10 +154,10 @@ def with_feedback(
     ... )
     [{'role': 'user', 'content': '1+2= not 4: too large. '}]
     """
-    said = feedback.get(name)
-    if said is None or said == "":
+    reported = feedback.get(name)
+    if reported is None or reported == "":
         return None
-    return _filled(messages, template, answer=text, feedback=said)
+    return _filled(messages, template, answer=text, feedback=reported)
 
 
 def _filled(messages: Sequence[Message], template: str, **texts: Any) -> list[Message]:

@@ -47,12 +47,12 @@ def validation_metrics(
     metrics = {}
     for source, groups in group_by_source(prompts, scores, samples=samples).items():
         name, values, votes = read_scores(groups)
-        found = {"mean": values}
+        by_kind = {"mean": values}
         if samples > 1:
-            found["best"] = best_at(values, samples)
+            by_kind["best"] = best_at(values, samples)
         if samples > 1 and votes is not None:
-            found["maj"] = majority_at(values, votes, samples)
-        for kind, estimates in found.items():
+            by_kind["maj"] = majority_at(values, votes, samples)
+        for kind, estimates in by_kind.items():
             known = estimates[~np.isnan(estimates)]
             if known.size:
                 metrics[f"val-core/{source}/{name}/{kind}@{samples}"] = float(known.mean())

@@ -171,10 +171,10 @@ def check_divergence(key: str, divergence: Function) -> None:
         ConfigError: it raises, or returns something else than a number per token.
     """
     both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
-    how = Distillation(divergence=divergence)
+    distillation = Distillation(divergence=divergence)
 
     def total(student: Any, teacher: Any) -> Any:
-        return jnp.sum(how.checked(student, teacher))
+        return jnp.sum(distillation.checked(student, teacher))
 
     check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
 

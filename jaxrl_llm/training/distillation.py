@@ -101,14 +101,14 @@ class Distillation:
             assert matrix is not None, "a model of a Hugging Face directory has a head"
             teacher = TeacherHidden(states, matrix)
             teacher_spec = _specs(PartitionSpec(axes), matrix_spec)
-        how = Comparison(
+        comparison = Comparison(
             divergence=self.checked, student=student, teacher=projection, vocab=self.vocab
         )
 
         def compare(hidden: Array, needed: Any, head: Any, teacher: Any) -> DivergenceStats:
             if head is None:
-                return divergence_stats_from_logits(how, hidden, teacher, needed)
-            return divergence_stats(how, hidden, head, teacher, needed)
+                return divergence_stats_from_logits(comparison, hidden, teacher, needed)
+            return divergence_stats(comparison, hidden, head, teacher, needed)
 
         specs = PartitionSpec(axes), PartitionSpec(axes), head_spec, teacher_spec
         run = layout.by_tokens(compare, in_specs=specs, axes=axes)

@@ -90,8 +90,9 @@ class AlgorithmFunctions(BatchFunctions):
     def runs_teacher_in_update(self) -> bool:
         """Return whether the actor's update runs the teacher, over the whole vocabulary."""
         objective = self.updates["actor"].objective
-        how = objective.distillation if isinstance(objective, PolicyObjective) else None
-        return how is not None and not how.of_top
+        is_policy = isinstance(objective, PolicyObjective)
+        distillation = objective.distillation if is_policy else None
+        return distillation is not None and not distillation.of_top
 
     @property
     def on_policy(self) -> bool:

@@ -152,7 +152,8 @@ def compile_first_step(
 def teacher_like(role: Role, layout: Layout, dtype: str) -> dict[str, Any]:
     """Return as shapes, by name, the weights of a teacher that a role's update runs."""
     objective = role.learner.objective
-    how = objective.distillation if isinstance(objective, PolicyObjective) else None
-    if how is None or how.teacher is None:
+    is_policy = isinstance(objective, PolicyObjective)
+    distillation = objective.distillation if is_policy else None
+    if distillation is None or distillation.teacher is None:
         return {}
-    return {"teacher": abstract_weights(how.teacher.model, layout, dtype)}
+    return {"teacher": abstract_weights(distillation.teacher.model, layout, dtype)}

@@ -48,16 +48,16 @@ class StepObjective:
         def mean(values: Array) -> Array:
             return jnp.sum(weights * jnp.where(mask, values, 0.0))
 
-        is_right, found = found_errors(z, micro.fields["step_labels"], mask)
+        right_steps, right_answers = step_correctness(z, micro.fields["step_labels"], mask)
         loss = mean(result.loss)
         metrics = {"pg_loss": loss} | {n: mean(x) for n, x in result.diagnostics.items()}
-        metrics["accuracy/steps"] = mean(is_right.astype(jnp.float32))
-        metrics["accuracy/answers"] = jnp.sum(micro.fields["answer_share"] * found)
+        metrics["accuracy/steps"] = mean(right_steps.astype(jnp.float32))
+        metrics["accuracy/answers"] = jnp.sum(micro.fields["answer_share"] * right_answers)
         loss, routed = with_balance(loss, router, coefs)
         return loss, metrics | routed | {"loss": loss}
 
 
-def found_errors(
+def step_correctness(
     logits: Float[Array, "P W"], labels: Float[Array, "P W"], mask: Bool[Array, "P W"]
 ) -> tuple[Bool[Array, "P W"], Bool[Array, " P"]]:
     """Return where a step is judged as its label says, and in which answers the first wrong one is.
@@ -67,11 +67,11 @@ def found_errors(
     (https://arxiv.org/abs/2412.06559).
 
     >>> labels, mask = jnp.array([[1.0, 0.0, 0.0]]), jnp.ones((1, 3), bool)
-    >>> steps, answers = found_errors(jnp.array([[2.0, -1.0, 3.0]]), labels, mask)
+    >>> steps, answers = step_correctness(jnp.array([[2.0, -1.0, 3.0]]), labels, mask)
     >>> steps.tolist(), answers.tolist()
     ([[True, True, False]], [True])
     """
-    judged, wrong = (mask & ~(is_right) for is_right in (logits > 0, labels > 0.5))
+    judged, wrong = (mask & ~is_right for is_right in (logits > 0, labels > 0.5))
     first, expected = (_first(x) for x in (judged, wrong))
     return judged == wrong, first == expected
 

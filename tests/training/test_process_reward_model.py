@@ -32,7 +32,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.experience import with_scores
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.reward_model import step_scores
-from jaxrl_llm.training.step_objective import StepObjective, found_errors
+from jaxrl_llm.training.step_objective import StepObjective, step_correctness
 from jaxrl_llm.training.update import Learner
 from tests.training.test_preference import KEEP_GRADIENT, VOCABULARY, one_mesh, torch_model
 
@@ -152,7 +152,7 @@ def test_an_answer_is_found_by_its_first_wrong_step():
     logits = jnp.array(
         [[1, -1, 1, 0], [1, 1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0], [-1, 1, 1, 0]], jnp.float32
     )
-    steps, answers = found_errors(logits, labels, mask)
+    steps, answers = step_correctness(logits, labels, mask)
     assert answers.tolist() == [True, True, False, False, False]
     assert (steps & mask).sum(1).tolist() == [2, 2, 1, 1, 1]
 

@@ -49,19 +49,19 @@ def reward_errors(run: RunHistory) -> Iterator[Sign]:
     itself that they are unscored. From 10 % on it is an error.
     """
     on_error = run.key("reward.on_error", 0.0)
-    found = {
+    meanings = {
         "reward/errors": f"have no score but reward.on_error={on_error}",
         "reward/unscored": "are unscored and left out of their groups",
     }
     if on_error == "unscored":
-        del found["reward/errors"]  # the others count these, too
-    for name, what in found.items():
+        del meanings["reward/errors"]  # the others count these, too
+    for name, meaning in meanings.items():
         failed = run.series(name).newest(NEWEST_STEPS)
         share = sum(failed.values) / max(_sampled(run, failed), 1)
         if share >= 0.01:
             yield Sign(
                 f"{sum(failed.values):.0f} answers of the newest {len(failed.steps)} steps, "
-                f"{share:.1%} of all, {what}.",
+                f"{share:.1%} of all, {meaning}.",
                 failed.where(value > 0 for value in failed.values),
                 is_error=share >= 0.1,
             )
