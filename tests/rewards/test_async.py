@@ -13,10 +13,10 @@ import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards import pool as pool_module
-from jaxrl_llm.rewards.calls import MAX_WAIT_S, wait_before_retry
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+from jaxrl_llm.workers.retries import MAX_WAIT_S, wait_before_retry
 
 FUNCTIONS = """
 import asyncio, os, sys, time
