@@ -22,6 +22,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.training.advantage_sum import terms_of
 from jaxrl_llm.training.check_functions import check_functions
+from jaxrl_llm.training.check_own_teacher import check_own_teacher, check_teacher_prompt
 from jaxrl_llm.training.distillation import OF_TOP, Distillation
 from jaxrl_llm.training.load_functions import (
     AlgorithmFunctions,
@@ -34,6 +35,7 @@ from jaxrl_llm.training.load_functions import (
     find_covariance_selector,
     find_divergence,
     find_kl,
+    find_teacher_prompt,
     update_spec,
 )
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
@@ -85,6 +87,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
         ),
         select_covariant=algorithm.high_covariance
         and find_covariance_selector(algorithm.high_covariance),
+        teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
     )
 
 
@@ -272,11 +275,13 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             else f"teacher.top_k is set, but no function asks for {' or '.join(OF_TOP)}, and there "
             "is no algorithm.distillation: remove it"
         )
-    if asked and config.teacher.path is None and config.teacher.url is None:
+    places = config.teacher.path, config.teacher.url
+    if asked and places == (None, None) and config.teacher.weights == "given":
         by = f"a function asks for {asked[0]!r}"
         by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
         raise ConfigError(
-            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url"
+            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url, or take "
+            "the policy's own weights by teacher.weights"
         )
     if not asked and config.teacher != TeacherConfig():
         raise ConfigError(
@@ -285,6 +290,8 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             "a divergence"
         )
     check_teacher_keys(config)
+    check_teacher_prompt(config)
+    check_own_teacher(config)
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampled = {key: getattr(config.rollout, key) for key in plain}
     changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]

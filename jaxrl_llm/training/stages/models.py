@@ -11,10 +11,13 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.batch_metrics import check_agreement, check_difference
@@ -22,6 +25,8 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
+from jaxrl_llm.training.moving_average import MovingAverage
+from jaxrl_llm.training.policy_teacher import AVERAGE, open_policy_teacher
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
@@ -45,6 +50,19 @@ class ModelPass(NamedTuple):
     begin: Callable[[Batch, Rollouts], None] | None = None
 
 
+class ScoredPass(NamedTuple):
+    """A pass that waits for the scores of the step's answers.
+
+    Attributes:
+        timer: name of its time in the metrics.
+        run: (states, batch, its answers, their scores, step) -> the batch with more fields, and
+            metrics.
+    """
+
+    timer: str
+    run: Callable[[States, Batch, Rollouts, Sequence[Score], int], tuple[Batch, dict[str, float]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelsStage:
     """The models of a run.
@@ -55,16 +73,27 @@ class ModelsStage:
         warmup_steps: in which only the critic is updated.
         check_canaries: (states, batch of fresh answers, step) -> metrics; raises where engine and
             trainer do not agree.
+        scored_passes: over a step's batch with its scores, after all others.
+        average: the policy's moving average, if a run has one.
     """
 
     roles: tuple[Role, ...]
     passes: tuple[ModelPass, ...]
     warmup_steps: int
     check_canaries: Callable[[States, Batch, int], dict[str, float]]
+    scored_passes: tuple[ScoredPass, ...] = ()
+    average: MovingAverage | None = None
 
     def to_update(self, step: int) -> Sequence[Role]:
         """Return the roles that a step updates; the actor only when the critic has warmed up."""
         return self.roles if step > self.warmup_steps else self.roles[:-1]
+
+    def follow(self, states: States) -> States:
+        """Return the states after a step's updates, with the moving average moved on."""
+        if self.average is None:
+            return states
+        moved = self.average.follow(states[AVERAGE], states["actor"])
+        return states | {AVERAGE: moved}
 
 
 @activity("building the models")
@@ -86,23 +115,30 @@ def build_models(
     """
     shape_on = functools.partial(microbatch_shape, config)
     roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
-    passes = []
+    initial = functools.cache(functools.partial(initial_weights, config, model))
+    passes, average = [], None
     if not functions.on_policy:
         passes.append(old_logprob_pass(config, roles["actor"]))
     if functions.needs_reference:
-        reference = make_reference(config, model, layouts, roles["actor"])
+        reference = make_reference(config, model, layouts, roles["actor"], initial)
         passes.append(reference_pass(reference))
     if reward := roles.get("implicit_reward_model"):
         fields = {"reward_logprobs": "logprobs"}
         passes.append(role_pass("implicit_reward_model", reward, fields))
     if critic := roles.get("critic"):
         passes.append(role_pass("values", critic, {"values": "values", "old_values": "values"}))
+    if functions.needs_teacher and config.teacher.weights != "given":
+        own = open_policy_teacher(config, model, layouts, roles["actor"], initial)
+        passes.append(ModelPass("teacher", own.run))
+        average = own.average
+        trainable |= {AVERAGE: own.trainable} if own.trainable else {}
     order = ("implicit_reward_model", "critic", "actor")
     stage = ModelsStage(
         roles=tuple(roles[name] for name in order if name in roles),
         passes=tuple(passes),
         warmup_steps=config.critic.warmup_steps if "critic" in roles else 0,
         check_canaries=canary_check(config, roles["actor"]),
+        average=average,
     )
     return stage, trainable
 
@@ -169,8 +205,30 @@ def role_pass(timer: str, role: Role, fields: dict[str, str]) -> ModelPass:
     return ModelPass(timer, run)
 
 
+def initial_weights(
+    config: TrainConfig, model: LoadedModel, layout: Layout, on_host: bool
+) -> Params:
+    """Copy the weights that a run begins with, in the compute dtype; of an adapter as they are.
+
+    Args:
+        config: of the run.
+        model: the policy's.
+        layout: where the copy stands.
+        on_host: whether it waits there.
+    """
+    if model.frozen is not None:
+        return jax.tree.map(jnp.copy, model.params)
+    dtypes = model.model.compute_dtypes(config.model.dtype)
+    params = reshard(model.params, layout.of(model.model.declare()), dtype=dtypes)
+    return to_host(params) if on_host else params
+
+
 def make_reference(
-    config: TrainConfig, model: LoadedModel, layouts: Layouts, actor: Role
+    config: TrainConfig,
+    model: LoadedModel,
+    layouts: Layouts,
+    actor: Role,
+    initial: Callable[[Layout, bool], Params],
 ) -> Callable[[Batch], dict[str, np.ndarray]]:
     """Copy the weights that a run begins with, in the compute dtype; return their pass.
 
@@ -190,16 +248,12 @@ def make_reference(
         split = jax.tree.map(lambda like: like.sharding, model.like)
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         return functools.partial(actor.infer, jax.jit(zeros, out_shardings=split)(model.like))
-    split = layout.of(model.model.declare())
-    dtypes = model.model.compute_dtypes(config.model.dtype)
     infer: Callable[[Any, Batch], dict[str, np.ndarray]] = actor.infer
     if layout is not layouts.train:
         forward = forward_config(config.model, model.model, layout, config.rollout.temperature)
         shape = microbatch_shape(config, forward, layout)
         infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
-    params = reshard(model.params, split, dtype=dtypes)
-    if config.offload.reference:
-        params = to_host(params)
+    params = initial(layout, config.offload.reference)
 
     def infer_reference(batch: Batch) -> dict[str, np.ndarray]:
         with on_device(params) as reference:
