@@ -135,19 +135,21 @@ def test_its_scores_of_steps_are_rewards(run, exported):
         "rollout.temperature=3.0",
         "reward.max_tokens=40",
     )  # answers with several digits 1
-    result = run(*words, *keys, "algorithm.advantage=reinforce_plus_plus", "steps=1").ok()
-    counts, sums, line = [], [], result.metrics[1]
-    for row in dumped(result, 1):
-        steps = [part for part in row["answer"].split("1") if part.strip()] or [""]
-        expected = 1 / (1 + np.exp(-logits_of(exported, json.loads(row["prompt"]), steps)))
-        scores = json.loads(row["extra"])["step_scores"]
-        np.testing.assert_allclose(scores, expected, atol=2e-4)
-        assert row["score"] == pytest.approx(np.prod(expected), abs=1e-4)
-        counts.append(len(steps))
-        sums.append(sum(scores))
-    assert line["critic/rewards/mean"] == pytest.approx(np.mean(sums), abs=1e-3)
-    assert line["reward/steps/mean"] == pytest.approx(np.mean(counts))
-    assert line["reward/errors"] == 0 and line["actor/grad_norm"] > 0
+    result = run(*words, *keys, "algorithm.advantage=reinforce_plus_plus", "steps=2").ok()
+    counts = []
+    for step, line in enumerate(result.metrics[1:], start=1):
+        rows = dumped(result, step)
+        for row in rows:
+            steps = [part for part in row["answer"].split("1") if part.strip()] or [""]
+            expected = 1 / (1 + np.exp(-logits_of(exported, json.loads(row["prompt"]), steps)))
+            extra = json.loads(row["extra"])
+            np.testing.assert_allclose(extra["step_scores"], expected, atol=2e-4)
+            assert row["score"] == pytest.approx(np.prod(expected), abs=1e-4)
+            counts.append(len(steps))
+        sums = [sum(json.loads(row["extra"])["step_scores"]) for row in rows]
+        assert line["critic/rewards/mean"] == pytest.approx(np.mean(sums), abs=1e-3)
+        assert line["reward/steps/mean"] == pytest.approx(np.mean(counts[-len(rows) :]))
+        assert line["reward/errors"] == 0 and line["actor/grad_norm"] > 0
     assert {1, 2} <= {*counts}, counts
 
 
