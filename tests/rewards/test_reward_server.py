@@ -6,8 +6,10 @@ import http.server
 import json
 import math
 import threading
+from pathlib import Path
 
 import pytest
+import transformers
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
@@ -20,6 +22,7 @@ from jaxrl_llm.rewards.servers import ServerError
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
 from jaxrl_llm.workers import retries
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 PROMPT = [{"role": "user", "content": "1+1="}]
 
 
@@ -114,6 +117,16 @@ def test_an_episode_is_the_chat_that_it_was():
     with serving() as server:
         ask(server, "all of it", info={"prompt": PROMPT, "messages": chat})
         assert server.bodies[-1]["messages"] == chat
+
+
+def test_a_tokenizer_makes_token_ids():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(QUICKSTART)
+    chat = [*PROMPT, {"role": "assistant", "content": "22"}]
+    with serving() as server:
+        ask(server, "22", "4444", tokenizer=str(QUICKSTART))
+        asked = [body["input"] for body in server.bodies if isinstance(body.get("input"), list)]
+    assert len(asked) == 2
+    assert tokenizer.apply_chat_template(chat, return_dict=False) in asked
 
 
 @pytest.mark.parametrize("shift", [-3.0, 0.3])
