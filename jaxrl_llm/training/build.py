@@ -68,7 +68,7 @@ def build_stages(
     check_longest_sequence(config, model.model)
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
-    models, trainable = build_models(config, functions, model, layouts)
+    models, trainable, beside = build_models(config, functions, model, layouts)
     compile_first_step(config, functions, model.model, models, layouts)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
@@ -90,7 +90,12 @@ def build_stages(
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
     frozen = {"reward.classifier": reward_model.params} if reward_model else None
-    opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
+    opened = resume_run(
+        *(config, folder, trainable, prompts, stack),
+        best="validation",
+        frozen=frozen,
+        beside=beside,
+    )
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
@@ -98,10 +103,15 @@ def build_stages(
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
-    coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef).restored(opened.extra)
     window = open_window(config, opened, rollout, scoring, prompts, folder, stack)
-    stages = Stages(rollout, scoring, models, algorithm, run)
-    return stages, Progress(opened.step, opened.states, coefs), window
+    return Stages(rollout, scoring, models, algorithm, run), progress_of(config, opened), window
+
+
+def progress_of(config: TrainConfig, opened: ResumedRun) -> Progress:
+    """Return where a run stands: at its beginning, or as its newest checkpoint has it."""
+    algorithm, extra = config.algorithm, opened.extra
+    coefs = Coefs(algorithm.kl_coef, algorithm.entropy_coef).restored(extra)
+    return Progress(opened.step, opened.states, coefs, extra.get("empty_steps", 0))
 
 
 def load_policy_tokens(path: str) -> PolicyTokens:

@@ -23,9 +23,11 @@ from jaxrl_llm.training.experience import (
     compute_advantages,
     correction_weights,
 )
-from jaxrl_llm.training.load_functions import AlgorithmFunctions, Function
+from jaxrl_llm.training.load_functions import PAIR_FIELDS, AlgorithmFunctions, Function
 from jaxrl_llm.training.objective import as_token_loss, per_token
 from jaxrl_llm.training.optimizer import check_learning_rates
+from jaxrl_llm.training.preference_objective import LENGTHS, PreferenceObjective, as_pair_loss
+from jaxrl_llm.training.selection import check_pairs
 from jaxrl_llm.training.stages.algorithm import checked_controller
 
 Fields = dict[str, Any]
@@ -70,9 +72,9 @@ def check_schedules(config: TrainConfig, functions: AlgorithmFunctions, steps: i
 def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial]:
     """Yield the functions of a config that get arrays."""
     algorithm, needs_returns = config.algorithm, "critic" in functions.updates
-    advantage = functions.advantage
-    compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
-    yield "algorithm.advantage", advantage, compute
+    if advantage := functions.advantage:
+        compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
+        yield "algorithm.advantage", advantage, compute
     if kl := functions.kl:
         in_loss = algorithm.kl_loss is not None
         key = "algorithm.kl_loss" if in_loss else "algorithm.kl_reward"
@@ -80,6 +82,7 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
     for key, function, kind in (
         ("algorithm.group_filter", functions.group_filter, np.bool_),
         ("algorithm.penalty", functions.penalty, np.floating),
+        ("algorithm.answer_filter", functions.answer_filter, np.bool_),
     ):
         if function:
             yield key, function, functools.partial(_per_answer, function, key, kind)
@@ -88,10 +91,15 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
         yield key, function, functools.partial(correction_weights, function)
     if select := functions.select_covariant:
         yield "algorithm.high_covariance", select, functools.partial(_marks, select)
+    if pairs := functions.pairs:
+        yield "algorithm.pairs", pairs, functools.partial(_pairs, pairs)
     for name, update in functions.updates.items():
         section = "algorithm" if name == "actor" else name
         learned = "values" if name == "critic" else "logprobs"
         loss, reduce = update.objective.loss, update.reduce
+        if isinstance(update.objective, PreferenceObjective):
+            yield "algorithm.pair_loss", loss, functools.partial(_gradient_of_pairs, loss)
+            continue
         yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
         yield f"{section}.reduce", reduce, functools.partial(_weights, reduce)
 
@@ -116,6 +124,22 @@ def _marks(select: Function, fields: Fields) -> Any:
     return check_marks(result, select, fields["mask"].shape)
 
 
+def _pairs(function: Function, fields: Fields) -> Any:
+    return check_pairs(jax.jit(lambda fields: call(function, fields))(fields), function)
+
+
+def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
+    """Differentiate a loss of pairs by the log-probs of the chosen answers."""
+    of_pairs = abstract_pairs(fields["mask"].shape[0])
+    fields = {name: jnp.zeros(like.shape, like.dtype) for name, like in of_pairs.items()}
+
+    def total(array: Any) -> Any:
+        result = call(loss, fields | {"chosen_logps": array})
+        return jnp.sum(as_pair_loss(result, loss, array.shape).loss)
+
+    return jax.grad(total)(fields["chosen_logps"])
+
+
 def _gradient(loss: Function, learned: str, fields: Fields) -> Any:
     """Differentiate a loss by what its model says of each token."""
 
@@ -137,6 +161,14 @@ def abstract_fields(size: int, length: int, components: int) -> Fields:
     return {
         name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
         for name, field in FIELDS.items()
+    }
+
+
+def abstract_pairs(size: int) -> Fields:
+    """Return shape and dtype of every field that a loss of a step's pairs may ask for [P]."""
+    return {
+        name: jax.ShapeDtypeStruct((size,), jnp.int32 if name in LENGTHS else jnp.float32)
+        for name in PAIR_FIELDS
     }
 
 

@@ -25,15 +25,21 @@ from jaxrl_llm.training.load_functions import (
     BatchFunctions,
     Function,
     UpdateSpec,
+    fields_of_update,
     find,
     find_controller,
     find_covariance_selector,
     find_kl,
+    find_pair_loss,
     update_spec,
 )
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
+from jaxrl_llm.training.preference_objective import PreferenceObjective
 
 log = logging.getLogger(__name__)
+
+OF_PAIRS = FunctionSpec("sequence_mean_token_mean")
+"""How pairs are weighed: alike."""
 
 
 def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
@@ -47,13 +53,16 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     policy = load_policy_objective(config.algorithm, batch_functions)
     updates, needs = load_updates(config, batch_functions, policy)
     check_sections(config, updates)
-    if is_on_policy(config, batch_functions, updates):
+    is_of_tokens = isinstance(policy, PolicyObjective)
+    if is_of_tokens and is_on_policy(config, batch_functions, updates):
         objective = dataclasses.replace(policy, on_policy=True)
         updates["actor"] = updates["actor"]._replace(objective=objective)
     check_producers(config, needs)
     check_scores_are_used(config.algorithm, needs)
     check_skipped_pass(config.algorithm, needs)
-    check_staleness(config, needs, policy)
+    check_refresh(config, needs)
+    if is_of_tokens:
+        check_staleness(config, needs, policy)
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
@@ -65,9 +74,9 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
     """Load the functions that see the whole batch."""
     algorithm = config.algorithm
     return BatchFunctions(
-        advantage=find(
-            algorithm.advantage, kinds.ADVANTAGES, "algorithm.advantage", Stage.INFERRED
-        ),
+        advantage=None
+        if algorithm.pairs
+        else find(algorithm.advantage, kinds.ADVANTAGES, "algorithm.advantage", Stage.INFERRED),
         kl=find_kl(algorithm),
         controller=find_controller(algorithm.kl_controller),
         group_filter=algorithm.group_filter
@@ -80,11 +89,21 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
         ),
         select_covariant=algorithm.high_covariance
         and find_covariance_selector(algorithm.high_covariance),
+        answer_filter=algorithm.answer_filter
+        and find(
+            algorithm.answer_filter, kinds.SHAPING, "algorithm.answer_filter", Stage.ESTIMATED
+        ),
+        pairs=algorithm.pairs
+        and find(algorithm.pairs, kinds.PAIRS, "algorithm.pairs", Stage.SCORED),
     )
 
 
-def load_policy_objective(algorithm: AlgorithmConfig, functions: BatchFunctions) -> PolicyObjective:
-    """Load the policy's loss."""
+def load_policy_objective(
+    algorithm: AlgorithmConfig, functions: BatchFunctions
+) -> PolicyObjective | PreferenceObjective:
+    """Load the policy's loss: of tokens, or of pairs."""
+    if algorithm.pair_loss is not None:
+        return PreferenceObjective(loss=find_pair_loss(algorithm.pair_loss))
     return PolicyObjective(
         loss=find(algorithm.loss, kinds.LOSSES, "algorithm.loss", Stage.SELECTED),
         kl=functions.kl if algorithm.kl_loss else None,
@@ -94,11 +113,14 @@ def load_policy_objective(algorithm: AlgorithmConfig, functions: BatchFunctions)
 
 
 def load_updates(
-    config: TrainConfig, functions: BatchFunctions, policy: PolicyObjective
+    config: TrainConfig,
+    functions: BatchFunctions,
+    policy: PolicyObjective | PreferenceObjective,
 ) -> tuple[dict[str, UpdateSpec], frozenset[str]]:
     """Return the update of every model that is trained, and the fields that functions ask for."""
-    updates = {"actor": update_spec(policy, config.algorithm.reduce, "algorithm", config.optim)}
-    needs = policy.asks_for() | (fields_of_batch_functions(functions) - {"logprobs"})
+    reduce = OF_PAIRS if functions.pairs else config.algorithm.reduce
+    updates = {"actor": update_spec(policy, reduce, "algorithm", config.optim)}
+    needs = fields_of_update(policy) | (fields_of_batch_functions(functions) - {"logprobs"})
     for _ in range(2):  # each may ask for the other
         if "critic" not in updates and needs & fields_of_model("critic"):
             updates["critic"] = load_critic_update(config.critic)
@@ -118,6 +140,8 @@ def fields_of_batch_functions(functions: BatchFunctions) -> set[str]:
         functions.group_filter,
         functions.penalty,
         functions.select_covariant,
+        functions.answer_filter,
+        functions.pairs,
         *functions.corrections,
     ]
     return {name for function in asking if function for name in asks_for(function)}
@@ -130,7 +154,7 @@ def load_critic_update(config: CriticConfig) -> UpdateSpec:
     return update_spec(objective, config.reduce, "critic", config.optim, "critic.optim")
 
 
-def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function) -> UpdateSpec:
+def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function | None) -> UpdateSpec:
     """Load the implicit reward model's loss; the advantage takes its rewards."""
     name = "implicit_reward_model"
     loss = find(config.loss, kinds.VALUES, f"{name}.loss", Stage.UPDATING)
@@ -144,7 +168,8 @@ def is_on_policy(
 ) -> bool:
     """Tell whether a pass for the old log-probs would only repeat what the update computes.
 
-    That is so where a step is one update, and nothing but the policy's loss asks for them.
+    That is so where a step is one update on all answers, and nothing but the policy's loss asks for
+    them.
     """
     batch, algorithm = config.batch, config.algorithm
     once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
@@ -157,6 +182,7 @@ def is_on_policy(
         asked |= update.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
     return (
         once
+        and functions.answer_filter is None
         and not algorithm.use_rollout_logprobs
         and algorithm.kl_reward is None
         and config.critic.warmup_steps == 0
@@ -176,7 +202,7 @@ def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> No
             )
 
 
-def check_betas(advantage: Function, loss: Function) -> None:
+def check_betas(advantage: Function | None, loss: Function) -> None:
     """Refuse an advantage whose rewards are not those that the reward model learns."""
     betas = {beta_of(advantage), beta_of(loss)} - {None}
     if len(betas) > 1:
@@ -247,13 +273,26 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
         )
 
 
+def check_refresh(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Refuse to refresh a reference that there is not."""
+    every = config.reference.refresh_every
+    if every is not None and not needs & fields_of_model("reference"):
+        raise ConfigError(
+            f"reference.refresh_every={every}, but no function asks for the reference's log-probs: "
+            "remove it, or name a KL, as in algorithm.kl_loss=k3, or a loss of pairs with a "
+            "reference"
+        )
+
+
 def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     """Return the off-policy corrections of a run.
 
     vLLM, and an engine in low precision, compute otherwise than the trainer; and stale answers are
-    of older policies.
+    of older policies. A loss of pairs takes answers of any policy as they are.
     """
     algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.pairs is not None:
+        return ()
     if algorithm.correction is not None:
         return algorithm.correction
     differs = rollout.engine == "vllm" or is_low_precision(rollout) or rollout.staleness > 0
@@ -264,7 +303,9 @@ def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     return (FunctionSpec("truncated_token"),)
 
 
-def beta_of(function: Function) -> float | None:
+def beta_of(function: Function | None) -> float | None:
     """Return a function's keyword `beta`, if it has one."""
+    if function is None:
+        return None
     parameter = inspect.signature(function).parameters.get("beta")
     return parameter and parameter.default
