@@ -82,8 +82,9 @@ def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> l
     """Return a row for each answer of a training step, as parquet can hold it.
 
     Besides those of `answer_rows` it has the mean advantage of the drawn tokens, and of each drawn
-    token its advantage, its log-probs under the trainer's and the engine's policy, and the trainer's
-    entropy where the step has computed them; of an answer that is not usable none.
+    token its advantage if it has one, its log-probs under the trainer's and the engine's policy,
+    and the trainer's entropy where the step has computed them; of an answer that is not usable
+    none.
     """
     rows = answer_rows(rollouts, scores)
     for index, (row, mask) in enumerate(zip(rows, batch["mask"], strict=True)):

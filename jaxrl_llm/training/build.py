@@ -90,12 +90,8 @@ def build_stages(
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
     frozen = {"reward.classifier": reward_model.params} if reward_model else None
-    opened = resume_run(
-        *(config, folder, trainable, prompts, stack),
-        best="validation",
-        frozen=frozen,
-        beside=beside,
-    )
+    parts = config, folder, trainable, prompts, stack
+    opened = resume_run(*parts, best="validation", frozen=frozen, beside=beside)
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
