@@ -48,6 +48,7 @@ from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.batch_metrics import age_metrics
+from jaxrl_llm.training.check_functions import abstract_pairs
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.load_functions import PAIR_FIELDS
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
@@ -644,7 +645,8 @@ def diagnostics():
     for name in preferences.__all__:
         function = getattr(preferences, name)
         if name != "PairLoss" and PAIR_FIELDS.issuperset(asks_for(function)):
-            result = function(*(-ones[0] for _ in asks_for(function)))
+            given = {name: like.dtype for name, like in abstract_pairs(3).items()}
+            result = function(*(jnp.ones(3, given[field]) for field in asks_for(function)))
             names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}
     return names
 

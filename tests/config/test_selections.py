@@ -1,9 +1,11 @@
 """What does not go together with pairs, with a filter of answers and with a refresh is refused."""
 
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+import yaml
 
 from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.errors import ConfigError
@@ -86,6 +88,17 @@ def one_number(chosen_logps):
 def test_what_does_not_go_together_is_refused(keys, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolved(keys)
+
+
+def test_what_the_page_shows_can_be_configured(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/preference.md").read_text()
+    (source,) = (b for b in re.findall("```python\n(.*?)```", page, re.S) if "clear_pairs" in b)
+    (shown,) = (b for b in re.findall("```yaml\n(.*?)```", page, re.S) if "pair_loss" in b)
+    (tmp_path / "my_pairs.py").write_text(source)
+    own = {"fn": f"{tmp_path}/my_pairs.py:clear_pairs", "margin": 0.5}
+    functions = resolved(yaml.safe_load(shown) | {"algorithm.pairs": own})
+    scores, groups = jnp.array([0.0, 0.4, 0.0, 1.0]), jnp.array([0, 0, 1, 1])
+    assert functions.pairs(scores, groups).valid.tolist() == [False, False, False, True]
 
 
 def test_what_pairs_ask_for_decides_the_models_of_a_run():

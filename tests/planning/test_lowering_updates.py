@@ -87,6 +87,12 @@ def test_updates_of_recipes(path, tmp_path, jitted, lowered):
             check(steps[StepId(name, kind)](), spec, kind)
 
 
+def test_an_update_on_pairs_of_answers(tmp_path):
+    path = ROOT / "configs/quickstart_online_dpo.yaml"
+    config = configure(tmp_path, DENSE, path, mesh__train__fsdp=8)
+    check(trace_actor(config, DENSE, StepKind.ACCUMULATE), DENSE, StepKind.ACCUMULATE)
+
+
 MESHES = {
     "one device": {"fsdp": 1, "devices": 1},
     "data": {"data": 8, "fsdp": 1},
