@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         reinforce_plus_plus,
         reinforce_plus_plus_baseline,
         remax,
+        reverse_kl,
         reward_to_go,
         rewards_from_scores,
         rloo,

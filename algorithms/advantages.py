@@ -9,6 +9,7 @@ An answer that is to count for nothing has a group of its own and a mask that is
 the others' advantages are then what they would be without it.
 """
 
+from jaxrl_llm.algorithms.advantages_distillation import reverse_kl
 from jaxrl_llm.algorithms.advantages_optimal_baseline import (
     optimal_token_baseline,
     optimal_token_baseline_corrected,
@@ -57,6 +58,7 @@ __all__ = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "reverse_kl",
     "reward_to_go",
     "rewards_from_scores",
     "rloo",

@@ -211,11 +211,13 @@ def known_keys():
 PRODUCERS = {  # what a function needs besides its name, by the field that it asks for
     "high_covariance": "algorithm.high_covariance=select_kl_cov",
     "score_components": "reward.components=[a]",
+    "teacher_logprobs": "teacher.path=t",
 }
 READERS = {  # what makes a run read a section
     "critic": "algorithm.advantage=gae_whitened",
     "implicit_reward_model": "algorithm.advantage=prime",
     "reward.components": "algorithm.advantage=gdpo",
+    "teacher": "algorithm.advantage=reverse_kl",
     "algorithm.high_covariance": "algorithm.loss=kl_cov",
     "reference": "algorithm.kl_loss=k3",
 }
@@ -521,9 +523,12 @@ ASKING = """\
 from jaxrl_llm.algorithms.advantages import gae
 
 
-def everything(rewards, values, reward_logprobs, ref_logprobs, greedy_scores, mask):
+def everything(
+    rewards, values, reward_logprobs, ref_logprobs, teacher_logprobs, greedy_scores, mask
+):
     advantages, returns = gae(rewards, values, mask)
-    return advantages + reward_logprobs - ref_logprobs - greedy_scores[:, None], returns
+    apart = reward_logprobs - ref_logprobs - teacher_logprobs
+    return advantages + apart - greedy_scores[:, None], returns
 
 
 def all_groups(scores):
@@ -604,7 +609,7 @@ def written(tmp_path_factory):
         rollout.agent={folder}/playing.py:play rollout.tools=[{folder}/playing.py:go_wrong]
         rollout.environment={folder}/playing.py:listen rollout.max_new_tokens=64
         rollout.tool_process.timeout_s=1 rollout.tool_process.retries=0
-        reward.workers=0
+        reward.workers=0 teacher.path.arithmetic={folder}/model
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1

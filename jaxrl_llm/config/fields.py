@@ -46,7 +46,7 @@ class BatchField(NamedTuple):
     dtype: Literal["float32", "int32", "bool"]
     stage: Stage
     meaning: str
-    model: Literal["critic", "reference", "implicit_reward_model"] | None = None
+    model: Literal["critic", "reference", "implicit_reward_model", "teacher"] | None = None
 
 
 FIELDS: Mapping[str, BatchField] = {
@@ -147,6 +147,14 @@ FIELDS: Mapping[str, BatchField] = {
             "log-probs under the reference: the policy at the start of the run, or at its last "
             "refresh",
             model="reference",
+        ),
+        BatchField(
+            "teacher_logprobs",
+            "B T",
+            "float32",
+            Stage.INFERRED,
+            "log-probs under the teacher of the answer's prompt: teacher.path",
+            model="teacher",
         ),
         BatchField(
             "reward_logprobs",

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
+    PlainValidator,
     ValidationError,
 )
 from pydantic.fields import FieldInfo
@@ -66,6 +67,7 @@ def function_key(
     description: str,
     *,
     passed: tuple[str, ...] | None = None,
+    several: bool = False,
 ) -> Any:
     """Declare a key that names a function.
 
@@ -75,9 +77,10 @@ def function_key(
         description: what it is for.
         passed: parameters that a config may not set; None where they are the positional ones
             without a default.
+        several: whether a list may stand in the place of one, as for `OneOrMore`.
     """
     spec = FunctionSpec(default) if isinstance(default, str) else default
-    home_of_names = {"home": home, "passed": passed and list(passed)}
+    home_of_names = {"home": home, "passed": passed and list(passed), "several": several}
     return Field(spec, description=description, json_schema_extra={"function": home_of_names})
 
 
@@ -102,6 +105,28 @@ def _as_spec(value: Any) -> Any:
     return value
 
 
+def _one_or_more(value: Any) -> FunctionSpec | tuple[FunctionSpec, ...]:
+    specs = [_as_spec(item) for item in value] if isinstance(value, list | tuple) else None
+    result = _as_spec(value) if specs is None else tuple(specs)
+    for spec in (result,) if specs is None else specs or (None,):
+        if not isinstance(spec, FunctionSpec):
+            raise PydanticCustomError(
+                "functions", "a function's name, {{fn: NAME, keyword: …}}, or a list of such"
+            )
+    return result
+
+
+def _one_or_more_as_config(value: FunctionSpec | tuple[FunctionSpec, ...]) -> Any:
+    return [s.as_config() for s in value] if isinstance(value, tuple) else value.as_config()
+
+
+def _text_or_texts(value: Any) -> str | dict[str, str]:
+    texts = list(value.values()) if isinstance(value, Mapping) else [value]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("texts", "a text, or a mapping from data_source to texts")
+    return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
@@ -123,6 +148,19 @@ Function = Annotated[
     InstanceOf[FunctionSpec], BeforeValidator(_as_spec), PlainSerializer(FunctionSpec.as_config)
 ]
 """A function's name, or `{fn: NAME, keyword: value, …}`."""
+
+OneOrMore = Annotated[
+    FunctionSpec | tuple[FunctionSpec, ...],
+    PlainValidator(_one_or_more),
+    PlainSerializer(_one_or_more_as_config),
+]
+"""A function as above, or a list of such."""
+
+PerSource = Annotated[
+    str | dict[str, str],
+    PlainValidator(_text_or_texts, json_schema_input_type=str | dict[str, str]),
+]
+"""A text, or one for each data_source."""
 
 Several = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]
 """A list; one item may stand for a list of one."""

@@ -44,7 +44,7 @@ def _key(key: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
         if name not in kinds:
             kinds[name] = _functions(kind["home"], kind["passed"])
         one = {"$ref": f"#/$defs/{name}"}
-        several = "items" in str(key)
+        several = kind.get("several") or "items" in str(key)
         default = key.get("default")
         if isinstance(default, dict):
             key["default"] = _spec(default)

@@ -25,6 +25,7 @@ from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.config.sections.reference import ReferenceConfig
 from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.sections.rollout import KV_CACHE_DTYPES, RolloutConfig, VllmConfig
+from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.sections.validation import ValidationConfig
 from jaxrl_llm.config.selections import (
     longest_pair_of_answers_fits,
@@ -66,6 +67,7 @@ class TrainConfig(Section):
     implicit_reward_model: ImplicitRewardModelConfig = Field(
         default_factory=ImplicitRewardModelConfig
     )
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)

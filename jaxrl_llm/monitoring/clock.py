@@ -23,6 +23,7 @@ LABELS = {
     "reward": "scoring",
     "old_log_prob": "log-probs",
     "ref": "the reference's log-probs",
+    "teacher": "the teachers' log-probs",
     "adv": "advantages",
     "update_actor": "updating",
     "update_weights": "syncing weights",

@@ -85,6 +85,7 @@ def list_changes(shapes: RunShapes, phase: PhaseMemory) -> Iterator[tuple[str, .
         ("optimizer", "optimizer"),
         ("params", "parameters"),
         ("reference", "reference weights"),
+        ("teacher", "teacher weights"),
     ):
         if not getattr(config.offload, key) and any(k.endswith(kind) for k in phase.held):
             yield (f"offload.{key}=true",)

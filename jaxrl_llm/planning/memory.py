@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -28,6 +28,7 @@ from jaxrl_llm.planning.lowering import (
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.training.layouts import Layouts, open_layouts
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import adapted_spec
 from jaxrl_llm.training.resolve import resolve_functions
 
@@ -123,14 +124,12 @@ def plan_shapes(
         sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
         for array, tree in sizes.items():
             throughout.append(Allocation(name, array, bytes_per_device(tree), layout))
-    if functions.needs_reference and not spec.lora:
-        where = layouts.reference
-        role, trace[StepId("reference", StepKind.INFER)] = plan_reference(
-            config, functions, base, where, apart=where is not layouts.train
+    for name, of, where, apart in untrained(config, functions, layouts, base):
+        role, trace[StepId(name, StepKind.INFER)] = plan_reference(
+            config, functions, of, where, apart=apart
         )
-        roles["reference"] = role
-        size = bytes_per_device(role.params)
-        throughout.append(Allocation("reference", "weights", size, layouts.reference))
+        roles[name] = role
+        throughout.append(Allocation(name, "weights", bytes_per_device(role.params), where))
     if config.reward.classifier:
         classifier = abstract_params(
             read_spec(config.reward.classifier), layouts.reward_model, config.model.dtype
@@ -142,6 +141,25 @@ def plan_shapes(
     throughout.append(Allocation(ENGINE, "weights", size, layouts.rollout))
     trace |= steps
     return RunShapes(config, layouts, spec, roles, throughout, engine, trace, gpu)
+
+
+def untrained(
+    config: TrainConfig, functions: AlgorithmFunctions, layouts: Layouts, base: ModelSpec
+) -> Iterator[tuple[str, ModelSpec, Layout, bool]]:
+    """Yield name, spec and layout of the reference and the teachers; whether they run apart."""
+    is_adapter = config.model.lora is not None or config.model.adapter is not None
+    if functions.needs_reference and not is_adapter:
+        where = layouts.reference
+        yield "reference", base, where, where is not layouts.train
+    paths = config.teacher.path if functions.needs_teacher else None
+    several = [paths] if isinstance(paths, str) else dict.fromkeys((paths or {}).values())
+    for number, path in enumerate(several, 1):
+        with config_errors_at("teacher.path"):
+            spec = read_spec(path)
+        yield TEACHER if number == 1 else f"{TEACHER} {number}", spec, layouts.teacher, True
+
+
+TEACHER = "teacher"
 
 
 def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
@@ -185,7 +203,9 @@ def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int
     held = {}
     for allocation in shapes.throughout:
         role, array, size, where = allocation
-        waits = offload.reference if role == "reference" else offloaded.get(array, False)
+        waits = offloaded.get(array, False)
+        waits |= role == "reference" and offload.reference
+        waits |= role.startswith(TEACHER) and offload.teacher
         needed = role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
         if here & set(where.mesh.devices.flat) and (needed or not waits):
             held[allocation.label] = size

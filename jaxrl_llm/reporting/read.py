@@ -193,6 +193,8 @@ def _listed(value: Any) -> Any:
 
 
 def _name(function: Any) -> str | None:
+    if isinstance(function, list):
+        return " + ".join(str(_name(term)) for term in function)
     return function.get("fn") if isinstance(function, Mapping) else function
 
 

@@ -127,6 +127,8 @@ def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence
 
 
 def _function(named: Any) -> str:
+    if isinstance(named, list):
+        return " + ".join(map(_function, named))
     return named["fn"] if isinstance(named, Mapping) else str(named)
 
 

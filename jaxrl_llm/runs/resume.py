@@ -26,6 +26,7 @@ from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.summary import opening_lines
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
+from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.update import Learner, TrainState
 
@@ -57,7 +58,10 @@ def starting_digests(
         given = {n: v for n, v in getattr(item, "columns", {}).items() if not n.startswith("ref_")}
         data.update(repr(sorted(given.items())).encode() if given else b"")
     weights = {name: (m.model.params, m.model.frozen) for name, m in models.items()}
-    sums = {name: int(checksum_of_leaves(tree)) for name, tree in (weights | {**frozen}).items()}
+    sums = {}
+    for name, tree in (weights | {**frozen}).items():
+        with on_device(tree) as held:  # some wait on the host
+            sums[name] = int(checksum_of_leaves(held))
     return {**sums, "data": data.hexdigest()}
 
 

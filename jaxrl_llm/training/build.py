@@ -37,6 +37,7 @@ from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
 from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
+from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers, teacher_passes
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -71,14 +72,13 @@ def build_stages(
     models, trainable, beside = build_models(config, functions, model, layouts)
     compile_first_step(config, functions, model.model, models, layouts)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
+    teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
+    models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
-    if config.steps is None:
-        steps = len(prompts) * config.epochs // config.batch.prompts_per_step
-        check_schedules(config, functions, steps)
-    executor = ThreadPoolExecutor(1, "background")
-    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    check_schedules(config, functions, count_steps(config, prompts))
+    executor = open_executor(1, "background", stack)
 
     rollout = build_rollout(
         config, model, layouts.train, engine, tokens, episodes, overlaps_training=overlaps
@@ -89,7 +89,8 @@ def build_stages(
     )
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
-    frozen = {"reward.classifier": reward_model.params} if reward_model else None
+    frozen = {f"teacher.path: {teacher.path}": teacher.params for teacher in teachers.values()}
+    frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     parts = config, folder, trainable, prompts, stack
     opened = resume_run(*parts, best="validation", frozen=frozen, beside=beside)
     validate = make_validation(
@@ -108,6 +109,11 @@ def progress_of(config: TrainConfig, opened: ResumedRun) -> Progress:
     algorithm, extra = config.algorithm, opened.extra
     coefs = Coefs(algorithm.kl_coef, algorithm.entropy_coef).restored(extra)
     return Progress(opened.step, opened.states, coefs, extra.get("empty_steps", 0))
+
+
+def count_steps(config: TrainConfig, prompts: Sequence[Prompt]) -> int:
+    """Return the steps of a run, all together."""
+    return config.steps or len(prompts) * config.epochs // config.batch.prompts_per_step
 
 
 def load_policy_tokens(path: str) -> PolicyTokens:
@@ -131,8 +137,7 @@ def open_window(
     Raises:
         ConfigError: the schedule to replay can't be read.
     """
-    executor = ThreadPoolExecutor(2, "rollout")
-    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    executor = open_executor(2, "rollout", stack)
     window = Window(
         config=config,
         total_steps=opened.total_steps,
@@ -146,6 +151,13 @@ def open_window(
     if opened.extra:
         window.set_state(opened.extra["window"])
     return window
+
+
+def open_executor(threads: int, name: str, stack: contextlib.ExitStack) -> ThreadPoolExecutor:
+    """Return threads that end with a run."""
+    executor = ThreadPoolExecutor(threads, name)
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    return executor
 
 
 @activity("opening the devices")
@@ -181,6 +193,7 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
     check_sources(config.reward.function, {row["data_source"] for row in (*train, *validation)})
+    check_teacher_sources(config, (row["data_source"] for row in train))
     return train, validation
 
 

@@ -33,6 +33,7 @@ class Layouts(NamedTuple):
     critic: Layout
     reference: Layout
     reward_model: Layout
+    teacher: Layout
 
     def of(self, role: str) -> Layout:
         """Return where a role's model stands; reward models of both kinds share a mesh."""
@@ -93,6 +94,7 @@ def open_layouts(
         other("critic", config.critic),
         other("reference", config.reference),
         other("reward_model", config.reward_model),
+        other("teacher", config.teacher),
     )
 
 

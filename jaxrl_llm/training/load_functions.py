@@ -1,7 +1,9 @@
 """Loading the functions that a config names, each checked against what its key gives it."""
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import kinds
@@ -15,9 +17,15 @@ from jaxrl_llm.config.fields import (
     fields_of_model,
     name_of,
 )
-from jaxrl_llm.config.functions import FunctionSpec, load_function
+from jaxrl_llm.config.functions import (
+    FunctionSpec,
+    find_function,
+    load_function,
+    signature_of,
+)
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.training.advantage_sum import AdvantageSum
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.optimizer import make_optimizer
 from jaxrl_llm.training.preference_objective import (
@@ -84,6 +92,11 @@ class AlgorithmFunctions(BatchFunctions):
         return bool(self.needs & fields_of_model("reference"))
 
     @property
+    def needs_teacher(self) -> bool:
+        """Return whether a function asks for what a teacher says of the answers."""
+        return bool(self.needs & fields_of_model("teacher"))
+
+    @property
     def on_policy(self) -> bool:
         """Return whether the update itself computes the old log-probs; see `is_on_policy`."""
         objective = self.updates["actor"].objective
@@ -138,6 +151,29 @@ def fields_of_update(
     if isinstance(objective, PreferenceObjective):
         return {"ref_logprobs"} if objective.asks_for() & OF_REFERENCE else set()
     return objective.asks_for()
+
+
+def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
+    """Return the advantage function, or the weighted sum of several.
+
+    `weight` of a term is what it is multiplied by, unless the function has a keyword of this name.
+
+    Raises:
+        ConfigError: one can't be loaded, or a weight is no finite number.
+    """
+    key = "algorithm.advantage"
+    if isinstance(spec, FunctionSpec) and "weight" not in spec.kwargs:
+        return find(spec, kinds.ADVANTAGES, key, Stage.INFERRED)
+    terms = []
+    for term in (spec,) if isinstance(spec, FunctionSpec) else spec:
+        weight, kwargs = 1.0, dict(term.kwargs)
+        if "weight" not in signature_of(find_function(term, kinds.ADVANTAGES, key=key)).parameters:
+            weight = kwargs.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+            raise ConfigError(f"{key}.weight: got {weight!r}, expected a finite number")
+        bare = dataclasses.replace(term, kwargs=kwargs)
+        terms.append((find(bare, kinds.ADVANTAGES, key, Stage.INFERRED), float(weight)))
+    return AdvantageSum(terms)
 
 
 def update_spec(

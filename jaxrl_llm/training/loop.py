@@ -203,7 +203,7 @@ def make_experience(
         metrics |= stages.models.check_canaries(states, fresh, step)
     for model_pass in stages.models.passes:
         with clock(model_pass.timer):
-            batch, agreement = model_pass.run(states, batch, step)
+            batch, agreement = model_pass.run(states, batch, rollouts, step)
         metrics |= agreement
     with clock("reward"):
         scores = collected.scores()

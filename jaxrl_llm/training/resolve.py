@@ -17,8 +17,10 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
+from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.precision import is_low_precision
+from jaxrl_llm.training.advantage_sum import terms_of
 from jaxrl_llm.training.check_functions import check_functions
 from jaxrl_llm.training.load_functions import (
     AlgorithmFunctions,
@@ -27,6 +29,7 @@ from jaxrl_llm.training.load_functions import (
     UpdateSpec,
     fields_of_update,
     find,
+    find_advantage,
     find_controller,
     find_covariance_selector,
     find_kl,
@@ -63,6 +66,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     check_refresh(config, needs)
     if is_of_tokens:
         check_staleness(config, needs, policy)
+    check_teacher(config, needs)
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
@@ -74,9 +78,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
     """Load the functions that see the whole batch."""
     algorithm = config.algorithm
     return BatchFunctions(
-        advantage=None
-        if algorithm.pairs
-        else find(algorithm.advantage, kinds.ADVANTAGES, "algorithm.advantage", Stage.INFERRED),
+        advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
         kl=find_kl(algorithm),
         controller=find_controller(algorithm.kl_controller),
         group_filter=algorithm.group_filter
@@ -204,10 +206,11 @@ def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> No
 
 def check_betas(advantage: Function | None, loss: Function) -> None:
     """Refuse an advantage whose rewards are not those that the reward model learns."""
-    betas = {beta_of(advantage), beta_of(loss)} - {None}
-    if len(betas) > 1:
+    terms = () if advantage is None else terms_of(advantage)
+    own = {beta_of(term) for term in terms} - {None}
+    if len(own | {beta_of(loss)} - {None}) > 1:
         raise ConfigError(
-            f"algorithm.advantage has beta={beta_of(advantage)}, "
+            f"algorithm.advantage has beta={', '.join(map(str, own))}, "
             "implicit_reward_model.loss has "
             f"beta={beta_of(loss)}: the rewards are not those that the model learns; "
             "give both the same"
@@ -284,6 +287,27 @@ def check_refresh(config: TrainConfig, needs: frozenset[str]) -> None:
         )
 
 
+def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Refuse a teacher that no function asks for, none where one does, and tempered samples."""
+    asked = sorted(needs & fields_of_model("teacher"))
+    if asked and config.teacher.path is None:
+        raise ConfigError(f"teacher.path is not set, but a function asks for {asked[0]!r}")
+    if not asked and config.teacher != TeacherConfig():
+        fields = " or ".join(sorted(fields_of_model("teacher")))
+        raise ConfigError(
+            f"teacher is set, but no function asks for {fields}: remove it, or name an advantage "
+            "that does, as reverse_kl"
+        )
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    sampled = {key: getattr(config.rollout, key) for key in plain}
+    changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]
+    if asked and changed:
+        raise ConfigError(
+            f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
+            "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
+        )
+
+
 def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     """Return the off-policy corrections of a run.
 
@@ -303,9 +327,7 @@ def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     return (FunctionSpec("truncated_token"),)
 
 
-def beta_of(function: Function | None) -> float | None:
+def beta_of(function: Function) -> float | None:
     """Return a function's keyword `beta`, if it has one."""
-    if function is None:
-        return None
     parameter = inspect.signature(function).parameters.get("beta")
     return parameter and parameter.default

@@ -123,8 +123,12 @@ def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -
             f"{path} has vocab_size={spec.vocab_size}, expected the policy's {actor.vocab_size} or "
             "more: it is given the policy's tokens"
         )
-    if not any((resolve(path) / name).is_file() for name in VOCABULARIES):
-        return
+    if any((resolve(path) / name).is_file() for name in VOCABULARIES):
+        check_same_tokens(path, tokenizer)
+
+
+def check_same_tokens(path: str, tokenizer: Any) -> None:
+    """Raise ValueError unless each of the policy's tokens has its number in a directory, too."""
     theirs = load_tokenizer(path).get_vocab()
     for token, number in tokenizer.get_vocab().items():
         if theirs.get(token) != number:

@@ -202,6 +202,7 @@ def test_no_function_of_the_library_is_refused():
         "clip_cov": {"algorithm.high_covariance": "select_clip_cov"},
         "kl_cov": {"algorithm.high_covariance": "select_kl_cov"},
         "gdpo": {"reward.components": ["score"]},
+        "reverse_kl": {"teacher.path": "teacher"},
     }
     refused = set()
     for key, module in (kinds | {"kl_loss": kl}).items():

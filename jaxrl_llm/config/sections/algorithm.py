@@ -4,15 +4,26 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config import kinds
-from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
+from jaxrl_llm.config.keys import (
+    STRICT,
+    Function,
+    Number,
+    OneOrMore,
+    Section,
+    Several,
+    function_key,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig(Section):
     """What is optimised. Each function's keyword arguments are its keys."""
 
-    advantage: Function = function_key(
-        kinds.ADVANTAGES, "grpo", "function in algorithms.advantages"
+    advantage: OneOrMore = function_key(
+        kinds.ADVANTAGES,
+        "grpo",
+        "function in algorithms.advantages; of a list the sum, each times its keyword `weight` (1)",
+        several=True,
     )
     loss: Function = function_key(kinds.LOSSES, "ppo_clip", "function in algorithms.losses")
     reduce: Function = function_key(kinds.REDUCTIONS, "token_mean", "function in algorithms.reduce")

@@ -79,6 +79,7 @@ class MeshConfig(SftMeshConfig):
     reward_model: MeshSizes | None = Field(
         default=None, description="of reward models; null: as train"
     )
+    teacher: MeshSizes | None = Field(default=None, description="of teachers; null: as train")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -13,3 +13,4 @@ class OffloadConfig(Section):
     params: bool = Field(default=False, description="weights of the models that are trained")
     optimizer: bool = Field(default=False, description="the optimizers' states")
     reference: bool = Field(default=False, description="weights of the reference")
+    teacher: bool = Field(default=False, description="weights of the teachers")

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.precision import agreement_tolerance
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.batch_metrics import check_agreement, check_difference
@@ -36,11 +37,11 @@ class ModelPass(NamedTuple):
 
     Attributes:
         timer: name of its time in the metrics.
-        run: (states, batch, step) -> the batch with more fields, and metrics.
+        run: (states, batch, its answers, step) -> the batch with more fields, and metrics.
     """
 
     timer: str
-    run: Callable[[States, Batch, int], tuple[Batch, dict[str, float]]]
+    run: Callable[[States, Batch, Rollouts, int], tuple[Batch, dict[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,10 @@ def old_logprob_pass(config: TrainConfig, functions: AlgorithmFunctions, actor: 
         probe_tokens=config.batch.max_tokens_per_device,
     )
 
-    def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del rollouts
         with on_device(states[actor.name].params) as params:
             batch, probe = add(params, batch)
         tolerance, keeps_cache = agreement_tolerance(rollout), rollout.at_push == "keep"
@@ -155,8 +159,10 @@ def reference_pass(
 ) -> ModelPass:
     """Return the pass that adds the reference's log-probs."""
 
-    def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
-        del step
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del rollouts, step
         return batch.add(ref_logprobs=reference(states, batch)["logprobs"]), {}
 
     return ModelPass("ref", run)
@@ -165,8 +171,10 @@ def reference_pass(
 def role_pass(timer: str, role: Role, fields: dict[str, str]) -> ModelPass:
     """Return the pass that adds fields of a batch, by the names of a role's results."""
 
-    def run(states: States, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
-        del step
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del rollouts, step
         with on_device(states[role.name].params) as params:
             results = role.infer(params, batch)
         return batch.add(**{field: results[name] for field, name in fields.items()}), {}
