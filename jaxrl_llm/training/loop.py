@@ -237,7 +237,8 @@ def count_empty(selected: Selected, before: int, step: int, config: TrainConfig)
         raise TrainingError(
             f"step {step}: algorithm.{key} left nothing to train on in {empty} steps in a row "
             f"(algorithm.max_generation_batches={limit}): the answers to each prompt score alike, "
-            "or too low. Take other prompts, or more samples_per_prompt"
+            "or too low. Raise algorithm.max_generation_batches and run the same command again, or "
+            "begin a run with other prompts or more samples_per_prompt"
         )
     log.warning(
         "step %d: algorithm.%s left nothing to train on, so the policy stays as it is; %d steps "

@@ -1,6 +1,7 @@
 """What of a step is trained on: the updates are those of `prefer` and of `sft`."""
 
 import functools
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 from jaxrl_llm.algorithms import losses, preferences, shaping
 from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.config.sections.reference import ReferenceConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.data.preferences import Preference, preference_batch
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
+from jaxrl_llm.sharding.offload import to_host
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.experience import ScoreError, per_answer
 from jaxrl_llm.training.forward import ForwardConfig
@@ -30,7 +33,8 @@ from jaxrl_llm.training.selection import (
     select_kept,
     select_pairs,
 )
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.stages.reference import ReferencePolicy
+from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 from tests.specs import tiny_spec
 
@@ -214,6 +218,26 @@ def test_an_update_on_pairs_is_prefers_for_every_cut_and_mesh(params, batch, pre
 def test_what_is_no_pair_is_refused(batch, function, message):
     with pytest.raises(ScoreError, match=message):
         pair_maker(function)(batch)
+
+
+# ---------------------------------------------------------------------------------------- reference
+
+
+def test_a_reference_on_the_host_is_there_again_after_a_refresh():
+    reference = ReferencePolicy(
+        infer=Mock(),
+        copy=lambda params: jax.tree.map(jnp.copy, params),
+        mix=lambda before, after: jax.tree.map(lambda x, y: 0.75 * x + 0.25 * y, before, after),
+        settings=ReferenceConfig(refresh_every=2, mix=0.25),
+        on_host=True,
+    )
+    zero = jnp.zeros((), jnp.int32)
+    old, policy = (TrainState({"w": jnp.full(2, value)}, (), zero, zero) for value in (4.0, 8.0))
+    old = old._replace(params=to_host(old.params))
+    new = reference.refreshed(old, policy)
+    assert new.params["w"].sharding.memory_kind == "pinned_host" and int(new.updates) == 1
+    assert_array_equal(new.params["w"], [5.0, 5.0])
+    assert [reference.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
 
 
 # --------------------------------------------------------------------------------------- one answer

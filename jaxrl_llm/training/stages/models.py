@@ -98,7 +98,7 @@ def build_models(
     if functions.needs_reference:
         reference, params = make_reference(config, model, layouts, roles["actor"])
         if config.reference.refresh_every is None:
-            passes.append(reference_pass(fixed_reference(config, reference, params)))
+            passes.append(reference_pass(fixed_reference(reference, params)))
         else:
             passes.append(reference_pass(changing_reference(reference)))
             refreshed, beside = reference, {REFERENCE: start_of(params, layouts)}

@@ -37,12 +37,14 @@ class ReferencePolicy:
         copy: parameters of the policy -> those of a reference like it.
         mix: (old reference, new one) -> what a refresh makes of them.
         settings: when it is refreshed, and how.
+        on_host: whether it waits in the host's memory until it is used.
     """
 
     infer: Callable[[Any, Batch], dict[str, np.ndarray]]
     copy: Callable[[Params], Params]
     mix: Callable[[Params, Params], Params]
     settings: ReferenceConfig
+    on_host: bool = False
 
     def is_due(self, step: int) -> bool:
         """Tell whether the reference is refreshed after a step."""
@@ -55,6 +57,7 @@ class ReferencePolicy:
         if self.settings.mix != 1:
             with on_device(state.params) as before:
                 params = self.mix(before, params)
+        params = to_host(params) if self.on_host else params
         return state._replace(params=params, updates=state.updates + 1)
 
 
@@ -96,7 +99,9 @@ def make_reference(
         return jax.tree.map(lambda old, new: share * new + (1 - share) * old, before, after)
 
     copy = functools.partial(reshard, target=split, dtype=dtypes)
-    return ReferencePolicy(infer=infer, copy=copy, mix=mix, settings=settings), params
+    on_host = config.offload.reference
+    policy = ReferencePolicy(infer=infer, copy=copy, mix=mix, settings=settings, on_host=on_host)
+    return policy, params
 
 
 def start_of(params: Params, layouts: Layouts) -> TrainState:
@@ -111,10 +116,10 @@ def reference_dtype(config: TrainConfig) -> str:
 
 
 def fixed_reference(
-    config: TrainConfig, reference: ReferencePolicy, params: Params
+    reference: ReferencePolicy, params: Params
 ) -> Callable[[dict[str, TrainState], Batch], dict[str, np.ndarray]]:
     """Return the pass of a reference that stays as it is: (states, batch) -> its log-probs."""
-    params, infer = to_host(params) if config.offload.reference else params, reference.infer
+    params, infer = to_host(params) if reference.on_host else params, reference.infer
 
     def run(states: dict[str, TrainState], batch: Batch) -> dict[str, np.ndarray]:
         del states
