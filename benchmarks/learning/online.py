@@ -69,7 +69,7 @@ def numbers(name: str, seed: int, work: Path) -> dict[str, Any] | None:
         "seed": seed,
         "overrides": RUNS[name][1],
         "used": [used[0], used[-1]],
-        **{key: result[key] for key in ("curve", "seconds", "date", "versions")},
+        **{key: result[key] for key in ("curve", "seconds", "date")},
     }
 
 

@@ -94,6 +94,7 @@ def test_raft_imitates_the_best_answers(run):
     assert np.mean(last) > np.mean(first) + 0.1
 
 
+@pytest.mark.slow
 def test_clipping_and_a_kl_work_on_kept_answers_too(run):
     """A filter that keeps all changes nothing but the pass that the update made before."""
     keep = "algorithm.answer_filter={fn: at_least, threshold: -1.0}"
@@ -129,12 +130,14 @@ def kls(result):
 KL = ("algorithm.kl_loss=k3", *ONE_UPDATE)
 
 
+@pytest.mark.slow
 def test_a_refresh_brings_the_kl_to_zero_beside_an_adapter(run):
     words = ("model.lora={rank: 2}", "optim.schedule.value=1e-2", "steps=3")
     first, second, third = kls(run(*KL, *words, REFRESH).ok())
     assert max(first, third) < 1e-9 < 1e-6 < second
 
 
+@pytest.mark.slow
 def test_a_refresh_can_mix_on_a_mesh_of_its_own_and_on_the_host(run, workshop):
     words = ("reference.refresh_every=1", "reference.mix=0.25", "offload.reference=true")
     apart = ("mesh.train.devices=1", "mesh.rollout.devices=1", "mesh.reference.first_device=1")
