@@ -5,7 +5,14 @@ from typing import Any
 
 OF_ADVANTAGES = (
     *("advantage", "loss", "reduce", "kl_loss", "kl_reward", "kl_coef", "kl_controller"),
-    *("entropy_coef", "correction", "use_rollout_logprobs", "high_covariance", "answer_filter"),
+    *(
+        "distillation",
+        "entropy_coef",
+        "correction",
+        "use_rollout_logprobs",
+        "high_covariance",
+        "answer_filter",
+    ),
 )
 """Keys of the algorithm that a loss of pairs has no use for."""
 

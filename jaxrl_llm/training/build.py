@@ -37,7 +37,12 @@ from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
 from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
-from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers, teacher_passes
+from jaxrl_llm.training.teachers import (
+    check_teacher_sources,
+    open_teachers,
+    run_in_update,
+    teacher_passes,
+)
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -69,10 +74,11 @@ def build_stages(
     check_longest_sequence(config, model.model)
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
-    models, trainable, beside = build_models(config, functions, model, layouts)
-    compile_first_step(config, functions, model.model, models, layouts)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
     teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
+    teacher = run_in_update(teachers)
+    models, trainable, beside = build_models(config, functions, model, layouts, teacher)
+    compile_first_step(config, functions, model.model, models, layouts)
     models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
@@ -106,9 +112,8 @@ def build_stages(
 
 def progress_of(config: TrainConfig, opened: ResumedRun) -> Progress:
     """Return where a run stands: at its beginning, or as its newest checkpoint has it."""
-    algorithm, extra = config.algorithm, opened.extra
-    coefs = Coefs(algorithm.kl_coef, algorithm.entropy_coef).restored(extra)
-    return Progress(opened.step, opened.states, coefs, extra.get("empty_steps", 0))
+    coefs, empty = Coefs.of(config.algorithm), opened.extra.get("empty_steps", 0)
+    return Progress(opened.step, opened.states, coefs.restored(opened.extra), empty)
 
 
 def count_steps(config: TrainConfig, prompts: Sequence[Prompt]) -> int:

@@ -26,6 +26,7 @@ from jaxrl_llm.training.stages.reference import (
     make_reference,
     start_of,
 )
+from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch
 
@@ -76,7 +77,11 @@ class ModelsStage:
 
 @activity("building the models")
 def build_models(
-    config: TrainConfig, functions: AlgorithmFunctions, model: LoadedModel, layouts: Layouts
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    model: LoadedModel,
+    layouts: Layouts,
+    teacher: TeacherModel | None = None,
 ) -> tuple[ModelsStage, dict[str, TrainableModel], States]:
     """Build every model that is trained and the reference.
 
@@ -85,12 +90,13 @@ def build_models(
         functions: that it names.
         model: the policy's.
         layouts: where each model stands.
+        teacher: that the policy's update runs; None: it runs none.
 
     Returns:
         The stage, what training starts from, and the state of a reference that is refreshed.
     """
     shape_on = functools.partial(microbatch_shape, config)
-    roles, trainable = make_roles(config, functions, model, layouts, shape_on)
+    roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
     passes: list[ModelPass] = []
     refreshed, beside = None, {}
     if not functions.on_policy:
