@@ -106,10 +106,11 @@ def trials_of_updates(functions: AlgorithmFunctions) -> Iterator[Trial]:
     for name, update in functions.updates.items():
         section = "algorithm" if name == "actor" else name
         learned = "values" if name == "critic" else "logprobs"
-        loss, reduce = update.objective.loss, update.reduce
         if isinstance(update.objective, PreferenceObjective):
-            yield "algorithm.pair_loss", loss, functools.partial(_gradient_of_pairs, loss)
+            of_pairs = update.objective.loss
+            yield "algorithm.pair_loss", of_pairs, functools.partial(_gradient_of_pairs, of_pairs)
             continue
+        loss, reduce = update.objective.loss, update.reduce
         if loss is not None:
             yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
         yield f"{section}.reduce", reduce, functools.partial(_weights, reduce)
