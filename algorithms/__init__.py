@@ -115,6 +115,7 @@ if TYPE_CHECKING:
         rpo,
         simpo,
         slic,
+        step_cross_entropy,
     )
     from jaxrl_llm.algorithms.reduce import (
         sequence_mean_token_mean,

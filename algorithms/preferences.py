@@ -1,8 +1,8 @@
-"""Losses of preferences: of pairs of answers, and of answers with a label.
+"""Losses of preferences: of pairs of answers, of answers with a label, and of labelled steps.
 
 Of a pair there are `chosen_logps` and `rejected_logps`, their lengths, and the same under a
-reference; of an answer with a label `logps` and `labels`. A function's parameters say which of
-these it needs.
+reference; of an answer with a label `logps` and `labels`; of steps `step_logits` and `step_labels`.
+A function's parameters say which of these it needs.
 """
 
 from jaxrl_llm.algorithms.losses_labelled import apo_zero_labelled, kto
@@ -25,6 +25,7 @@ from jaxrl_llm.algorithms.losses_pair_without_reference import (
     orpo,
     simpo,
 )
+from jaxrl_llm.algorithms.losses_steps import step_cross_entropy
 
 __all__ = [
     "PairLoss",
@@ -44,4 +45,5 @@ __all__ = [
     "rpo",
     "simpo",
     "slic",
+    "step_cross_entropy",
 ]

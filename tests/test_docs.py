@@ -217,6 +217,7 @@ PRODUCERS = {  # what a function needs besides its name, by the field that it as
     "high_covariance": "algorithm.high_covariance=select_kl_cov",
     "score_components": "reward.components=[a]",
     "teacher_logprobs": "teacher.path=t",
+    "teacher_mask": "teacher.path=t",
     "teacher_ids": "teacher={path: t, top_k: 4}",
     "teacher_top_logprobs": "teacher={path: t, top_k: 4}",
 }

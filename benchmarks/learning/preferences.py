@@ -271,7 +271,7 @@ def main() -> None:
     for name in RUNS:
         results["runs"][name] = {str(s): train(name, s, work) for s in options.seeds}
     results["runs"]["imitate"] = {str(s): imitate(s, work) for s in options.seeds}
-    results["reward_model"] = {str(s): reward_model(s, work) for s in options.seeds[:1]}
+    results["reward_model"] = {str(s): reward_model(s, work) for s in options.seeds}
     for seed, result in results["reward_model"].items():
         result["ppo_accuracy"] = accuracy(f"runs/ppo_{seed}", f"ppo_{seed}", work)
     print("| run | seed | base | after |\n|---|---|---|---|")

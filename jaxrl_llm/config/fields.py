@@ -153,7 +153,17 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "float32",
             Stage.INFERRED,
-            "log-probs under the teacher of the answer's prompt: teacher.path",
+            "log-probs under the teacher of the answer's prompt: teacher.path or teacher.url; the "
+            "policy's own where teacher_mask is false",
+            model="teacher",
+        ),
+        BatchField(
+            "teacher_mask",
+            "B T",
+            "bool",
+            Stage.INFERRED,
+            "true on generated tokens that the teacher tells something of: all of them, if it has "
+            "the policy's tokens",
             model="teacher",
         ),
         BatchField(

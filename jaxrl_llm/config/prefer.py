@@ -26,12 +26,12 @@ from jaxrl_llm.config.shared import (
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferDataConfig(Section):
-    """Pairs, or answers with a label."""
+    """Pairs, answers with a label, or answers with labelled steps."""
 
     train: Several[str] = Field(
         min_length=1,
         description="parquet or jsonl files with columns prompt, chosen and rejected, or prompt, "
-        "completion and label",
+        "completion and label, or prompt, completions and labels",
     )
     validation: Several[str] = Field(default=(), description="held-out files of the same kind")
     prepare: Function | None = function_key(
@@ -51,15 +51,19 @@ class PreferDataConfig(Section):
     )
     shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
     chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
+    step_separator: str = Field(
+        default="\n",
+        min_length=1,
+        description="text that is put behind each of a row's completions, its steps; a process "
+        "reward model scores its last token",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferBatchConfig(Section):
     """How the preferences are cut."""
 
-    pairs_per_step: int = Field(
-        default=64, ge=2, description="pairs, or answers with a label, in one update"
-    )
+    pairs_per_step: int = Field(default=64, ge=2, description="pairs, or answers, in one update")
     max_tokens_per_device: int = Field(
         default=16384,
         description="tokens of a micro-batch on each device: bounds memory, never exceeded",
@@ -88,7 +92,8 @@ class PreferConfig(Section):
     loss: Function = function_key(
         kinds.PREFERENCES,
         "dpo",
-        "loss of pairs or of answers with a label; one that asks for scores trains a reward model",
+        "loss of pairs, of answers with a label or of labelled steps; one that asks for scores, or "
+        "for logits of steps, trains a reward model",
     )
     model: ModelConfig
     reference: str | None = Field(

@@ -106,6 +106,23 @@ def encode_prompt(
     ]
 
 
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
+) -> tuple[int, ...]:
+    """Return the ids of a whole chat, with the assistant's reply as its last message.
+
+    Args:
+        tokenizer: as for `encode_prompt`.
+        messages: as there.
+        **template_kwargs: as there.
+
+    Raises:
+        ValueError: as there.
+    """
+    ids = _apply_template(tokenizer, messages, template_kwargs, tokenize=True, prompts=False)
+    return tuple(map(int, ids))
+
+
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> str:
     """Return the text whose ids `encode_prompt` returns.
 
@@ -134,6 +151,7 @@ def _apply_template(
     template_kwargs: Mapping[str, Any],
     *,
     tokenize: bool,
+    prompts: bool = True,
 ) -> Any:
     template = _chat_template(tokenizer)
     for name in template_kwargs:
@@ -144,7 +162,7 @@ def _apply_template(
     try:
         return tokenizer.apply_chat_template(
             list(messages),
-            add_generation_prompt=True,
+            add_generation_prompt=prompts,
             tokenize=tokenize,
             return_dict=False,
             **template_kwargs,

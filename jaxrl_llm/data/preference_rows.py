@@ -1,9 +1,10 @@
-"""Rows of preferences in the forms of data sets: pairs of answers, and answers with a label."""
+"""Rows of preferences as data sets have them: pairs, answers with a label, labelled steps."""
 
 import math
 from typing import Any
 
 from jaxrl_llm.data.row_fields import abbreviated, check_messages, field_error
+from jaxrl_llm.data.steps import normalize_step_row
 
 Row = dict[str, Any]
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
@@ -16,18 +17,19 @@ def normalize_row(row: Any, where: str) -> Row:
     A pair is `{"prompt", "chosen", "rejected"}`, with answers that are texts, messages of the
     assistant, or whole chats that begin with the prompt, which need no `prompt` then; optionally
     `margin`, or `score_chosen` and `score_rejected`, whose difference it is. An answer with a
-    label is `{"prompt", "completion" or "response", "label": bool}`. A prompt is a list of
-    messages, or a text, which is then the user's.
+    label is `{"prompt", "completion" or "response", "label": bool}`. An answer whose steps have
+    labels is `{"prompt", "completions", "labels"}`; see `normalize_step_row`. A prompt is a list
+    of messages, or a text, which is then the user's.
 
     Args:
         row: as it is in a file.
         where: it stands, for messages.
 
     Returns:
-        The row with `prompt` as messages and answers as texts.
+        The row with `prompt` as messages and answers, or steps, as texts.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
 
     >>> chat = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     >>> row = {"chosen": chat, "rejected": [chat[0], {"role": "assistant", "content": "5"}]}
@@ -36,14 +38,15 @@ def normalize_row(row: Any, where: str) -> Row:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a row as a dict, got {abbreviated(row)}")
+    if "completions" in row:
+        return normalize_step_row(row, _as_messages(row.get("prompt")), where)
     is_pair = "chosen" in row or "rejected" in row
     names = ("chosen", "rejected") if is_pair else (_answer_name(row),)
     answers = {name: row.get(name) for name in names}
     prompt = row.get("prompt")
     if is_pair and _is_whole_chat(answers["chosen"]):
         prompt, answers = _split_chats(answers, where)
-    if isinstance(prompt, str) and prompt:
-        prompt = [{"role": "user", "content": prompt}]
+    prompt = _as_messages(prompt)
     check_messages({"prompt": prompt}, where)
     made = {"prompt": prompt} | {n: _answer_text(a, n, where) for n, a in answers.items()}
     if not is_pair:
@@ -53,6 +56,12 @@ def normalize_row(row: Any, where: str) -> Row:
     elif made["chosen"] == made["rejected"]:
         raise ValueError(f"{where}: chosen and rejected are the same text: remove such rows")
     return made | _numbers(row, where)
+
+
+def _as_messages(prompt: Any) -> Any:
+    """Return a text as the user's message; anything else as it is."""
+    is_text = isinstance(prompt, str) and prompt
+    return [{"role": "user", "content": prompt}] if is_text else prompt
 
 
 def _answer_name(row: Row) -> str:

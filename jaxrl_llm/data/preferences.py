@@ -1,4 +1,4 @@
-"""Preferences: tokenized pairs and labelled answers, and batches of them.
+"""Preferences: tokenized pairs, labelled answers and labelled steps, and batches of them.
 
 A pair is packed as one sequence, in which the rejected answer follows the chosen one as a segment
 of its own, so that both are always in the same micro-batch.
@@ -13,22 +13,27 @@ import numpy as np
 from jaxrl_llm.data.chat import Tokenizer, encode_prompt
 from jaxrl_llm.data.dataset import count_dropped, fits
 from jaxrl_llm.data.preference_rows import REFERENCE_COLUMNS
+from jaxrl_llm.data.steps import check_steps, encode_steps
 from jaxrl_llm.types import Batch
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A tokenized pair, or a tokenized answer with a label.
+    """A tokenized pair, or a tokenized answer that has a label, or one for each of its steps.
 
     Attributes:
         prompt: tokens of the prompt.
         answers: tokens of the chosen and the rejected answer, or of the one that has a label.
         columns: numbers for the loss: margins, labels, log-probs under a reference.
+        step_ends: index of each step's last token in the answer, where steps have labels.
+        step_labels: of each step, from 0 to 1.
     """
 
     prompt: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
     columns: Mapping[str, float | bool] = field(default_factory=dict)
+    step_ends: tuple[int, ...] = ()
+    step_labels: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -48,24 +53,28 @@ def tokenize_preferences(
     max_tokens: int,
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    step_separator: str = "\n",
 ) -> tuple[list[Preference], int]:
     """Tokenize rows: the templated prompt, each answer as it stands, the eos token.
 
+    An answer with labelled steps has the separator behind each step, and no eos token.
+
     Args:
-        rows: as `normalize_row` returns them, all pairs or all with a label.
+        rows: as `normalize_row` returns them, all of one kind.
         tokenizer: with a chat template and an eos token.
         max_tokens: the longest prompt plus answer plus eos, in tokens.
         filter_overlong: drop rows with a longer answer (counted and logged) instead of refusing
             them.
         template_kwargs: variables for the chat template.
+        step_separator: what is put behind each step.
 
     Returns:
         The preferences, and how many rows were dropped.
 
     Raises:
-        ValueError: rows of both kinds; an answer is too long and `filter_overlong` is off; none is
-            left; the chat template does not fit; there is no eos token; only some of the rows
-            bring log-probs under a reference.
+        ValueError: rows of several kinds; an answer is too long and `filter_overlong` is off; none
+            is left; the chat template does not fit; there is no eos token; only some of the rows
+            bring log-probs under a reference; a step holds the separator.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("preferences: the tokenizer has no eos token to end an answer")
@@ -73,14 +82,20 @@ def tokenize_preferences(
     made = []
     for index, row in enumerate(rows):
         prompt = tuple(encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {})))
-        texts = [row[name] for name in ("chosen", "rejected", "response") if name in row]
-        answers = tuple(
-            (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-            for text in texts
-        )
-        longest = len(prompt) + max(map(len, answers))
+        if "completions" in row:
+            check_steps(row["completions"], step_separator, index)
+            tokens, ends = encode_steps(tokenizer, row["completions"], step_separator)
+            item = Preference(prompt, (tokens,), {}, ends, tuple(row["labels"]))
+        else:
+            texts = [row[name] for name in ("chosen", "rejected", "response") if name in row]
+            answers = tuple(
+                (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+                for text in texts
+            )
+            item = Preference(prompt, answers, _columns(row))
+        longest = len(prompt) + max(map(len, item.answers))
         if fits(longest, max_tokens, index, "max_tokens", filter_overlong):
-            made.append(Preference(prompt, answers, _columns(row)))
+            made.append(item)
     return made, count_dropped(len(rows), len(made), "max_tokens", max_tokens)
 
 
@@ -88,14 +103,16 @@ def preference_batch(preferences: Sequence[Preference], width: int) -> Batch:
     """Lay preferences out as a batch [P W], each pair as one sequence.
 
     Its fields: `mask`, true on the answers; of pairs `second_start`, where the rejected answer's
-    prompt begins; and the columns.
+    prompt begins; and the columns. Where steps have labels, `mask` is true on the last token of
+    each, and `step_labels` [P W] has its label there.
 
     Args:
-        preferences: all pairs, or all with a label.
+        preferences: all of one kind.
         width: W, at least the longest.
     """
     tokens = np.zeros((len(preferences), width), np.int32)
     mask = np.zeros(tokens.shape, bool)
+    labels = np.zeros(tokens.shape, np.float32)
     starts = np.zeros(len(preferences), np.int32)
     for i, preference in enumerate(preferences):
         tokens[i, : len(preference.tokens)] = preference.tokens
@@ -103,12 +120,16 @@ def preference_batch(preferences: Sequence[Preference], width: int) -> Batch:
         for answer in preference.answers:
             starts[i] = at
             at += len(preference.prompt)
-            mask[i, at : at + len(answer)] = True
+            mask[i, at : at + len(answer)] = not preference.step_ends
             at += len(answer)
+        ends = len(preference.prompt) + np.array(preference.step_ends, np.int32)
+        mask[i, ends], labels[i, ends] = True, preference.step_labels
     sizes = np.array([len(p.tokens) for p in preferences], np.int32)
     fields: dict[str, np.ndarray] = {"mask": mask}
     if preferences[0].is_pair:
         fields["second_start"] = starts
+    if preferences[0].step_ends:
+        fields["step_labels"] = labels
     for name in preferences[0].columns:
         kind = bool if name == "labels" else np.float32
         fields[name] = np.array([p.columns[name] for p in preferences], kind)
@@ -141,7 +162,7 @@ def _columns(row: dict[str, Any]) -> dict[str, float | bool]:
 def _check_alike(rows: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError unless all rows have the columns of the first one."""
     for index, row in enumerate(rows):
-        for name in ("chosen", "label", "margin", *REFERENCE_COLUMNS):
+        for name in ("chosen", "label", "completions", "margin", *REFERENCE_COLUMNS):
             if (name in row) != (name in rows[0]):
                 having, missing = (index, 0) if name in row else (0, index)
                 raise ValueError(

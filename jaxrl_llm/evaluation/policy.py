@@ -293,7 +293,7 @@ def with_rules_of_run(path: str, model: Model, layout: Layout) -> Layout:
 
 def _placed(trained: TrainedModel, layout: Layout) -> tuple[Params, Model]:
     """Put a checkpoint's weights into a layout, an adapter merged into its base."""
-    params, model, source, _ = trained
+    params, model, source = trained.params, trained.model, trained.source
     homes = layout.of(base_model(model).declare())
     if not is_adapted(model):
         return distributed.put(params, homes), model

@@ -22,6 +22,7 @@ KEY_NUMBERS = {
     "val-core/": ("held-out {}", "max"),
     "critic/score/mean": ("training score", "max"),
     "val/rewards/accuracies": ("held-out accuracy", "max"),
+    "val/accuracy/": ("held-out accuracy of {}", "max"),
     "val/loss": ("held-out loss", "min"),
     "train/loss": ("loss", "min"),
     "train/rewards/accuracies": ("accuracy", "max"),

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from jaxrl_llm.rewards.judge import judge as judge
+from jaxrl_llm.rewards.reward_server import classify as classify
 
 Result = dict[str, Any]
 

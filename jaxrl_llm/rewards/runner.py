@@ -46,12 +46,18 @@ class RewardError(RunError):
 class Score(NamedTuple):
     """The reward of one reply, what else was reported of it, and what went wrong, if anything.
 
-    The reward is NaN where nobody knows it: such a reply is left out of its group.
+    Attributes:
+        score: of the reply; NaN where nobody knows it: such a reply is left out of its group.
+        extra: what else was reported.
+        error: what went wrong.
+        step_rewards: index of a token among those that the policy drew, and its reward, in place
+            of the score on the last one.
     """
 
     score: float
     extra: dict[str, Any]
     error: str | None
+    step_rewards: tuple[tuple[int, float], ...] = ()
 
     @property
     def is_unscored(self) -> bool:

@@ -4,10 +4,11 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,9 +44,26 @@ RUN_DIR = "run_dir"
 """A keyword of reward functions which a run gives its folder."""
 
 
+class ModelScores(NamedTuple):
+    """What a reward model says of answers.
+
+    Attributes:
+        values: its scores [B]; what it was not given has any.
+        failures: why it was not given an answer, by row.
+        steps: of a process reward model, for each answer, the score of each step and the index of
+            its last token among those that the policy drew; else empty.
+        rewards_steps: whether each step's score is the reward of that token.
+    """
+
+    values: np.ndarray
+    failures: Mapping[int, str] = MappingProxyType({})
+    steps: Sequence[tuple[tuple[int, float], ...]] = ()
+    rewards_steps: bool = False
+
+
 def make_scoring(
     reward: RewardConfig,
-    score_by_model: Callable[[Rollouts], np.ndarray] | None,
+    score_by_model: Callable[[Rollouts], ModelScores] | None,
     stack: contextlib.ExitStack,
     folder: Path,
 ) -> tuple[Scoring, Scoring]:
@@ -56,7 +74,7 @@ def make_scoring(
 
     Args:
         reward: the config's section.
-        score_by_model: from B answers to a reward model's scores [B]; None without such a model.
+        score_by_model: from B answers to a reward model's scores; None without such a model.
         stack: ends the scoring processes.
         folder: of the run.
     """
@@ -69,50 +87,56 @@ def make_scoring(
 
     def by_model(rollouts: Rollouts) -> list[Score]:
         scored = by_function(rollouts) if by_function else None
-        values = score_by_model(rollouts)
-        return combine_scores(rollouts, values, scored, on_error=reward.on_error)
+        given = score_by_model(rollouts)
+        return combine_scores(rollouts, given, scored, on_error=reward.on_error)
 
     return by_model, by_function or by_model
 
 
 def combine_scores(
     rollouts: Rollouts,
-    values: np.ndarray,
+    given: ModelScores,
     scored: Sequence[Score] | None,
     *,
     on_error: OnError,
 ) -> list[Score]:
     """Return a reward model's scores, with what a reward function reports of the same answers.
 
-    The reward function's own score is kept under the name `function`. An answer that it leaves
-    unscored stays so.
+    The reward function's own score is kept under the name `function`, and how many steps a process
+    reward model found under `steps`, with their scores as `step_scores`. An answer that the reward
+    function leaves unscored stays so.
 
     Args:
         rollouts: B answers.
-        values: the reward model's scores [B].
+        given: the reward model's scores.
         scored: the reward function's results, if there is one.
-        on_error: score where the model's is not finite; None raises, "unscored" leaves the answer
-            without one.
+        on_error: score where the model gives no finite one; None raises, "unscored" leaves the
+            answer without one.
 
     Raises:
-        RewardError: a score is not finite, and `on_error` is None.
+        RewardError: there is no finite score, and `on_error` is None.
     """
     scores = []
-    for i, value in enumerate(values.tolist()):
-        if not math.isfinite(value):
-            scores.append(_failed(rollouts, i, value, on_error))
-        elif scored is None:
-            scores.append(Score(value, {}, None))
-        elif scored[i].is_unscored:
+    for i, value in enumerate(given.values.tolist()):
+        steps = given.steps[i] if given.steps else ()
+        if i in given.failures or not math.isfinite(value):
+            reason = given.failures.get(i, f"the reward model gave {value}")
+            scores.append(_failed(rollouts, i, f"invalid: {reason}", on_error))
+            continue
+        if scored is not None and scored[i].is_unscored:
             scores.append(scored[i])
-        else:
+            continue
+        extra: dict[str, Any] = {}
+        if scored is not None:
             extra = scored[i].extra | {FUNCTION_COMPONENT: scored[i].score}
-            scores.append(Score(value, extra, scored[i].error))
+        if given.steps:
+            extra |= {"steps": len(steps), "step_scores": [round(x, 4) for _, x in steps]}
+        error = None if scored is None else scored[i].error
+        scores.append(Score(value, extra, error, steps if given.rewards_steps else ()))
     return scores
 
 
-def _failed(rollouts: Rollouts, row: int, value: float, on_error: OnError) -> Score:
-    error = f"invalid: the reward model gave {value}"
+def _failed(rollouts: Rollouts, row: int, error: str, on_error: OnError) -> Score:
     where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
     if on_error is None:
         raise RewardError(f"reward.classifier failed on {where}: {error}")
@@ -167,7 +191,7 @@ def reward_items(rollouts: Rollouts) -> list[RewardItem]:
     """Return what a reward function gets of each episode.
 
     `extra_info` has the row's messages as `prompt`, where the row has nothing of that name. Of an
-    episode of an agent, `extra_info` says more: `turns` of the policy; `num_turns` as verl
+    episode of an agent it says more: `turns` of the policy; `num_turns` as verl
     counts them, the user's first and those of tools and the environment included; `last_answer`
     (text of the last turn), `environment_score`, `turn_rewards`, `messages`, `tool_calls`,
     `tool_errors` and `finish`.

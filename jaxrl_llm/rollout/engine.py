@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.rollout.types import Completion, Receipt, Request
+from jaxrl_llm.rollout.types import Completion, Receipt, Request, ScoredTokens
 
 
 class EngineError(RunError):
@@ -164,6 +164,19 @@ class PartialEngine(Engine, Protocol):
 
         Raises:
             EngineError: as `generate`; or `needed` is none of 1 to the number of requests.
+        """
+        ...
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that also says how likely given tokens are."""
+
+    def score_tokens(self, tokens: Sequence[int]) -> ScoredTokens:
+        """Return the log-probs of tokens under the weights that it holds, and the likeliest ones.
+
+        Raises:
+            EngineError: the tokens do not fit, the engine is closed or has no weights.
         """
         ...
 

@@ -57,6 +57,26 @@ class SamplingParams:
         return bool(self.repetition_penalty != 1 or self.logit_bias or self.top_logprobs)
 
 
+LEAST_LOGPROB = -9999.0
+"""What stands for the log-prob of a token of no probability: JSON has no infinity."""
+
+
+class ScoredTokens(NamedTuple):
+    """Log-probs of given tokens, each given those before it, before any temperature.
+
+    The first token has none: its numbers are 0.
+
+    Attributes:
+        logprobs: of each token, in nats.
+        top_ids: the likeliest tokens in its place, likeliest first.
+        top_logprobs: their log-probs.
+    """
+
+    logprobs: Float32[np.ndarray, " T"]
+    top_ids: Int[np.ndarray, "T K"]
+    top_logprobs: Float32[np.ndarray, "T K"]
+
+
 class Completion(NamedTuple):
     """One sampled answer, or a piece of one.
 

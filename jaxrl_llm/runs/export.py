@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -39,6 +39,7 @@ from jaxrl_llm.runs.model_card import Exported, make_card
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
 from jaxrl_llm.training.own_model import KEY, make_model
 from jaxrl_llm.training.preference_objective import SCORES
+from jaxrl_llm.training.step_objective import LOGITS
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +54,14 @@ class TrainedModel(NamedTuple):
         model: with the adapter, if there is one.
         source: Hugging Face directory that the model began as, or of its tokenizer.
         step: of the checkpoint.
+        scoring: of a reward model, how it reads answers; see `scoring_of`.
     """
 
     params: Any
     model: Model
     source: str
     step: int
+    scoring: dict[str, Any] | None = None
 
 
 @activity("reading the checkpoint")
@@ -99,7 +102,9 @@ def restore_model(
     except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     params = saved.state  # numpy arrays, as `like` has no layout
-    return TrainedModel(params, model, source, saved.step)
+    preferences = preference_config(config)
+    scoring = scoring_of(preferences) if preferences else None
+    return TrainedModel(params, model, source, saved.step, scoring)
 
 
 def _model_of_role(folder: Path, role: str, source: str, function_from: str | None) -> Model:
@@ -118,8 +123,11 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
         raise ConfigError(f"model.path: {error}{hint}") from error
     if role == "critic":
         spec = dataclasses.replace(spec, value_head=True, reward_head=False)
-    if role == "actor" and not spec.reward_head and trains_scorer(config):
-        return model_of(dataclasses.replace(spec, reward_head=True))
+    preferences = preference_config(config)
+    head = scorer_head(preferences) if preferences and role == "actor" else None
+    if head is not None:
+        heads = {"value_head": head == "value", "reward_head": head == "reward"}
+        return model_of(dataclasses.replace(spec, **heads))
     if role == "actor":
         spec = adapted_spec(spec, *adapter_keys(of_policy))
     return model_of(spec)
@@ -176,12 +184,13 @@ def export_model(
         ConfigError: no run, no such checkpoint, no adapter, or `out` exists.
     """
     trained = restore_model(run_dir, step=step, role=role, function_from=function_from)
-    params, model, source, saved_step = trained
+    params, model, source, saved_step, _ = trained
     if adapter and not is_adapted(model):
         raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
     has_config = is_adapted(model) or isinstance(model, Decoder)
     name = Path(out).resolve().name
-    exported = Exported(name, source, saved_step, role, adapter, has_config, license)
+    head = head_of(model)
+    exported = Exported(name, source, saved_step, role, adapter, has_config, license, head)
     try:
         card = make_card(run_dir, exported)
         check_new_directory(Path(out), dtype)
@@ -193,7 +202,9 @@ def export_model(
                 if is_adapted(model):
                     params, spec = merged_into_base(params, decoder_spec(model), source)
                     model = model_of(spec)
-                save_model(place, params, model, source=source, dtype=dtype)
+                save_model(
+                    place, params, model, source=source, dtype=dtype, scoring=trained.scoring
+                )
             for name, text in card.items():
                 write_text(place / name, text)
     except (OSError, ValueError) as error:
@@ -202,7 +213,15 @@ def export_model(
 
 
 @activity("exporting")
-def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype: str) -> None:
+def save_model(
+    out: str | Path,
+    params: Any,
+    model: Model,
+    *,
+    source: str,
+    dtype: str,
+    scoring: dict[str, Any] | None = None,
+) -> None:
     """Write a directory of safetensors and tokenizer; with `config.json` where there can be one.
 
     Args:
@@ -211,20 +230,39 @@ def save_model(out: str | Path, params: Any, model: Model, *, source: str, dtype
         model: without an adapter.
         source: directory that it began as, or of its tokenizer.
         dtype: of the saved arrays.
+        scoring: of a reward model, how it reads answers; see `scoring_of`.
     """
     kind = jax.numpy.dtype(dtype)
     if isinstance(model, Decoder):
-        save_params(out, params, model.spec, source=source, dtype=kind)
+        save_params(out, params, model.spec, source=source, dtype=kind, scoring=scoring)
     else:
         save_arrays(out, params, model.declare(), config=None, source=source, dtype=kind)
 
 
-def trains_scorer(config: Mapping[str, Any]) -> bool:
-    """Return whether a run's config is one of `prefer` that trains a reward model."""
-    if program_of(config) != "prefer":
-        return False
-    loss = from_tree(PreferConfig, config).loss
-    return bool(set(asks_for(load_function(loss, PREFERENCES, passed=None))) & SCORES)
+def head_of(model: Model) -> Literal["reward", "value"] | None:
+    """Return what a model ends in, in place of logits."""
+    if not isinstance(model, Decoder):
+        return None
+    return "reward" if model.spec.reward_head else "value" if model.spec.value_head else None
+
+
+def preference_config(config: Mapping[str, Any]) -> PreferConfig | None:
+    """Return a run's config if it is one of `prefer`."""
+    return from_tree(PreferConfig, config) if program_of(config) == "prefer" else None
+
+
+def scorer_head(config: PreferConfig) -> Literal["reward", "value"] | None:
+    """Return the head of the reward model that a run trains; None of one that trains a policy."""
+    names = set(asks_for(load_function(config.loss, PREFERENCES, passed=None)))
+    return "reward" if names & SCORES else "value" if LOGITS in names else None
+
+
+def scoring_of(config: PreferConfig) -> dict[str, Any] | None:
+    """Return what is written beside a reward model: how its run let it read answers."""
+    head = scorer_head(config)
+    if head == "value":
+        return {"step_separator": config.data.step_separator}
+    return None if head is None else {"render": "answer"}
 
 
 def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:

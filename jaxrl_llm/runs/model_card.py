@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.config.load import read_yaml, to_yaml
 from jaxrl_llm.config.programs import program_of
@@ -45,6 +45,7 @@ class Exported(NamedTuple):
         adapter: whether it is an adapter alone.
         has_config: whether there is a `config.json`, as of all but models of one's own.
         license: the hub's name of the weights' license, if it was given.
+        head: what it ends in, in place of logits.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Exported(NamedTuple):
     adapter: bool = False
     has_config: bool = True
     license: str | None = None
+    head: Literal["reward", "value"] | None = None
 
     @property
     def library(self) -> str:
@@ -112,13 +114,14 @@ def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence
     base = None if config["model"].get("random_init") else repository(exported.source)
     kinds = ["reinforcement-learning"] if program_of(config) == "train" else []
     tags = ["jaxrl_llm", *kinds, _method(config)]
+    generates = exported.role == "actor" and exported.head is None
     sources = [name for file in files for name in file.sources]
     data = ModelCardData(
         base_model=base[0] if base else None,
         datasets=[*dict.fromkeys(s for s in sources if HUB_ID.fullmatch(s))] or None,
         library_name=exported.library or None,
         license=exported.license,
-        pipeline_tag="text-generation" if exported.role == "actor" else None,
+        pipeline_tag="text-generation" if generates else None,
         tags=[tag for tag in tags if re.fullmatch(r"[\w-]+", tag)],
     )
     if base:
@@ -163,8 +166,9 @@ def _use(config: Mapping[str, Any], exported: Exported) -> Iterator[str]:
         yield f"```yaml\n{to_yaml({'model': {'path': '.', 'function': function}})}```"
         return
     code = USE[exported.library]
-    if exported.role == "critic":
-        code = code.replace("ForCausalLM", "ForTokenClassification")  # a value for each token
+    if exported.head is not None:
+        kinds = {"reward": "ForSequenceClassification", "value": "ForTokenClassification"}
+        code = code.replace("ForCausalLM", kinds[exported.head])
     yield f"```python\n{code}\n```"
 
 

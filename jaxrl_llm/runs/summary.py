@@ -108,7 +108,8 @@ def _is_reward_model(directory: str) -> bool:
     """Return whether an exported model gives scores."""
     path = Path(directory) / "config.json"
     named = json.loads(path.read_text()).get("architectures") if path.exists() else None
-    return any(name.endswith("ForSequenceClassification") for name in named or ())
+    heads = ("ForSequenceClassification", "ForTokenClassification")
+    return any(name.endswith(heads) for name in named or ())
 
 
 def interruption_line(config: TrainConfig | SftConfig | PreferConfig) -> str:

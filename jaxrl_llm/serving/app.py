@@ -17,7 +17,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
-from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.rollout.engine import EngineError, ScoringEngine
 from jaxrl_llm.serving.fields import APIError, parse_body
 from jaxrl_llm.serving.limits import (
     AdmissionLimiter,
@@ -28,8 +29,7 @@ from jaxrl_llm.serving.limits import (
 )
 from jaxrl_llm.serving.metrics import MeasuredEngine, ServerMetrics
 from jaxrl_llm.serving.requests import GenerationRequest, ServedModel, parse_chat, parse_completion
-from jaxrl_llm.serving.responses import Envelope, ResponseChoice, event
-from jaxrl_llm.serving.text import Vocabulary
+from jaxrl_llm.serving.responses import Envelope, ResponseChoice, event, prompt_logprobs
 
 CLIENT_GONE = 499
 ERROR_SEND_TIMEOUT_S = 1.0  # for the error that ends a stream whose client does not read
@@ -126,12 +126,29 @@ class Server:
 
     async def _answer(self, generation: GenerationRequest) -> dict[str, Any]:
         with engine_errors_as_api_errors():
+            scored = await asyncio.to_thread(self._score_prompts, generation)
             answers = await all_answers(self._engine, generation.requests())
         choices, tokens = [], 0
         for index, answer in enumerate(answers):
-            choices.append(self._choice(generation, index).take(answer, first=True, whole=True))
+            choice = self._choice(generation, index).take(answer, first=True, whole=True)
+            if scored and choice:
+                choice["prompt_logprobs"] = scored[index // generation.n]
+            choices.append(choice)
             tokens += len(answer.tokens)
         return Envelope(generation, self._served.name).answer(choices, tokens)
+
+    def _score_prompts(self, generation: GenerationRequest) -> list[Any]:
+        """Return the log-probs of the prompts, if they are asked for."""
+        top = generation.prompt_logprobs
+        if top is None:
+            return []
+        if not isinstance(self._engine, ScoringEngine):
+            raise APIError("prompt_logprobs: this engine gives none", param="prompt_logprobs")
+        told = []
+        for prompt in generation.prompts:
+            scored = self._engine.score_tokens(prompt)
+            told.append(prompt_logprobs(scored, prompt, top, self._vocabulary))
+        return told
 
     async def _events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         envelope, requests = Envelope(generation, self._served.name), generation.requests()

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm.data.token_bytes import BYTE_OF
 from jaxrl_llm.serving.fields import APIError
-from jaxrl_llm.serving.text import BYTE_OF
 
 COMPOSED = 4  # code points that a composing normal form of Unicode makes one of, at most
 KEEPING = {"ByteLevel", "Digits", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend"}

@@ -53,6 +53,8 @@ class GenerationRequest:
         seed: of all answers together.
         logprobs: whether log-probs are reported.
         token_ids: whether token ids are.
+        prompt_logprobs: how many of the likeliest tokens are told for each token of the prompts,
+            beside its own log-prob; None tells none.
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with a count of tokens.
     """
@@ -64,6 +66,7 @@ class GenerationRequest:
     seed: int
     logprobs: bool
     token_ids: bool
+    prompt_logprobs: int | None
     stream: bool
     include_usage: bool
 
@@ -99,7 +102,9 @@ def parse_completion(tree: Mapping[str, Any], served: ServedModel) -> Generation
     prompts = parse_prompts(fields, served)
     tops = fields.between("logprobs", int, None, 0, MOST_LOGPROBS)
     max_tokens = fields.between("max_tokens", int, DEFAULT_MAX_TOKENS, 1, math.inf)
-    return parse_common(fields, served, prompts, max_tokens, chat=False, tops=tops)
+    told = fields.between("prompt_logprobs", int, None, 0, MOST_LOGPROBS)
+    common = fields, served, prompts, max_tokens
+    return parse_common(*common, chat=False, tops=tops, prompt_tops=told)
 
 
 def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationRequest:
@@ -143,6 +148,7 @@ def parse_common(
     *,
     chat: bool,
     tops: int | None,
+    prompt_tops: int | None = None,
 ) -> GenerationRequest:
     """Read the fields that both APIs have, refuse all others, and check that it fits."""
     n = fields.between("n", int, 1, 1, math.inf)
@@ -152,6 +158,8 @@ def parse_common(
     for prompt in prompts:
         check_fit(len(prompt), max_new_tokens, served.max_tokens)
     stream = fields.take("stream", bool, False)
+    if stream and prompt_tops is not None:
+        raise fields.refuse("prompt_logprobs", prompt_tops, "none, because stream is true")
     options = fields.take("stream_options", dict)
     if options is not None and not stream:
         raise fields.refuse("stream_options", options, "none, because stream is not true")
@@ -167,6 +175,7 @@ def parse_common(
         seed=fields.take("seed", int, secrets.randbits(64)),
         logprobs=tops is not None,
         token_ids=fields.take("return_token_ids", bool, False),
+        prompt_logprobs=prompt_tops,
         stream=stream,
         include_usage=include_usage,
     )

@@ -6,12 +6,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
 from jaxrl_llm.serving.requests import GenerationRequest
-from jaxrl_llm.serving.text import AnswerText, Vocabulary
-
-LEAST_LOGPROB = -9999.0
-"""What stands for the log-prob of a token of no probability: JSON has no infinity."""
+from jaxrl_llm.serving.text import AnswerText
 
 
 class ResponseChoice:
@@ -123,6 +121,36 @@ def chat_logprobs(
         for (token, logprob), top in zip(pairs, top_pairs(piece), strict=True)
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    scored: ScoredTokens, prompt: Sequence[int], top: int, vocabulary: Vocabulary
+) -> list[dict[str, Any] | None]:
+    """Return the log-probs of a prompt as vLLM has them.
+
+    The first entry is null. The others have the token itself and the likeliest ones, by id.
+
+    Args:
+        scored: what the engine says.
+        prompt: token ids.
+        top: how many of the likeliest are told.
+        vocabulary: single tokens as texts.
+    """
+    entries: list[dict[str, Any] | None] = [None]
+    for place in range(1, len(prompt)):
+        told = {prompt[place]: float(scored.logprobs[place])} | {
+            int(token): float(logprob)
+            for token, logprob in zip(
+                scored.top_ids[place, :top], scored.top_logprobs[place, :top], strict=True
+            )
+        }
+        entries.append(
+            {
+                str(token): {"logprob": floor(logprob), "decoded_token": vocabulary.text_of(token)}
+                for token, logprob in told.items()
+            }
+        )
+    return entries
 
 
 def top_pairs(piece: Completion) -> list[list[tuple[int, float]]]:

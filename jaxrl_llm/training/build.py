@@ -25,8 +25,7 @@ from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.runs.resume import ResumedRun, resume_run
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, open_layouts, overlaps_training
+from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
@@ -39,6 +38,7 @@ from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
 from jaxrl_llm.training.teachers import (
     check_teacher_sources,
+    held_params,
     open_teachers,
     run_in_update,
     teacher_passes,
@@ -75,7 +75,7 @@ def build_stages(
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
-    teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
+    teachers = open_teachers(config, functions, tokens, model.model, layouts.teacher, stack)
     teacher = run_in_update(teachers)
     models, trainable, beside = build_models(config, functions, model, layouts, teacher)
     compile_first_step(config, functions, model.model, models, layouts)
@@ -89,13 +89,10 @@ def build_stages(
     rollout = build_rollout(
         config, model, layouts.train, engine, tokens, episodes, overlaps_training=overlaps
     )
-    reward_shape = microbatch_shape(config, ForwardConfig(model=model.model), layouts.reward_model)
-    reward_model = open_scoring_model(
-        config, tokenizer, model.model, layouts.reward_model, reward_shape
-    )
+    reward_model = open_scoring_model(config, tokenizer, model.model, layouts.reward_model)
     scoring = build_scoring(config, functions, reward_model, rollout, stack)
     algorithm = build_algorithm(config, functions)
-    frozen = {f"teacher.path: {teacher.path}": teacher.params for teacher in teachers.values()}
+    frozen = held_params(teachers)
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     parts = config, folder, trainable, prompts, stack
     opened = resume_run(*parts, best="validation", frozen=frozen, beside=beside)

@@ -31,8 +31,8 @@ def with_scores(
 ) -> Batch:
     """Add the scores of a batch's answers to the rewards of their turns.
 
-    `scores` are the sums of the rewards, `raw_scores` are what was given. Answers that are unscored
-    are not usable.
+    `scores` are the sums of the rewards, `raw_scores` are what was given. A score is the reward of
+    the last token of its answer, unless its steps have rewards. Unscored answers are not usable.
 
     Args:
         batch: B answers, with the `rewards` of their turns.
@@ -51,8 +51,12 @@ def with_scores(
     usable = batch["usable"]
     values = np.where(usable, [score.score for score in scores], 0).astype(np.float32)
     of_turns = batch["rewards"]
-    rewards = of_turns + _on_last_token(values, batch["mask"])
-    batch = batch.add(scores=values + of_turns.sum(1), raw_scores=values, rewards=rewards)
+    of_steps = _on_steps(scores, batch["mask"])
+    has_steps = np.array([bool(score.step_rewards) for score in scores])
+    of_last = np.where(has_steps, np.float32(0), values)
+    rewards = of_turns + of_steps + _on_last_token(of_last, batch["mask"])
+    sums = of_last + of_steps.sum(1) + of_turns.sum(1)
+    batch = batch.add(scores=sums, raw_scores=values, rewards=rewards)
     if not components:
         return batch
     numbers = _components(scores, components, usable)
@@ -77,6 +81,16 @@ def _components(scores: Sequence[Score], names: Sequence[str], usable: np.ndarra
         for score, is_usable in zip(scores, usable, strict=True)
     ]
     return np.array(numbers, np.float32)
+
+
+def _on_steps(scores: Sequence[Score], mask: np.ndarray) -> np.ndarray:
+    """Lay the rewards of steps out [B T], each on its token; nothing of answers off the mask."""
+    rewards = np.zeros(mask.shape, np.float32)
+    for row, score in enumerate(scores):
+        drawn = np.flatnonzero(mask[row])
+        for place, reward in score.step_rewards if len(drawn) else ():
+            rewards[row, drawn[place]] += reward
+    return rewards
 
 
 def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:

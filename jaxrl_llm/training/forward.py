@@ -158,6 +158,20 @@ def values_from_hidden(
     return by_sequence(config.model.token_values(params, hidden), rows, config)
 
 
+def token_scores_from_hidden(
+    params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig
+) -> Float32[Array, "b T"]:
+    """Gather what a value head says of each token itself, not of the state before it, to [b T]."""
+    scores = config.model.token_values(params, hidden).reshape(-1, jnp.shape(rows.tokens)[1])
+    return unpack(scores, *map(jnp.asarray, rows.places), width=_width(rows, config))
+
+
+def _width(rows: Rows, config: ForwardConfig) -> int:
+    """Return T, the most tokens of a sequence."""
+    length = jnp.shape(rows.tokens)[1]
+    return min(config.longest or length, length)
+
+
 def by_sequence(tree: Any, rows: Rows, config: ForwardConfig, *, axes: int = 0) -> Any:
     """Gather [b T …] what the model says at each token as what it says of the next one.
 
@@ -169,8 +183,7 @@ def by_sequence(tree: Any, rows: Rows, config: ForwardConfig, *, axes: int = 0) 
         config: how the model is run.
         axes: of what there is at each place; 0 for a number.
     """
-    length = jnp.shape(rows.tokens)[1]
-    width = min(config.longest or length, length)
+    length, width = jnp.shape(rows.tokens)[1], _width(rows, config)
     inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
     inside = jnp.expand_dims(inside, range(2, 2 + axes))
 

@@ -228,9 +228,18 @@ def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> boo
     return is_cheap and layout.pieces == layout.stages == 1
 
 
-def microbatch_shape(config: TrainConfig, forward: ForwardConfig, layout: Layout) -> RowShape:
-    """Return the shape of the micro-batches of a run's updates and passes in one layout."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+def microbatch_shape(
+    config: TrainConfig, forward: ForwardConfig, layout: Layout, longest: int | None = None
+) -> RowShape:
+    """Return the shape of the micro-batches of a run's updates and passes in one layout.
+
+    Args:
+        config: of the run.
+        forward: how the model is run.
+        layout: where it stands.
+        longest: sequence, in tokens; None: the policy's longest.
+    """
+    longest = longest or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return packed_shape(
         layout,
         forward.model,

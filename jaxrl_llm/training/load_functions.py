@@ -29,16 +29,16 @@ from jaxrl_llm.training.advantage_sum import AdvantageSum
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.optimizer import make_optimizer
 from jaxrl_llm.training.preference_objective import (
+    ANSWER_FIELDS,
     OF_LABELLED,
     OF_REFERENCE,
-    PREFERENCE_FIELDS,
     SCORES,
     PreferenceObjective,
 )
 
 Function = Callable[..., Any]
 
-PAIR_FIELDS = PREFERENCE_FIELDS - OF_LABELLED - SCORES
+PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
 """What a loss of the pairs of a step may ask for, [P] each."""
 
 

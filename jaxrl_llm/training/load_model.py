@@ -12,7 +12,7 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.heads import with_reward_head
+from jaxrl_llm.models.heads import with_reward_head, with_value_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_arrays, load_params
@@ -99,6 +99,31 @@ def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedMode
         base = open_model(config, layout, seed=seed)
         params, spec = with_reward_head(base.params, spec, key=jax.random.key(seed))
         log.info("a reward model starts from %s, with a new head", config.path)
+        return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
+
+
+def open_step_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
+    """Load a process reward model, or another model with a new head of zeros in place of its own.
+
+    A step's logit is what a value head says of its last token; it is 0 at first.
+
+    Raises:
+        ConfigError: the directory can't be read, or holds a model of one's own.
+    """
+    if config.function is not None:
+        raise ConfigError("model.function gives no reward model: name a Hugging Face directory")
+    with config_errors_at("model.path"):
+        spec = read_spec(config.path)
+        if spec.value_head:
+            return read_model(config.path, spec, layout)
+        scores = spec.reward_head
+        base = (
+            read_model(config.path, spec, layout)
+            if scores
+            else open_model(config, layout, seed=seed)
+        )
+        params, spec = with_value_head(base.params, spec)
+        log.info("a process reward model starts from %s, with a new head", config.path)
         return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
 
 

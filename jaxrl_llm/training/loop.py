@@ -209,6 +209,9 @@ def make_experience(
         fresh = lay_out(collected.canaries, samples=1)
         metrics |= stages.models.check_canaries(states, fresh, step)
     for model_pass in stages.models.passes:
+        if model_pass.begin is not None:
+            model_pass.begin(batch, rollouts)
+    for model_pass in stages.models.passes:
         with clock(model_pass.timer):
             batch, agreement = model_pass.run(states, batch, rollouts, step)
         metrics |= agreement

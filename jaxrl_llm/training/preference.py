@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError, Preempted
@@ -36,7 +36,7 @@ from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.runs.directory import RunFolder, run_folder
-from jaxrl_llm.runs.export import save_model
+from jaxrl_llm.runs.export import save_model, scoring_of
 from jaxrl_llm.runs.resume import (
     ResumedRun,
     TrainableModel,
@@ -55,6 +55,7 @@ from jaxrl_llm.training.load_model import (
     merged_into_base,
     open_model,
     open_scorer,
+    open_step_scorer,
 )
 from jaxrl_llm.training.microbatches import BucketPrograms
 from jaxrl_llm.training.objective import COEFS
@@ -67,6 +68,7 @@ from jaxrl_llm.training.preference_data import (
 from jaxrl_llm.training.preference_objective import OF_REFERENCE, SCORES, PreferenceObjective
 from jaxrl_llm.training.reference import Reference, open_reference
 from jaxrl_llm.training.router import router_hooks
+from jaxrl_llm.training.step_objective import LOGITS, StepObjective
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
@@ -141,8 +143,10 @@ def _open(
     with activity("opening the devices"):
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     data = read_preferences(config, loss)
-    is_scorer = bool(set(asks_for(loss)) & SCORES)
-    model = (open_scorer if is_scorer else open_model)(config.model, layout, seed=config.seed)
+    names = set(asks_for(loss))
+    of_steps = LOGITS in names
+    load = open_step_scorer if of_steps else open_scorer if names & SCORES else open_model
+    model = load(config.model, layout, seed=config.seed)
     forward = forward_config(config.model, model.model, layout)
     shape = packed_shape(
         layout,
@@ -153,10 +157,10 @@ def _open(
     )
     forward = forward.over(shape)
     learner = Learner(
-        PreferenceObjective(loss=loss),
+        StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss),
         forward,
         optimizer,
-        reduce=sequence_mean_token_mean,
+        reduce=token_mean if of_steps else sequence_mean_token_mean,
         shape=shape,
         mesh=layout.mesh,
         params_like=model.like,
@@ -273,9 +277,11 @@ def _save(config: PreferConfig, opened: ResumedRun, state: TrainState, step: int
 
 
 def _batch(run: PreferenceRun, items: list[Preference], state: TrainState, clock: Clock) -> Batch:
-    """Lay a mini-batch out, with KTO's baseline where the loss asks for it."""
-    batch = preference_batch(items, run.data.width)
-    if "kl_baseline" in run.learner.objective.asks_for():
+    """Lay a mini-batch out, with what the objective asks of the whole of it."""
+    batch, names = preference_batch(items, run.data.width), run.learner.objective.asks_for()
+    if "answer_share" in names:
+        batch = batch.add(answer_share=np.full(len(items), 1 / len(items), np.float32))
+    if "kl_baseline" in names:
         assert run.reference is not None
         with clock("kl_baseline"):
             rotated = preference_batch(rotate_answers(items, run.data.max_tokens), run.data.width)
@@ -302,7 +308,7 @@ def _validation(run: PreferenceRun) -> Callable[[TrainState], dict[str, float]] 
     @activity("validating")
     def validate(state: TrainState) -> dict[str, float]:
         batch = _batch(run, items, state, Clock())
-        weights = np.asarray(sequence_mean_token_mean(jnp.asarray(batch["mask"])))
+        weights = np.asarray(learner.reduce(jnp.asarray(batch["mask"])))
         batch = batch.add(weights=weights)
         names = objective.asks_for() | {"mask", "weights"}
         cut = programs.microbatches(
@@ -330,8 +336,11 @@ def _line(step: int, total: int, metrics: dict[str, float]) -> str:
         "loss": "train/loss",
         "accuracy": "train/rewards/accuracies",
         "margin": "train/rewards/margins",
+        "accuracy of steps": "train/accuracy/steps",
         "held-out loss": "val/loss",
         "held-out accuracy": "val/rewards/accuracies",
+        "of steps": "val/accuracy/steps",
+        "of answers": "val/accuracy/answers",
     }
     parts = [f"{label} {metrics[name]:.4f}" for label, name in shown.items() if name in metrics]
     return f"step {step}/{total}  " + "  ".join(parts)
@@ -343,4 +352,5 @@ def _export(config: PreferConfig, params: Params, model: Model, base: Any) -> No
     if base is not None:
         params, spec = merged_into_base(params, decoder_spec(model), source, base)
         model = model_of(spec)
-    save_model(config.export_to, params, model, source=source, dtype="float32")
+    scoring = scoring_of(config)
+    save_model(config.export_to, params, model, source=source, dtype="float32", scoring=scoring)

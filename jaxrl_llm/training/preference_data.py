@@ -13,12 +13,10 @@ from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.preference_rows import normalize_row
 from jaxrl_llm.data.preferences import Preference, tokenize_preferences
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.training.preference_objective import (
-    OF_LABELLED,
-    OF_ROWS,
-    PREFERENCE_FIELDS,
-    SCORES,
-)
+from jaxrl_llm.training.preference_objective import ANSWER_FIELDS, OF_LABELLED, OF_ROWS, SCORES
+from jaxrl_llm.training.step_objective import LOGITS, OF_STEPS
+
+PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +43,17 @@ def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
         ConfigError: there is no such function, or it asks for a field that there is not.
     """
     loss = load_function(config.loss, kinds.PREFERENCES, passed=None, key="loss")
-    check_fields(loss, "loss", available=PREFERENCE_FIELDS)
+    check_fields(loss, "loss", available=ANSWER_FIELDS | OF_STEPS)
     names = set(asks_for(loss))
-    of_pairs = PREFERENCE_FIELDS - OF_LABELLED
-    if names & of_pairs and names & OF_LABELLED:
+    kinds_of = {PAIRS: ANSWER_FIELDS - OF_LABELLED, LABELLED: OF_LABELLED, STEPS: OF_STEPS}
+    asked = [
+        f"{sorted(names & fields)} of {kind}" for kind, fields in kinds_of.items() if names & fields
+    ]
+    if len(asked) > 1:
         raise ConfigError(
-            f"loss: {config.loss.fn} asks for {sorted(names & of_pairs)} of pairs and for "
-            f"{sorted(names & OF_LABELLED)} of answers with a label; a run has one kind"
+            f"loss: {config.loss.fn} asks for {' and for '.join(asked)}; a run has one kind"
         )
-    if names & SCORES and (config.model.lora or config.model.adapter):
+    if names & (SCORES | {LOGITS}) and (config.model.lora or config.model.adapter):
         raise ConfigError(
             f"loss: {config.loss.fn} trains a reward model, whose head an adapter can't hold: "
             "remove model.lora and model.adapter"
@@ -79,6 +79,7 @@ def read_preferences(config: PreferConfig, loss: Callable[..., Any]) -> Preferen
                 max_tokens=config.data.max_tokens,
                 filter_overlong=config.data.filter_overlong,
                 template_kwargs=config.data.chat_template_kwargs,
+                step_separator=config.data.step_separator,
             )
         except (ValueError, OSError) as error:
             raise ConfigError(f"{key}: {error}") from error
@@ -95,8 +96,9 @@ def read_preferences(config: PreferConfig, loss: Callable[..., Any]) -> Preferen
 def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
     """Raise ConfigError unless rows like this one have what a loss asks for."""
     names = set(asks_for(loss))
-    if item.is_pair != bool(names - OF_LABELLED):
-        expected, got = ("pairs", "answers with a label")[:: 1 if names - OF_LABELLED else -1]
+    expected = STEPS if names & OF_STEPS else PAIRS if names - OF_LABELLED else LABELLED
+    got = STEPS if item.step_ends else PAIRS if item.is_pair else LABELLED
+    if got != expected:
         raise ConfigError(f"{where} is of {expected}, but the rows are {got}")
     for name in sorted(names & OF_ROWS - set(item.columns)):
         raise ConfigError(f"{where} asks for {name!r}, but the rows have no such column")

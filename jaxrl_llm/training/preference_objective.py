@@ -1,4 +1,7 @@
-"""What an update on preferences minimises: a loss of pairs, or of answers with a label."""
+"""What an update on preferences minimises: a loss of pairs, or of answers with a label.
+
+That of labelled steps is in `step_objective`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +24,8 @@ SCORES = frozenset({"chosen_scores", "rejected_scores", "scores"})
 OF_REFERENCE = frozenset({"ref_chosen_logps", "ref_rejected_logps", "ref_logps"})
 OF_ROWS = frozenset({"margins", "labels"})
 OF_MINIBATCH = frozenset({"kl_baseline"})
-PREFERENCE_FIELDS = SUMS | LENGTHS | SCORES | OF_REFERENCE | OF_ROWS | OF_MINIBATCH
-"""What a loss of preferences may ask for, [P] each."""
+ANSWER_FIELDS = SUMS | LENGTHS | SCORES | OF_REFERENCE | OF_ROWS | OF_MINIBATCH
+"""What a loss of pairs or of answers with a label may ask for, [P] each."""
 
 OF_LABELLED = frozenset({"logps", "lengths", "scores", "ref_logps", "labels", "kl_baseline"})
 """Those of answers with a label; the others are of pairs."""
@@ -35,7 +38,7 @@ class PreferenceObjective:
     The mean is over the whole mini-batch: `weights` [P W] add up to one share for each sequence.
 
     Attributes:
-        loss: asks for `PREFERENCE_FIELDS`, returns PairLoss or an array [P].
+        loss: asks for `ANSWER_FIELDS`, returns PairLoss or an array [P].
     """
 
     loss: Callable[..., Any]

@@ -1,7 +1,8 @@
 """The forward pass of a reward model that is given: it scores prompt and answer, untrained."""
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,22 +12,43 @@ from jaxtyping import Array
 
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
+from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.chat import VOCABULARIES, encode_prompt, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.sampling import Rollouts, side_by_side
+from jaxrl_llm.rewards.scoring import ModelScores
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.forward import ForwardConfig, hidden_states
+from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_scores_from_hidden
+from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_model import read_model
-from jaxrl_llm.training.microbatches import BucketPrograms
+from jaxrl_llm.training.microbatches import BucketPrograms, merge_microbatches
+from jaxrl_llm.training.scorer_inputs import (
+    Encode,
+    StepEncoder,
+    TextEncoder,
+    policy_tokens,
+    scorer_batch,
+)
 from jaxrl_llm.types import Batch, Rows
+
+log = logging.getLogger(__name__)
+
+AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
+    "min": np.min,
+    "product": np.prod,
+    "last": lambda scores: scores[-1],
+    "mean": np.mean,
+}
+"""From the scores of an answer's steps to its own, by the names of reward.aggregate."""
 
 
 def score_pass(
@@ -61,78 +83,269 @@ def score_pass(
     return score
 
 
+def token_score_pass(
+    model: ForwardConfig, shape: RowShape, layout: Layout
+) -> Callable[[Params, Batch], np.ndarray]:
+    """Return a function from a model with a value head and a batch to each token's score [B T].
+
+    The arguments are those of `score_pass`.
+    """
+
+    options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def compute(params: Params, rows: Rows) -> dict[str, Array]:
+        hidden, _ = hidden_states(params, rows, model, layout.mesh)
+        return {"scores": token_scores_from_hidden(params, hidden, rows, model)}
+
+    programs = BucketPrograms("process reward model", compute, shape, layout.mesh)
+
+    def score(params: Params, batch: Batch) -> np.ndarray:
+        cut = programs.microbatches(batch, (), params, lambda micro: (params, micro.rows))
+        parts = ((indices, compute(params, micro.rows)) for indices, micro in cut)
+        return merge_microbatches(parts, batch)["scores"]
+
+    return score
+
+
 class RewardModel(NamedTuple):
     """A loaded reward model.
 
     Attributes:
         params: its parameters, in the compute dtype.
-        score: from rollouts to its scores of the answers [B].
+        score: from rollouts to its scores of the answers.
     """
 
     params: Params
-    score: Callable[[Rollouts], np.ndarray]
+    score: Callable[[Rollouts], ModelScores]
 
 
 def open_reward_model(
-    path: str, dtype: str, tokenizer: Any, actor: Model, layout: Layout, shape: RowShape
+    config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
 ) -> RewardModel:
     """Load a reward model in the compute dtype.
 
-    It reads the tokens of prompt and answer as they are, the stop token included.
-
     Args:
-        path: Hugging Face directory or hub id of a sequence classifier with one label.
-        dtype: compute dtype.
+        config: of the run.
+        path: Hugging Face directory or hub id of a sequence classifier with one label, or of a
+            process reward model, a token classifier with one label.
         tokenizer: of the policy.
         actor: the policy.
         layout: where it stands.
-        shape: of micro-batches.
 
     Raises:
-        ConfigError: there is no such model, or it does not know the policy's tokens.
+        ConfigError: there is no such model, or it can't be given the answers.
     """
+    reward, dtype = config.reward, config.model.dtype
     with config_errors_at("reward.classifier"):
         spec = read_spec(path)
-        if not spec.reward_head:
-            raise ValueError(f"{path} gives no score; expected a …ForSequenceClassification")
-        if spec.max_positions < shape.width:
+        if not spec.reward_head and not spec.value_head:
             raise ValueError(
-                f"{path} has {spec.max_positions} positions, but the longest sequence is "
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {shape.width}"
+                f"{path} gives no score; expected a …ForSequenceClassification, or a process "
+                "reward model, a …ForTokenClassification"
             )
-        check_vocabulary(path, spec, tokenizer, actor)
+        encode = choose_encoder(config, path, spec, tokenizer, actor)
+        longest = longest_input(config, path, spec, reads_text=encode is not policy_tokens)
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
-    forward = ForwardConfig(model=model_of(spec), dtype=dtype).over(shape)
-    run = score_pass(forward, shape, layout)
+    forward = ForwardConfig(model=model_of(spec), dtype=dtype)
+    shape = microbatch_shape(config, forward, layout, longest)
+    make = token_score_pass if spec.value_head else score_pass
+    run = make(forward.over(shape), shape, layout)
 
-    def score(rollouts: Rollouts) -> np.ndarray:
-        return run(params, Batch(*side_by_side(rollouts, shape.width), {}))
+    def score(rollouts: Rollouts) -> ModelScores:
+        batch, inputs, failures = scorer_batch(rollouts, encode, shape.width)
+        values = run(params, batch)
+        if not spec.value_head:
+            return ModelScores(values, failures)
+        ends = [given.step_ends if given else () for given in inputs]
+        logits = [values[row, list(places)] for row, places in enumerate(ends)]
+        drawn = [given.drawn_ends if given else () for given in inputs]
+        return step_scores(logits, drawn, failures, reward)
 
     return RewardModel(params, score)
 
 
-def check_vocabulary(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> None:
-    """Raise ValueError unless the policy's tokens mean the same to a reward model.
+def longest_input(config: TrainConfig, path: str, spec: ModelSpec, *, reads_text: bool) -> int:
+    """Return the most tokens of a prompt and answer that a reward model is given.
+
+    Args:
+        config: of the run.
+        path: of the reward model.
+        spec: of the reward model.
+        reads_text: whether it has its own tokens, of which there may be more than the policy's.
+
+    Raises:
+        ValueError: it has fewer positions, or the key for it makes no difference.
+    """
+    given, drawn = config.reward.max_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if given is not None and not reads_text:
+        raise ValueError(
+            f"{path} reads the policy's tokens, which {drawn} bounds: remove reward.max_tokens"
+        )
+    if given is None and reads_text:
+        return min(2 * longest, spec.max_positions, config.batch.max_tokens_per_device)
+    if spec.max_positions < (given or longest):
+        raise ValueError(
+            f"{path} has {spec.max_positions} positions, but the longest sequence is "
+            f"{'reward.max_tokens' if given else drawn} = {given or longest}"
+        )
+    return given or longest
+
+
+def step_scores(
+    logits: Sequence[np.ndarray],
+    drawn: Sequence[Sequence[int]],
+    failures: dict[int, str],
+    reward: RewardConfig,
+) -> ModelScores:
+    """Return answers' scores from the logits of their steps.
+
+    Args:
+        logits: of each answer's steps.
+        drawn: index of each step's last token among those that the policy drew.
+        failures: answers that were not given.
+        reward: says how the steps' scores make up an answer's.
+    """
+    of_steps = [1 / (1 + np.exp(-z.astype(np.float64))) for z in logits]
+    aggregate = AGGREGATES[reward.aggregate]
+    values = [0.0 if row in failures else aggregate(s) for row, s in enumerate(of_steps)]
+    steps = [
+        tuple(zip(places, scores.tolist(), strict=True))
+        for places, scores in zip(drawn, of_steps, strict=True)
+    ]
+    return ModelScores(np.array(values), failures, steps, reward.step_rewards)
+
+
+def choose_encoder(
+    config: TrainConfig, path: str, spec: ModelSpec, tokenizer: Any, actor: Model
+) -> Encode:
+    """Return how a reward model is given answers, as `reward.render` says.
+
+    Args:
+        config: of the run.
+        path: of the reward model.
+        spec: of the reward model.
+        tokenizer: of the policy.
+        actor: the policy.
+
+    Raises:
+        ValueError: it can't be given them so.
+    """
+    reward, trained = config.reward, read_scoring(path)
+    if spec.value_head:
+        return step_encoder(config, path, trained.get("step_separator"), tokenizer)
+    for key, default in (("aggregate", "min"), ("step_rewards", False), ("step_separator", None)):
+        if getattr(reward, key) != default:
+            raise ValueError(
+                f"{path} scores whole answers, but reward.{key} is of a process reward model: "
+                "remove it"
+            )
+    render, difference = reward.render, None
+    if render in ("auto", "ids"):
+        difference = other_tokens(path, spec, tokenizer, actor)
+    if render == "ids" and difference:
+        raise ValueError(difference)
+    if render == "auto":
+        render = trained.get("render", "chat") if difference else "ids"
+    if render == "ids":
+        if reward.chat_template_kwargs:
+            raise ValueError(
+                f"{path} reads the policy's tokens: remove reward.chat_template_kwargs, or set "
+                "reward.render to answer or chat"
+            )
+        return policy_tokens
+    encoder = TextEncoder(own_tokenizer(path, reward), reward.chat_template_kwargs)
+    log.info("reward.classifier reads texts by its own tokenizer: reward.render=%s", render)
+    return encoder.answer if render == "answer" else encoder.chat
+
+
+def step_encoder(config: TrainConfig, path: str, trained: str | None, tokenizer: Any) -> Encode:
+    """Return how a process reward model is given answers.
+
+    Args:
+        config: of the run.
+        path: of the reward model.
+        trained: the separator that it was trained with, where its directory says so.
+        tokenizer: of the policy.
+
+    Raises:
+        ValueError: it can't be given them.
+    """
+    reward = config.reward
+    separator = trained or reward.step_separator
+    if separator is None:
+        raise ValueError(
+            f"{path} is a token classifier that does not say what ends a step; if it is a process "
+            "reward model and no critic, set reward.step_separator"
+        )
+    if reward.render != "auto":
+        raise ValueError(
+            f"{path} is a process reward model, which reads steps by its own tokenizer: leave "
+            f"reward.render={reward.render} out"
+        )
+    if config.rollout.has_episodes:
+        raise ValueError(
+            f"{path} is a process reward model, which scores plain answers, but rollout.agent, "
+            "rollout.tools or rollout.environment makes episodes of several turns"
+        )
+    return StepEncoder(
+        own_tokenizer(path, reward),
+        reward.chat_template_kwargs,
+        separator=separator,
+        splits_at=reward.step_separator or separator,
+        decode=functools.partial(tokenizer.decode, skip_special_tokens=True),
+    ).steps
+
+
+def own_tokenizer(path: str, reward: RewardConfig) -> Any:
+    """Load a reward model's tokenizer; ValueError unless it has a template, and an end token."""
+    tokenizer = load_tokenizer(path)
+    encode_prompt(tokenizer, [{"role": "user", "content": "?"}], **reward.chat_template_kwargs)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{path}: its tokenizer has no eos token to end an answer")
+    return tokenizer
+
+
+def other_tokens(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> str | None:
+    """Return in which way the policy's tokens mean something else to a reward model; None: in none.
 
     A directory without a tokenizer is believed if its vocabulary is large enough.
     """
+    if not any((resolve(path) / name).is_file() for name in VOCABULARIES):
+        if spec.vocab_size >= actor.vocab_size:
+            return None
+        raise ValueError(
+            f"{path} has no tokenizer, and vocab_size={spec.vocab_size}, expected the policy's "
+            f"{actor.vocab_size} or more: it would be given the policy's tokens"
+        )
+    difference = token_difference(path, tokenizer)
+    if difference:
+        return f"{difference}; reward.render: answer or chat gives it the text"
     if spec.vocab_size < actor.vocab_size:
         raise ValueError(
             f"{path} has vocab_size={spec.vocab_size}, expected the policy's {actor.vocab_size} or "
             "more: it is given the policy's tokens"
         )
-    if any((resolve(path) / name).is_file() for name in VOCABULARIES):
-        check_same_tokens(path, tokenizer)
+    return None
 
 
 def check_same_tokens(path: str, tokenizer: Any) -> None:
     """Raise ValueError unless each of the policy's tokens has its number in a directory, too."""
+    difference = token_difference(path, tokenizer)
+    if difference:
+        raise ValueError(difference)
+
+
+def token_difference(path: str, tokenizer: Any) -> str | None:
+    """Return which of the policy's tokens has another number in a directory; None: none has."""
     theirs = load_tokenizer(path).get_vocab()
     for token, number in tokenizer.get_vocab().items():
         if theirs.get(token) != number:
-            raise ValueError(
+            return (
                 f"{path} has another tokenizer: {token!r} is {theirs.get(token)} there and "
                 f"{number} for the policy, whose tokens it is given"
             )
+    return None

@@ -57,7 +57,7 @@ def open_teacher_model(
     Args:
         path: Hugging Face directory or hub id.
         config: of the student, which says how both are run.
-        tokenizer: of the student.
+        tokenizer: of the student; None: the teacher has another one.
         student: that learns from it.
         layout: where the teacher stands.
         longest: sequence, in tokens.
@@ -73,7 +73,7 @@ def open_teacher_model(
             f"{path} has {spec.max_positions} positions, but the longest sequence has {longest} "
             "tokens"
         )
-    vocab = shared_tokens(path, spec, tokenizer, student)
+    vocab = None if tokenizer is None else shared_tokens(path, spec, tokenizer, student)
     params: Any = read_model(path, spec, layout).params
     if config.dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, config.dtype))

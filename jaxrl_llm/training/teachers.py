@@ -1,10 +1,11 @@
 """Teachers: models whose log-probs of the answers the policy learns from, untrained."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,14 +15,22 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.types import ScoredTokens
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.training.distillation import top_pass
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
+from jaxrl_llm.training.sequence_teacher import SequenceTeacher
 from jaxrl_llm.training.stages.models import ModelPass, States
+from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_model import TeacherModel, open_teacher_model
+from jaxrl_llm.training.teacher_server import (
+    longest_for_teacher,
+    open_retokenizer,
+    open_server_teacher,
+)
 from jaxrl_llm.types import Batch
 
 log = logging.getLogger(__name__)
@@ -55,12 +64,36 @@ class Teacher:
     is_asked: bool = True
 
     def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
-        """Return fields of a batch of answers: `teacher_logprobs` [B T], and of top tokens.
+        """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
 
         Raises:
             TeacherError: a token is beyond the teacher's vocabulary.
         """
         del rollouts
+        results = self._infer(batch)
+        logprobs = results.pop("logprobs")
+        return {"teacher_logprobs": logprobs, "teacher_mask": batch["mask"], **results}
+
+    def score(self, sequences: Sequence[Sequence[int]], longest: int) -> list[ScoredTokens]:
+        """Return the log-probs of the tokens of sequences, none longer than so many tokens."""
+        if not sequences:
+            return []
+        tokens = np.zeros((len(sequences), longest), np.int32)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = sequence
+        sizes = np.array([len(sequence) for sequence in sequences], np.int32)
+        logprobs = self._infer(Batch(tokens, sizes, {}))["logprobs"]
+        return [
+            ScoredTokens(row[:size], np.zeros((size, 0), np.int32), np.zeros((size, 0), np.float32))
+            for row, size in zip(logprobs, sizes.tolist(), strict=True)
+        ]
+
+    def _infer(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return what it says of a batch's tokens.
+
+        Raises:
+            TeacherError: a token is beyond the teacher's vocabulary.
+        """
         largest = int(batch.tokens.max(initial=0))
         if largest >= self.vocab_size:
             raise TeacherError(
@@ -68,52 +101,104 @@ class Teacher:
                 f"{self.vocab_size} tokens"
             )
         with on_device(self.params) as params:
-            results = self.infer(params, batch)
-        return {"teacher_logprobs": results.pop("logprobs"), **results}
+            return self.infer(params, batch)
+
+
+AnyTeacher: TypeAlias = Teacher | SequenceTeacher
+"""What is called with a batch and its answers, and returns fields."""
 
 
 def open_teachers(
     config: TrainConfig,
     functions: AlgorithmFunctions,
-    tokenizer: Any,
+    tokens: PolicyTokens,
     actor: Model,
     layout: Layout,
-) -> dict[str, Teacher]:
+    stack: contextlib.ExitStack,
+) -> dict[str, AnyTeacher]:
     """Load the teachers of a run by data source; one for all sources has the name `*`.
 
     Args:
         config: of the run.
         functions: that it names.
-        tokenizer: of the policy.
+        tokens: of the policy.
         actor: the policy.
         layout: where the teachers stand.
+        stack: closes the connections to servers at the run's end.
 
     Raises:
         ConfigError: there is no such model, or it does not know the policy's tokens.
+        ScoringError: a server can't be reached, or does not know these tokens.
     """
-    is_asked = functions.needs_teacher or functions.runs_teacher_in_update
-    if not is_asked or config.teacher.path is None:
+    asked = config.teacher
+    named = asked.url if asked.path is None else asked.path
+    if not (functions.needs_teacher or functions.runs_teacher_in_update) or named is None:
         return {}
-    paths = config.teacher.path
-    by_source = {EVERYTHING: paths} if isinstance(paths, str) else paths
-    opened = {}
-    for path in dict.fromkeys(by_source.values()):
-        teacher = open_teacher(config, path, tokenizer, actor, layout)
-        model = teacher.model if functions.runs_teacher_in_update else None
-        opened[path] = dataclasses.replace(teacher, model=model, is_asked=functions.needs_teacher)
-    return {source: opened[path] for source, path in by_source.items()}
+    opened: dict[Any, AnyTeacher] = {}
+    teachers = {}
+    for source, where in ({EVERYTHING: named} if isinstance(named, str) else named).items():
+        own, model = of_source(asked.tokenizer, source), of_source(asked.model, source)
+        key = where, own, model
+        if key not in opened and asked.path is None:
+            opened[key] = open_server_teacher(config, *key, tokens, stack)
+        elif key not in opened and own is not None:
+            opened[key] = open_retokenized(config, where, own, tokens, actor, layout)
+        elif key not in opened:
+            teacher = open_teacher(config, where, tokens.tokenizer, actor, layout)
+            inside = teacher.model if functions.runs_teacher_in_update else None
+            opened[key] = dataclasses.replace(
+                teacher, model=inside, is_asked=functions.needs_teacher
+            )
+        teachers[source] = opened[key]
+    return teachers
+
+
+def of_source(value: str | Mapping[str, str] | None, source: str) -> str | None:
+    """Return what a key that may be a mapping says of a data source.
+
+    >>> of_source({"math": "a"}, "math"), of_source({"math": "a"}, "code"), of_source("b", "code")
+    ('a', None, 'b')
+    """
+    return value.get(source) if isinstance(value, Mapping) else value
 
 
 def open_teacher(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
 ) -> Teacher:
-    """Load a teacher in the compute dtype; see `open_teachers`."""
+    """Load a teacher that has the policy's tokens; see `open_teachers`."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     with config_errors_at("teacher.path"):
         model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
+    return as_teacher(config, path, model, layout, longest)
+
+
+def open_retokenized(
+    config: TrainConfig, path: str, own: str, tokens: PolicyTokens, actor: Model, layout: Layout
+) -> SequenceTeacher:
+    """Load a teacher that has the tokenizer of the directory `own`; see `open_teachers`."""
+    retokenize = open_retokenizer(config, own, tokens)
+    with config_errors_at("teacher.path"):
+        model = open_teacher_model(path, config.model, None, actor, layout, longest=0)
+    longest = longest_for_teacher(config, model.forward.model.max_positions)
+    if config.mesh.train.context == 1:
+        longest = min(longest, config.batch.max_tokens_per_device)
+    teacher = as_teacher(config, path, model, layout, longest)
+
+    def submit(sequences: Sequence[Sequence[int]]) -> Callable[[], list[ScoredTokens]]:
+        return lambda: teacher.score(sequences, longest)
+
+    return SequenceTeacher(
+        name=path, submit=submit, retokenize=retokenize, longest=longest, model=teacher
+    )
+
+
+def as_teacher(
+    config: TrainConfig, path: str, model: TeacherModel, layout: Layout, longest: int
+) -> Teacher:
+    """Return a loaded teacher with its pass over sequences of so many tokens."""
     if config.offload.teacher:
         model = model._replace(params=to_host(model.params))
-    shape = microbatch_shape(config, model.forward, layout)
+    shape = microbatch_shape(config, model.forward, layout, longest)
     forward, count = model.forward.over(shape), config.teacher.top_k
     infer = (
         logprob_pass(forward, shape, layout.mesh, ("logprobs",))
@@ -124,53 +209,91 @@ def open_teacher(
     return Teacher(path=path, params=model.params, infer=infer, vocab_size=size, model=model)
 
 
-def run_in_update(teachers: Mapping[str, Teacher]) -> TeacherModel | None:
+def run_in_update(teachers: Mapping[str, AnyTeacher]) -> TeacherModel | None:
     """Return the teacher that the policy's update runs, if it runs one."""
-    return next((teacher.model for teacher in teachers.values() if teacher.model), None)
+    here = (teacher for teacher in teachers.values() if isinstance(teacher, Teacher))
+    return next((teacher.model for teacher in here if teacher.model), None)
 
 
-def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
-    """Return the pass that adds what the teachers say of a batch's answers, if there are any.
+class TeacherPass:
+    """Adds what teachers say of a batch's answers, each of those of its data source.
 
-    Each answer has the teacher of its prompt's data source.
+    Args:
+        teachers: by data source.
     """
 
+    def __init__(self, teachers: Mapping[str, AnyTeacher]) -> None:
+        """Nothing is asked for yet."""
+        self._teachers = teachers
+        self._asked: dict[str, Callable[[], dict[str, np.ndarray]]] = {}
+
+    def begin(self, batch: Batch, rollouts: Rollouts) -> None:
+        """Ask the servers, which answer while other passes run."""
+        self._asked = {
+            source: teacher.begin(batch.take(rows), rollouts.take(rows.tolist()))
+            for source, teacher, rows in self._shares(rollouts)
+            if isinstance(teacher, SequenceTeacher)
+        }
+
     def run(
-        states: States, batch: Batch, rollouts: Rollouts, step: int
+        self, states: States, batch: Batch, rollouts: Rollouts, step: int
     ) -> tuple[Batch, dict[str, float]]:
+        """Return the batch with the teachers' fields, and how far the policy is from them."""
         del states, step
-        sources = np.array([prompt.data_source for prompt in rollouts.prompts], object)
         fields: dict[str, np.ndarray] = {}
         metrics = {}
-        for source, teacher in teachers.items():
-            rows = np.flatnonzero((sources == source) | (source == EVERYTHING))
-            if not rows.size:
-                continue
+        for source, teacher, rows in self._shares(rollouts):
             part = batch.take(rows)
-            results = teacher(part, rollouts.take(rows.tolist()))
+            asked = self._asked.pop(source, None)
+            results = asked() if asked else teacher(part, rollouts.take(rows.tolist()))
             for name, values in results.items():
-                shape = *batch.tokens.shape, *values.shape[2:]
-                fields.setdefault(name, np.zeros(shape, values.dtype))[rows] = values
-            apart = part["rollout_logprobs"] - results["teacher_logprobs"]
-            if part["mask"].any() and source != EVERYTHING:
-                metrics[f"teacher/reverse_kl/{source}"] = float(apart[part["mask"]].mean())
+                empty = np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype)
+                fields.setdefault(name, empty)[rows] = values
+            if source != EVERYTHING and results["teacher_mask"].any():
+                metrics[f"teacher/reverse_kl/{source}"] = mean_apart(part.add(**results))
         batch = batch.add(**fields)
-        apart = (batch["rollout_logprobs"] - batch["teacher_logprobs"])[batch["mask"]]
-        metrics["teacher/reverse_kl"] = float(apart.mean()) if apart.size else 0.0
+        metrics["teacher/reverse_kl"] = mean_apart(batch)
+        told = batch["teacher_mask"][batch["mask"]]
+        metrics["teacher/left_out"] = float(1 - told.mean()) if told.size else 0.0
         return batch, metrics
 
-    is_asked = any(teacher.is_asked for teacher in teachers.values())
-    return [ModelPass("teacher", run)] if is_asked else []
+    def _shares(self, rollouts: Rollouts) -> Iterator[tuple[str, AnyTeacher, np.ndarray]]:
+        sources = np.array([prompt.data_source for prompt in rollouts.prompts], object)
+        for source, teacher in self._teachers.items():
+            rows = np.flatnonzero((sources == source) | (source == EVERYTHING))
+            if rows.size:
+                yield source, teacher, rows
+
+
+def teacher_passes(teachers: Mapping[str, AnyTeacher]) -> list[ModelPass]:
+    """Return the pass of the teachers by data source, if there are any."""
+    made = TeacherPass(teachers)
+    asked = [t for t in teachers.values() if isinstance(t, SequenceTeacher) or t.is_asked]
+    return [ModelPass("teacher", made.run, made.begin)] if asked else []
+
+
+def mean_apart(batch: Batch) -> float:
+    """Return the mean of log π − log π_T over the tokens that the teachers tell of."""
+    apart = batch["rollout_logprobs"] - batch["teacher_logprobs"]
+    told = apart[batch["teacher_mask"]]
+    return float(told.mean()) if told.size else 0.0
+
+
+def held_params(teachers: Mapping[str, AnyTeacher]) -> dict[str, Params]:
+    """Return the weights of the teachers in this process, by their keys."""
+    models = [t.model if isinstance(t, SequenceTeacher) else t for t in teachers.values()]
+    return {f"teacher.path: {model.path}": model.params for model in models if model is not None}
 
 
 def check_teacher_sources(config: TrainConfig, sources: Iterable[str]) -> None:
     """Refuse data sources that have no teacher, before anything is loaded."""
-    paths = config.teacher.path
+    key = "url" if config.teacher.path is None else "path"
+    paths = getattr(config.teacher, key)
     if not isinstance(paths, dict):
         return
     for source in sorted(set(sources)):
         if source not in paths:
             raise ConfigError(
-                f"teacher.path has no teacher for data_source {source!r} of data.train; "
+                f"teacher.{key} has no teacher for data_source {source!r} of data.train; "
                 + closest(source, paths)
             )

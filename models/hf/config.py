@@ -14,6 +14,8 @@ from jaxrl_llm.models.spec import ModelSpec
 
 ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 VALUE_CONFIG = {**ONE_LABEL, "classifier_dropout": 0.0}
+SCORING = "jaxrl_llm_scoring"
+"""Key of `config.json` that says how a reward model was trained to read answers."""
 
 
 def read_spec(directory: str | Path) -> ModelSpec:
@@ -86,6 +88,33 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     )
 
 
+def read_scoring(directory: str | Path) -> dict[str, Any]:
+    """Return how a reward model was trained to read answers, as its `config.json` says.
+
+    Args:
+        directory: As for `read_spec`.
+
+    Returns:
+        `{"render": "answer"}` or `{"step_separator": text}` of a model of `jaxrl_llm.prefer`; an
+        empty dict where nothing is said.
+
+    Raises:
+        ValueError: Something else is said.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = (Path(directory) / "config.json").write_text("{}")
+    ...     read_scoring(directory)
+    {}
+    """
+    path = resolve(directory) / "config.json"
+    said = read_json(path).get(SCORING, {})
+    known = said in ({}, {"render": "answer"})
+    if not known and not (isinstance(said, dict) and [*said] == ["step_separator"]):
+        raise ValueError(f"{path}: {SCORING}={said!r}; expected render or step_separator")
+    return said
+
+
 def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) -> dict[str, Any]:
     """Make the `config.json` that goes with saved parameters.
 
@@ -119,6 +148,7 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
             f"got {spec}, the source has {origin}"
         )
     config = read_json(resolve(source) / "config.json")
+    config.pop(SCORING, None)  # of the source, and its training
     if new_head:
         config |= _value_config(_family_of(config)[0])
     if new_score:

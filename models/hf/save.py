@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
-from jaxrl_llm.models.hf.config import config_to_save
+from jaxrl_llm.models.hf.config import SCORING, config_to_save
 from jaxrl_llm.models.hf.convert import to_hf
 from jaxrl_llm.models.hf.files import check_new_directory, whole_directory, write_shards
 from jaxrl_llm.models.hf.hub import resolve
@@ -43,6 +43,7 @@ def save_params(
     *,
     source: str | Path | None,
     dtype: DTypeLike,
+    scoring: dict[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Save a model as a Hugging Face directory that `transformers` and vLLM load.
@@ -61,6 +62,7 @@ def save_params(
             from `make_config`, and there is no tokenizer.
         dtype: Of the saved arrays: float32, bfloat16 or float16. The bias of sigmoid routers stays
             float32, as its updates are too small for the others.
+        scoring: Of a reward model, how it reads answers; see `models.hf.config.read_scoring`.
         max_shard_bytes: Size above which the arrays are split over several files; one array larger
             than that gets its own file.
 
@@ -71,11 +73,12 @@ def save_params(
     """
     path = source if source is None else resolve(source)
     run_on_first(lambda: check_new_directory(Path(directory), dtype))
+    config = config_to_save(spec, path, np.dtype(dtype))
     save_arrays(
         directory,
         params,
         declare(spec),
-        config=config_to_save(spec, path, np.dtype(dtype)),
+        config=config | ({SCORING: scoring} if scoring else {}),
         source=path,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,

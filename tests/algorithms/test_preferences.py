@@ -83,6 +83,11 @@ def of_scores(f, margins=0.0):
     return -log_sigmoid(chosen - rejected - margins) + 0.01 * (chosen + rejected) ** 2
 
 
+def of_steps(f):
+    z, y = f["step_logits"], f["step_labels"]
+    return -y * log_sigmoid(z) - (1 - y) * log_sigmoid(-z)
+
+
 ORACLES = {
     "dpo": (lambda f: -log_sigmoid(z(f)), {"beta": 0.3}),
     "dpo, smoothed": (
@@ -116,8 +121,10 @@ ORACLES = {
     "bradley_terry_margin": (lambda f: of_scores(f, f["margins"]), {"center_coef": 0.01}),
     "kto": (of_kto, {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}),
     "apo_zero_labelled": (of_apo, {"beta": 0.3}),
+    "step_cross_entropy": (of_steps, {}),
 }
-LEARNED = ("chosen_logps", "rejected_logps", "chosen_scores", "rejected_scores", "logps")
+SCORES = ("chosen_scores", "rejected_scores", "step_logits")
+LEARNED = ("chosen_logps", "rejected_logps", *SCORES, "logps")
 every = pytest.mark.parametrize("case", ORACLES)
 
 
@@ -140,7 +147,9 @@ def fields():
             *("ref_chosen_logps", "ref_rejected_logps", "ref_logps"),
         )
     }
-    made |= {n: rng.normal(size=PAIRS).astype(np.float32) for n in LEARNED[2:4]}
+    made |= {n: rng.normal(size=PAIRS).astype(np.float32) for n in SCORES}
+    made["step_logits"] = rng.normal(size=(PAIRS, 3)).astype(np.float32)
+    made["step_labels"] = rng.uniform(size=(PAIRS, 3)).astype(np.float32)
     made |= {n: rng.integers(3, 9, PAIRS) for n in ("chosen_lengths", "rejected_lengths")}
     made["margins"] = rng.uniform(0, 1, PAIRS).astype(np.float32)
     made["kl_baseline"] = np.full(PAIRS, 0.4, np.float32)
@@ -191,10 +200,8 @@ def test_a_pair_knows_nothing_of_the_others(case, fields):
 def test_nothing_overflows(case, scale, fields):
     run, names = bound(case)
     learned = sorted(set(names) & set(LEARNED))
-    extreme = {learned[0]: np.full(PAIRS, scale, np.float32)}
-    if "scores" not in learned[0]:
-        extreme[learned[0]] = np.full(PAIRS, min(scale, 0.0), np.float32)
-    fields |= extreme
+    most = min(scale, 0.0) if "logps" in learned[0] else scale
+    fields[learned[0]] = np.full_like(fields[learned[0]], most)
     value, gradients = jax.value_and_grad(lambda given: run(fields | given).loss.sum())(
         {name: jnp.asarray(fields[name]) for name in learned}
     )

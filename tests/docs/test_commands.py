@@ -22,7 +22,7 @@ from tests.pages import ROOT, all_pages, blocks_of
 KNOWN = {
     *("cd", "do", "done", "eval", "export", "git", "mkdir", "source", "ssh", "tail", "until"),
     *("hf", "mkdocs", "pre-commit", "pyright", "pytest", "ray", "ruff", "scontrol", "tensorboard"),
-    *("[", "break", "."),
+    *("[", "break", ".", "vllm"),
 }
 """Commands of others, which only have to be there."""
 

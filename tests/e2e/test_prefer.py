@@ -13,7 +13,7 @@ import transformers
 import yaml
 
 from jaxrl_llm import export
-from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.prefer import main as prefer_main
 from jaxrl_llm.runs.files import read_run
 from tests.guarded import MODEL, UPDATE
@@ -140,9 +140,10 @@ def test_a_reward_model_scores_as_transformers_does(prefer, workshop, tmp_path):
     margins = [line["train/rewards/margins"] for line in result.metrics]
     assert margins[-1] > margins[0] + 0.1
     folder = f"{result.run_dir}.out"
-    assert read_spec(folder).reward_head
+    assert read_spec(folder).reward_head and read_scoring(folder) == {"render": "answer"}
     again = export.main([str(result.run_dir), str(tmp_path / "again")])
     assert again == 0 and read_spec(tmp_path / "again") == read_spec(folder)
+    assert read_scoring(tmp_path / "again") == read_scoring(folder)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs.config.pad_token_id != tokenizer.eos_token_id

@@ -11,6 +11,7 @@ import yaml
 
 from jaxrl_llm.config.cli import PREEMPTED
 from tests.guarded import RUN
+from tests.listening import serving_model
 
 pytestmark = pytest.mark.guards(*RUN, "jaxrl_llm/train.py")
 
@@ -98,6 +99,23 @@ def test_a_checkpoint_goes_on_under_another_mesh_and_another_number_of_processes
     assert "continuing after step 4" in first.err
     assert "continuing" not in second.err
     close(workshop, first, expected, apart="global_seqlen")  # the load of each device
+
+
+@pytest.mark.slow
+def test_a_teacher_on_a_server_is_asked_by_one_process_for_all(workshop, two):
+    words = (*EXACTLY, *MESH, "algorithm.advantage=[grpo, reverse_kl]", "steps=1")
+    expected = workshop(*words, f"teacher.path={workshop.base}", devices=8).ok()
+    with serving_model(workshop.base) as (url, gate):
+        before = gate.left
+        first, second = two(*words, f"teacher.url={url}")
+        first.ok(), second.ok()
+        assert before - gate.left == 2 + 32  # two of the check
+        gate.left = 2 + 16
+        lost = two(*words, f"teacher.url={url}", "teacher.retries=0")
+    close(workshop, first, expected)
+    for result in lost:
+        assert result.status != 0
+        assert "the last: status 503: lost" in result.err
 
 
 FAILING = """

@@ -12,7 +12,7 @@ import transformers
 from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import combine_scores
+from jaxrl_llm.rewards.scoring import ModelScores, combine_scores
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
@@ -164,7 +164,7 @@ def test_both_scores_can_be_components():
     rollouts = Rollouts([prompt] * 3, [Episode.of((3,), answer)] * 3, ["a", "b", "c"])
     scored = [Score(0.25, {"acc": 1.0}, None), Score(-1.0, {}, "timeout"), Score(0.5, {}, None)]
     values = np.array([4.0, 5.0, np.inf], np.float32)
-    scores = combine_scores(rollouts, values, scored, on_error=-1.0)
+    scores = combine_scores(rollouts, ModelScores(values), scored, on_error=-1.0)
     batch = lay_out(rollouts, samples=3, max_tokens=3)
     batch = with_scores(batch, scores, components=("score", "function", "acc"))
     assert batch["scores"].tolist() == [4.0, 5.0, -1.0]
@@ -244,10 +244,64 @@ def test_another_tokenizer_is_refused(run, workshop, reward_model, tmp_path):
     vocabulary = tree["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     path.write_text(json.dumps(tree))
-    result = run(f"reward.classifier={other}")
+    result = run(f"reward.classifier={other}", "reward.render=ids")
     assert result.status == 2
     assert "has another tokenizer: " in result.err
     assert str(tokenizer.get_vocab()["1"]) in result.err
+
+
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<|' + message['role'] + '|> ' + message['content'] }}"
+    "{{ '<|end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|> ' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def foreign(workshop, reward_model):
+    """A reward model with the tokens of the letters moved by one, and another chat template."""
+    folder = workshop.root / "foreign"
+    shutil.copytree(reward_model, folder)
+    path = folder / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    vocabulary = tree["model"]["vocab"]
+    names = [name for name, number in vocabulary.items() if number < 256]
+    numbers = [vocabulary[name] for name in names]
+    vocabulary |= dict(zip(names, numbers[1:] + numbers[:1], strict=True))
+    path.write_text(json.dumps(tree))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.parametrize(("render", "most"), [("auto", 13), ("answer", 12)])
+def test_another_tokenizer_reads_the_text(run, foreign, caplog, render, most):
+    """As transformers renders and scores it, on the last token of that."""
+    words = (f"reward.classifier={foreign}", f"reward.render={render}", *ALONE)
+    keys = ("rollout.dump_every=1", "validation.before=false", f"reward.max_tokens={most}")
+    result = run(*words, *keys, "reward.on_error=-7").ok()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(foreign)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(foreign).eval()
+    model.config.pad_token_id = None
+    failed = 0
+    for row in dumped(result, 1):
+        chat, text = json.loads(row["prompt"]), row["answer"]
+        if render == "auto":
+            chat = [*chat, {"role": "assistant", "content": text}]
+            ids = tokenizer.apply_chat_template(chat, return_dict=False)
+            assert tokenizer.decode(ids).endswith("<|end|>\n")
+        else:
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            ids += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if len(ids) > most:
+            failed += 1
+            assert row["score"] == -7
+            assert f"more than its {most}: raise reward.max_tokens" in row["error"]
+            continue
+        with torch.no_grad():
+            assert row["score"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-4)
+    assert result.metrics[0]["reward/errors"] == failed
+    assert 0 < failed < 32
+    assert f"reward.render={'chat' if render == 'auto' else 'answer'}" in caplog.text
 
 
 def test_contradictions_are_refused(run, reward_model):
@@ -258,6 +312,8 @@ def test_contradictions_are_refused(run, reward_model):
             f"reward.classifier={reward_model}",
             "reward.components=[acc]",
         ): "reward.components are what a reward function reports",
+        (f"reward.classifier={reward_model}", "reward.step_rewards=true"): "scores whole answers",
+        (f"reward.classifier={reward_model}", "reward.max_tokens=99"): "remove reward.max_tokens",
     }.items():
         result = run(*words)
         assert result.status == 2

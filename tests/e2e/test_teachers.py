@@ -172,6 +172,7 @@ def test_each_answer_has_the_teacher_of_its_source():
     assert batch["teacher_logprobs"].tolist() == [[0, -2], [-4, -4], [0, 0]]
     assert metrics == pytest.approx(
         {"teacher/reverse_kl/a": 1, "teacher/reverse_kl/b": 3, "teacher/reverse_kl": 7 / 3}
+        | {"teacher/left_out": 0}
     )
     with pytest.raises(TeacherError, match="an answer has token 8, but t knows 8 tokens"):
         teacher_passes({"*": teach(0.0, vocab_size=8)})[0].run({}, batch, rollouts, 1)

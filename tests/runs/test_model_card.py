@@ -169,7 +169,7 @@ def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):
 
 
 def test_other_roles_are_called_what_they_are(run_dir):
-    critic = make_card(run_dir, Exported("v", SOURCE, 4, role="critic"))["README.md"]
+    critic = make_card(run_dir, Exported("v", SOURCE, 4, role="critic", head="value"))["README.md"]
     assert "AutoModelForTokenClassification.from_pretrained" in critic
     assert "\nThe critic after step 4" in critic
     assert "pipeline_tag" not in critic

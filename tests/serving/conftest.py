@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import shutil
-import socket
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-import uvicorn
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
@@ -20,6 +17,7 @@ from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.length import text_limit
 from jaxrl_llm.serving.requests import ServedModel
+from tests.listening import listening
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 NAME, KEY, MAX_TOKENS = "tiny", "secret", 256
@@ -120,23 +118,6 @@ class Scripted:
 
     def stats(self):
         return Stats(running=len(self.requests) - self.ended - len(self.given_up))
-
-
-@contextlib.contextmanager
-def listening(app):
-    """Serve an app on a free port of the loopback in a thread, and yield its address."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            soon(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive()
 
 
 def soon(condition, seconds=10.0):

@@ -65,6 +65,10 @@ def test_every_sampling_field_arrives(completion):
     assert set(vars(expected)) == {f.name for f in dataclasses.fields(SamplingParams)}
     assert completion(**fields, ignore_eos=True).sampling.stop_ids == (3, 9)
     assert completion(top_k=-1).sampling.top_k == 0
+    assert (completion().prompt_logprobs, completion(prompt_logprobs=0).prompt_logprobs) == (
+        None,
+        0,
+    )
     assert completion(stop="x").sampling.stop == ("x",)
 
 
@@ -194,6 +198,9 @@ COMPLETIONS = [
     {"prompt": "\ud800"},
     {"prompt": "a" * 250},
     {"logprobs": 21},
+    {"prompt_logprobs": 21},
+    {"prompt_logprobs": -1},
+    {"prompt_logprobs": 0, "stream": True},
     {"logprobs": True},
     {"messages": HI},
 ]
@@ -210,6 +217,7 @@ CHATS = [
     {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"logprobs": 3},
+    {"prompt_logprobs": 3},
     {"top_logprobs": 3},
     {"max_tokens": 3, "max_completion_tokens": 4},
     {"continue_final_message": True},

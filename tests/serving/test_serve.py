@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
+from jaxrl_llm.serving.client import RequestLimits, ScoringClient, parse_scores
 from jaxrl_llm.serving.metrics import COUNTERS, GAUGES
 from jaxrl_llm.serving.requests import choice_seeds
 
@@ -193,6 +194,29 @@ def test_logprobs_are_those_of_transformers(client, model):
     for top, expected in zip(choice.logprobs.top_logprobs, all_of_them, strict=True):
         best = torch.topk(expected, 3).values.tolist()
         np.testing.assert_allclose(sorted(top.values())[::-1][:3], best, atol=1e-4)
+
+
+def test_prompts_are_scored_as_by_transformers(client, address, model):
+    prompts = random_prompts(3, seed=6)
+    scorer = ScoringClient(f"{address}/v1", api_key="secret", limits=RequestLimits())
+    assert scorer.open() == 96
+    scored = scorer.score(prompts, 3)
+    scorer.close()
+    fields = {"model": "tiny", "prompt": prompts, "max_tokens": 1, "n": 2}
+    choices = client.completions.create(**fields, extra_body={"prompt_logprobs": 3}).choices
+    for index, prompt in enumerate(prompts):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0, :-1].double()
+        all_of_them = torch.log_softmax(logits, -1)
+        own = all_of_them[range(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(scored[index].logprobs[1:], own, atol=1e-4)
+        best = torch.topk(all_of_them, 3)
+        np.testing.assert_allclose(scored[index].top_logprobs[1:], best.values, atol=1e-4)
+        assert scored[index].top_ids[1:].tolist() == best.indices.tolist()
+        for choice in choices[2 * index : 2 * index + 2]:
+            assert parse_scores({"choices": [choice.model_dump()]}, prompt, 3).logprobs == (
+                pytest.approx(scored[index].logprobs, abs=1e-4)
+            )
 
 
 def test_a_stop_text_ends_an_answer_and_is_cut(client, greedy, opened):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from jaxrl_llm.serving.text import AnswerText, Vocabulary
+from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.serving.text import AnswerText
 
 ALPHABET = "ab é世🙂\ufffd"
 

@@ -1,6 +1,7 @@
 """The keys of scoring."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
@@ -8,7 +9,8 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from jaxrl_llm.config import kinds
-from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
+from jaxrl_llm.config.rules import check
 
 
 def _as_score(value: Any) -> Any:
@@ -84,7 +86,72 @@ class ScoringConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RewardConfig(ScoringConfig):
+class ClassifierConfig(Section):
+    """The reward model that scores answers, if one does."""
+
+    classifier: str | None = Field(
+        default=None,
+        description=(
+            "Hugging Face directory of a reward model, which scores prompt and response: a "
+            "sequence classifier with one label, or a process reward model; null: "
+            "reward.function's score"
+        ),
+    )
+    render: Literal["auto", "ids", "answer", "chat"] = Field(
+        default="auto",
+        description=(
+            "what reward.classifier reads. ids: the policy's tokens; answer: text by its own "
+            "tokenizer, the templated prompt, the response and the end token, as jaxrl_llm.prefer "
+            "trains it; chat: the whole chat by its own template; auto: ids where the tokenizers "
+            "are the same, else answer for a model of jaxrl_llm.prefer and chat for another"
+        ),
+    )
+    chat_template_kwargs: Table = Field(
+        default={}, description="keywords for reward.classifier's chat template"
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "the longest prompt and response in tokens of reward.classifier, where it reads text; "
+            "longer ones score reward.on_error; null: twice what the policy's tokens may be, or "
+            "what reward.classifier and batch.max_tokens_per_device hold"
+        ),
+    )
+    step_separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "text that ends a step of a response, for a process reward model; null: the one that "
+            "it was trained with"
+        ),
+    )
+    aggregate: Literal["min", "product", "last", "mean"] = Field(
+        default="min",
+        description="a response's score from its steps' scores, of a process reward model",
+    )
+    step_rewards: bool = Field(
+        default=False,
+        description=(
+            "each step's score is the reward of its last token, in place of the response's score "
+            "on the last one, with a process reward model"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse keys of a reward model where there is none."""
+        check(self, keys_have_a_classifier)
+
+
+def keys_have_a_classifier(config: ClassifierConfig) -> Iterator[str]:
+    """Refuse keys of a reward model where there is none."""
+    for name, field in ClassifierConfig.__pydantic_fields__.items():
+        if config.classifier is None and getattr(config, name) != field.default:
+            yield f"{name} is set, but reward.classifier names no reward model"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardConfig(ClassifierConfig, ScoringConfig):
     """How answers are scored."""
 
     function: Function | None = function_key(
@@ -100,14 +167,6 @@ class RewardConfig(ScoringConfig):
         description=(
             "stop when a reward function fails on, or leaves unscored, more than this share of the "
             "responses that are scored together; 1 never stops"
-        ),
-    )
-    classifier: str | None = Field(
-        default=None,
-        description=(
-            "Hugging Face directory of a sequence classifier with one label and "
-            "the policy's tokenizer, which scores prompt and response; null: "
-            "reward.function's score"
         ),
     )
     components: Several[str] = Field(

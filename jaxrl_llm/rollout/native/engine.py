@@ -37,7 +37,7 @@ from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs, sizes_with_cache
 from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE
-from jaxrl_llm.rollout.types import Completion, Receipt, Request
+from jaxrl_llm.rollout.types import Completion, Receipt, Request, SamplingParams, ScoredTokens
 from jaxrl_llm.sharding.layout import Layout
 
 STEPS = 16
@@ -163,6 +163,14 @@ class NativeEngine:
         `stop` was set: the same requests and weights give the same tokens. A turn is a chunk.
         """
         return results_of(listened(self._submit(requests, needed=needed, stop=stop), listener))
+
+    def score_tokens(self, tokens: Sequence[int]) -> ScoredTokens:
+        """Score given tokens between two chunks; nothing of the cache is used."""
+        self._check(Request(tuple(tokens), SamplingParams(max_new_tokens=1), seed=0))
+        with self._claimed():
+            if self._closed or self._params is None:
+                raise EngineError("the engine is closed or has no weights: call load first")
+            return self.programs.score(self._params, tokens)
 
     def load(
         self,

@@ -3,11 +3,12 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
@@ -28,6 +29,7 @@ from jaxrl_llm.rollout.native.decode import (
     scatter_pages,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.native.score import READ_AT_ONCE, TokenScores, score_rows
 from jaxrl_llm.rollout.native.sizes import (
     FEWEST_ROWS,
     PAGE,
@@ -37,6 +39,8 @@ from jaxrl_llm.rollout.native.sizes import (
     touched,
 )
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
+from jaxrl_llm.rollout.types import ScoredTokens
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH, over_batch
 
@@ -112,6 +116,18 @@ class Programs:
         """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
         shape = (*state.tokens.shape, page_size(rows), extras is not None)
         return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets)
+
+    def score(self, params: Any, tokens: Sequence[int]) -> ScoredTokens:
+        """Return the log-probs of tokens; see `score.score_rows`. A row of each part is read."""
+        width = self.sizes.width(len(tokens))
+        width += -width % READ_AT_ONCE if width > READ_AT_ONCE else 0
+        rows = np.zeros((self.sizes.parts, width), np.int32)
+        rows[0, : len(tokens)] = tokens
+        lengths = np.zeros(self.sizes.parts, np.int32)
+        lengths[0] = len(tokens)
+        inputs = distributed.put((rows, lengths), self.by_row)
+        scores = self._compiled("score", *rows.shape)(params, *inputs)
+        return ScoredTokens(*(x[0, : len(tokens)] for x in distributed.fetch(scores)))
 
     def copy_pages(self, pool: Cache, source: Any, target: Any) -> Cache:
         """Copy a page of each row; see `decode.copy_pages`. The pool is donated."""
@@ -200,9 +216,9 @@ class Programs:
         """Trace one program for shapes alone.
 
         Args:
-            name: `pool`, `gather`, `copy`, `prefill` or `decode`.
+            name: `pool`, `gather`, `copy`, `prefill`, `score` or `decode`.
             shape: rows and pages of `gather`; rows of `copy`; rows, tokens and pages of `prefill`;
-                rows, width and whether there are `Extras` of `decode`.
+                rows and width of `score`; rows, width and whether there are `Extras` of `decode`.
         """
         build: Callable[..., Any] = getattr(self, f"_trace_{name}")
         return build(*shape)
@@ -234,6 +250,14 @@ class Programs:
         run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
         return run.trace(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
+
+    def _trace_score(self, rows: int, width: int) -> Any:
+        def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
+            given = (params, self.model, tokens, lengths)
+            return score_rows(*given, dtype=self.dtype, layout=self.layout)
+
+        run = self._jit(score_chunks, out_shardings=self.by_row)
+        return run.trace(self.shapes()[0], self._input((rows, width)), self._input((rows,)))
 
     def _trace_decode(self, rows: int, width: int, has_extras: bool) -> Any:
         state, extras = self._decode_inputs(rows, width)

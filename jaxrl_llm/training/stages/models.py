@@ -39,10 +39,13 @@ class ModelPass(NamedTuple):
     Attributes:
         timer: name of its time in the metrics.
         run: (states, batch, its answers, step) -> the batch with more fields, and metrics.
+        begin: (batch, its answers) is called before the first pass of a step, for what goes on
+            elsewhere while other passes run; None where there is nothing.
     """
 
     timer: str
     run: Callable[[States, Batch, Rollouts, int], tuple[Batch, dict[str, float]]]
+    begin: Callable[[Batch, Rollouts], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

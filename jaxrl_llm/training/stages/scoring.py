@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
@@ -118,14 +117,12 @@ def build_scoring(
 
 
 def open_scoring_model(
-    config: TrainConfig, tokenizer: Any, actor: Model, layout: Layout, shape: RowShape
+    config: TrainConfig, tokenizer: Any, actor: Model, layout: Layout
 ) -> RewardModel | None:
     """Load the model that gives answers their scores, if the config names one."""
     if not config.reward.classifier:
         return None
-    return open_reward_model(
-        config.reward.classifier, config.model.dtype, tokenizer, actor, layout, shape
-    )
+    return open_reward_model(config, config.reward.classifier, tokenizer, actor, layout)
 
 
 def submit_scores(

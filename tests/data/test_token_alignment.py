@@ -1,0 +1,74 @@
+"""Spans of tokens of two tokenizers: they cover the same bytes, and none could be shorter."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, align_bytes, spread_logprobs
+
+TEXTS = st.text("ab é世🙂", max_size=8).map(str.encode)
+
+
+@st.composite
+def cut_twice(draw):
+    """A text, cut anywhere into two lists of pieces, of which some are empty."""
+    data = draw(TEXTS)
+
+    def pieces():
+        ends = sorted(draw(st.lists(st.integers(0, len(data)), max_size=8)))
+        return [data[a:b] for a, b in itertools.pairwise([0, *ends, len(data)])]
+
+    return pieces(), pieces()
+
+
+def of_span(pieces, numbers, span):
+    return b"".join(p for p, number in zip(pieces, numbers, strict=True) if number == span)
+
+
+@given(cut_twice())
+def test_spans_cover_the_same_bytes_and_are_the_shortest(both):
+    left, right = both
+    alignment = align_bytes(left, right)
+    ends = [set(itertools.accumulate(map(len, side))) - {0} for side in both]
+    assert alignment.spans == len(ends[0] & ends[1])  # as many borders as can be
+    for span in range(alignment.spans):
+        covered = of_span(left, alignment.left, span)
+        assert covered == of_span(right, alignment.right, span) != b""
+    if b"".join(left):
+        assert UNALIGNED not in alignment.left
+    assert (np.diff(alignment.left) >= 0).all()
+
+
+@given(cut_twice(), st.randoms(use_true_random=False))
+def test_sums_over_spans_are_those_of_the_other_tokens(both, random):
+    alignment = align_bytes(*both)
+    left, right = (np.float32([-5 * random.random() for _ in side]) for side in both)
+    spread = spread_logprobs(left, right, alignment)
+    for span in range(alignment.spans):
+        mine, theirs = alignment.left == span, alignment.right == span
+        np.testing.assert_allclose(spread[mine].sum(), right[theirs].sum(), atol=1e-4)
+        np.testing.assert_allclose(np.ptp((left - spread)[mine]), 0, atol=1e-5)  # equal shares
+
+
+def test_what_follows_a_difference_has_no_span():
+    alignment = align_bytes([b"ab", b"c", b"de"], [b"a", b"b", b"xd", b"e"])
+    assert alignment.left.tolist() == [0, -1, -1]
+    assert alignment.right.tolist() == [0, 0, -1, -1]
+    both = np.float32([-1, -2, -3]), np.float32([-0.5, -0.25, -7, -9])
+    assert spread_logprobs(*both, alignment).tolist() == [-0.75, 0, 0]
+
+
+def test_the_same_tokens_keep_their_log_probs():
+    pieces, logprobs = [b"a", b"\xe4", b"\xb8\x96"], np.float32([-1.25, -2.5, -3.75])
+    other = np.float32([-0.5, -0.125, -8])
+    assert spread_logprobs(logprobs, other, align_bytes(pieces, pieces)) == pytest.approx(other)
+
+
+def test_a_span_that_is_taken_away_leaves_the_others_as_they_are():
+    alignment = Alignment(np.int32([0, 1]), np.int32([0, 0, 1])).join().without(np.int32([1]))
+    assert [side.tolist() for side in alignment] == [[0, -1, 2], [0, 0, -1, 2]]
+    left, right = np.float32([-1, -1, -1]), np.float32([-1, -2, -4, -8])
+    assert spread_logprobs(left, right, alignment).tolist() == [-3, 0, -8]

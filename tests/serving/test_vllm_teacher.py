@@ -1,0 +1,118 @@
+"""A text scored by a real vLLM server on the CPU has the trainer's log-probs, token by token."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.parameters import init_params
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.rollout.vllm.environment import HOME
+from jaxrl_llm.serving.client import SAMPLE, RequestLimits, ScoringClient, ScoringError
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.guards("jaxrl_llm/serving/client.py"),
+]
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+LONGEST = 128
+SPEC = ModelSpec(
+    vocab_size=264,
+    hidden_size=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    ff_width=96,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=LONGEST,
+)
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def params():
+    drawn = init_params(SPEC, key=jax.random.key(3))
+    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, drawn)  # far from uniform
+
+
+@pytest.fixture(scope="module")
+def url(params, tmp_path_factory):
+    """A vLLM server of a small model, on a free port."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    save_params(folder, params, SPEC, source=None, dtype="float32")
+    for path in QUICKSTART.iterdir():
+        if path.name != "config.json":
+            shutil.copy(path, folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = ["--model", folder, "--served-model-name", "teacher", "--dtype", "float32"]
+    settings += ["--max-model-len", LONGEST, "--max-num-seqs", 4, "--enforce-eager"]
+    settings += ["--kv-cache-memory-bytes", 2**27, "--block-size", 32, "--port", port]
+    program = [HOME / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server"]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JAX", "XLA"))}
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [str(part) for part in (*program, "--host", "127.0.0.1", *settings)],
+            env=inherited | VARIABLES,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+
+        def listens():
+            assert server.poll() is None, (folder / "log").read_text()[-2000:]
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until(listens, 400)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def test_a_known_text_has_the_trainers_log_probs(url, params):
+    tokenizer = load_tokenizer(QUICKSTART)
+    client = ScoringClient(url, limits=RequestLimits(concurrency=2, timeout_s=60))
+    assert (client.open(), client.model) == (LONGEST, "teacher")
+    client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=LONGEST, top=4)
+    tokens = tokenizer(SAMPLE)["input_ids"]
+    row = jnp.array([tokens])
+    index = jnp.arange(len(tokens))[None]
+    hidden = forward(params, SPEC, row, index, jnp.ones_like(row))
+    expected = np.asarray(jax.nn.log_softmax(logits(params, SPEC, hidden)[0]))[:-1]
+    for top in (0, 4):
+        (scored,) = client.score([tokens], top)
+        own = expected[np.arange(len(tokens) - 1), tokens[1:]]
+        np.testing.assert_allclose(scored.logprobs[1:], own, atol=1e-4)
+        best = np.sort(expected)[:, ::-1][:, :top]
+        np.testing.assert_allclose(scored.top_logprobs[1:], best, atol=1e-4)
+    with pytest.raises(ScoringError, match="status 400"):
+        client.score([tokens * 3])
+    client.close()

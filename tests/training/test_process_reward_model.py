@@ -1,0 +1,281 @@
+"""Updates of process reward models: as torch makes them, and the same for every cut and mesh."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.testing import assert_allclose
+
+from jaxrl_llm.algorithms.advantages import reward_to_go
+from jaxrl_llm.algorithms.preferences import step_cross_entropy
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preferences import Preference, preference_batch, tokenize_preferences
+from jaxrl_llm.data.steps import last_tokens, split_steps
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.rewards.scoring import ModelScores, combine_scores
+from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.sampling import Rollouts, lay_out
+from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.experience import with_scores
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.reward_model import step_scores
+from jaxrl_llm.training.step_objective import StepObjective, found_errors
+from jaxrl_llm.training.update import Learner
+from tests.training.test_preference import KEEP_GRADIENT, VOCABULARY, one_mesh, torch_model
+
+WIDTH, ROWS = 20, 6
+
+
+def make_items():
+    """Ragged answers of one to four steps, with soft labels among the others."""
+    rng = np.random.default_rng(3)
+    items = []
+    for i in range(ROWS):
+        sizes = rng.integers(1, 4, rng.integers(1, 5))
+        tokens = tuple(rng.integers(1, VOCABULARY, sizes.sum()).tolist())
+        ends = tuple((np.cumsum(sizes) - 1).tolist())
+        labels = tuple(rng.choice([0.0, 0.3, 1.0], len(sizes)).tolist())
+        prompt = tuple(rng.integers(1, VOCABULARY, 2 + i % 3).tolist())
+        items.append(Preference(prompt, (tokens,), {}, ends, labels))
+    return items
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("process") / "model"
+    theirs = torch_model(folder, transformers.Qwen3ForTokenClassification, 4)
+    spec = read_spec(folder)
+    return SimpleNamespace(torch=theirs, spec=spec, params=load_params(folder, spec))
+
+
+def batch_of(items):
+    share = np.full(len(items), 1 / len(items), np.float32)
+    return preference_batch(items, WIDTH).add(answer_share=share)
+
+
+def update(model, items, mesh, *, tokens=4 * WIDTH):
+    """Return the gradient and metrics of an update."""
+    placed = jax.device_put(model.params, shardings(declare(model.spec), mesh))
+    shape = row_shape(tokens, WIDTH, sequences=ROWS, multiple_of=batch_shards(mesh))
+    learner = Learner(
+        StepObjective(loss=step_cross_entropy),
+        ForwardConfig(model=model_of(model.spec)),
+        KEEP_GRADIENT,
+        reduce=token_mean,
+        shape=shape,
+        mesh=mesh,
+        params_like=placed,
+    )
+    state, metrics = learner.update(learner.init(placed), batch_of(items), {})
+    return jax.device_get((state.opt_state[0].trace, metrics))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return update(model, make_items(), one_mesh())
+
+
+def test_loss_and_gradient_are_those_of_torch(model, expected):
+    """Each answer alone and unpadded; the mean is over all steps."""
+    gradient, metrics = expected
+    items, theirs = make_items(), model.torch
+    theirs.zero_grad()
+    logits, labels, answers = [], [], []
+    for item in items:
+        out = theirs(torch.tensor([item.tokens])).logits[0, :, 0]
+        z = out[[len(item.prompt) + end for end in item.step_ends]]
+        logits.append(z)
+        labels.append(torch.tensor(item.step_labels))
+        judged, true = (z > 0).tolist(), [label > 0.5 for label in item.step_labels]
+        answers.append([*judged, False].index(False) == [*true, False].index(False))
+    z, y = torch.cat(logits), torch.cat(labels)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(z, y)
+    loss.backward()
+    assert 0 < np.mean(answers) < 1
+    assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    assert_allclose(metrics["rewards/steps"], torch.sigmoid(z).mean().item(), rtol=1e-5)
+    assert_allclose(metrics["accuracy/steps"], ((z > 0) == (y > 0.5)).float().mean(), rtol=1e-6)
+    assert_allclose(metrics["accuracy/answers"], np.mean(answers), rtol=1e-6)
+    body = theirs.model
+    arrays = {"embed": body.embed_tokens.weight, "final_norm": body.norm.weight}
+    arrays |= {"score_bias": theirs.score.bias}
+    for name, weight in arrays.items():
+        value = weight.grad.numpy()
+        assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    assert_allclose(gradient["score"], theirs.score.weight.grad.numpy().T, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [({}, WIDTH), ({"fsdp": 4, "tensor": 2}, 4 * WIDTH), ({"fsdp": 2, "context": 2}, 2 * WIDTH)],
+)
+def test_cuts_and_meshes_change_nothing(model, expected, sizes, tokens):
+    gradient, metrics = update(model, make_items()[::-1], one_mesh(**sizes), tokens=tokens)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0]))
+    for leaf, other in zip(*map(jax.tree.leaves, (gradient, expected[0])), strict=True):
+        assert_allclose(leaf, other, rtol=1e-4, atol=3e-6 * scale)
+    for name in ("loss", "accuracy/steps", "accuracy/answers", "rewards/steps"):
+        assert_allclose(metrics[name], expected[1][name], rtol=2e-5)
+
+
+def test_two_classes_are_one_logit():
+    """What TRL's former trainer minimised, the cross-entropy of two classes, on hard labels."""
+    rng = np.random.default_rng(0)
+    classes, labels = rng.normal(size=(3, 4, 2)), rng.integers(0, 2, (3, 4))
+    theirs = torch.nn.functional.cross_entropy(
+        torch.tensor(classes).flatten(0, 1), torch.tensor(labels).flatten(), reduction="none"
+    )
+    ours, _ = step_cross_entropy(
+        jnp.asarray(classes[..., 1] - classes[..., 0]), jnp.asarray(labels, jnp.float32)
+    )
+    assert_allclose(np.ravel(ours), theirs.numpy(), rtol=1e-5)
+
+
+def test_an_answer_is_found_by_its_first_wrong_step():
+    labels = jnp.array(
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0]], jnp.float32
+    )
+    mask = jnp.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], bool)
+    logits = jnp.array(
+        [[1, -1, 1, 0], [1, 1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0], [-1, 1, 1, 0]], jnp.float32
+    )
+    steps, answers = found_errors(logits, labels, mask)
+    assert answers.tolist() == [True, True, False, False, False]
+    assert (steps & mask).sum(1).tolist() == [2, 2, 1, 1, 1]
+
+
+# -------------------------------------------------------------------------------------------- data
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, *, add_special_tokens):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def get_chat_template(self):
+        return "{{ messages[0].content }}"
+
+    def apply_chat_template(self, conversation, **_):
+        return [ord(c) for c in conversation[0]["content"]]
+
+
+def tokenize(row, **keywords):
+    rows = [normalize_row(row, "row 0")]
+    return tokenize_preferences(rows, Letters(), max_tokens=30, **keywords)[0][0]
+
+
+def test_a_step_is_scored_on_its_separators_last_token():
+    row = {"prompt": "q", "completions": ["ab", "c"], "labels": [True, 0.25]}
+    item = tokenize(row, step_separator="\n\n")
+    assert "".join(map(chr, item.tokens)) == "qab\n\nc\n\n"
+    batch = preference_batch([item], 12)
+    assert np.flatnonzero(batch["mask"][0]).tolist() == [4, 7]
+    assert batch["step_labels"][0, [4, 7]].tolist() == [1.0, 0.25]
+    assert batch["step_labels"].sum() == 1.25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"completions": []}, r"field 'completions': expected a list of the texts of steps, got"),
+        ({"completions": ["a", " "]}, r"'completions\[1\]': expected the text of a step, got ' '"),
+        ({"labels": [True]}, r"'labels': expected a list of 2, one for each step, got \[True\]"),
+        ({"labels": None}, r"'labels': expected a list of 2, one for each step, got nothing"),
+        ({"labels": [1, 1.5]}, r"'labels\[1\]': expected true, false or a number from 0 to 1, got"),
+        ({"labels": [1, "x"]}, r"'labels\[1\]': expected true, false or a number"),
+        ({"prompt": ""}, r"field 'prompt': expected a list of messages, got ''"),
+        ({"completions": ["a", "b\nc"]}, r"completions\[1\] holds data.step_separator='\\n'"),
+    ],
+)
+def test_a_wrong_row_is_refused(change, message):
+    row = {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]} | change
+    with pytest.raises(ValueError, match=message):
+        tokenize(row)
+
+
+def test_rows_of_several_kinds_are_refused():
+    rows = [
+        {"prompt": "q", "completions": ["a"], "labels": [True]},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+    ]
+    rows = [normalize_row(row, "") for row in rows]
+    with pytest.raises(ValueError, match="row 1 has 'chosen', row 0 has not"):
+        tokenize_preferences(rows, Letters(), max_tokens=30)
+
+
+# ------------------------------------------------------------------------------------------ in runs
+
+
+@pytest.mark.parametrize(
+    ("pieces", "places"),
+    [
+        (["1+1", "=2\n\n", "2*2", "=4"], [1, 3]),  # the last token also where nothing ends it
+        (["a", "\n", "\nb\n\n", "c", "\n\n"], [2, 2, 4]),  # two steps end in one token
+        (["a\n\n", "b", "\n\n\n", ""], [0, 3]),  # a stop token, which is no text
+        (["\n\n", "a"], [1]),
+        ([""], [0]),
+    ],
+)
+def test_steps_end_at_the_tokens_that_were_drawn(pieces, places):
+    text = "".join(pieces)
+    ends = [end for _, end in split_steps(text, "\n\n")]
+
+    def decode(ids):
+        return "".join(pieces[i] for i in ids)
+
+    assert last_tokens(decode, range(len(pieces)), ends) == places
+
+
+def rollouts_of(count, drawn):
+    prompt = Prompt(index=0, tokens=(3,))
+    zeros = np.zeros(drawn)
+    answer = Completion(np.arange(drawn), zeros.astype(np.float32), zeros.astype(int), "stop", 2)
+    return Rollouts([prompt] * count, [Episode.of((3,), answer)] * count, ["a"] * count)
+
+
+def test_rewards_of_steps_lie_on_their_last_tokens():
+    rollouts = rollouts_of(3, 4)
+    steps = [((1, 0.5), (3, 0.25)), ((3, 0.75),), ()]
+    given = ModelScores(np.array([0.25, 0.75, 9.0]), {2: "too long"}, steps, rewards_steps=True)
+    scores = combine_scores(rollouts, given, None, on_error=-1.0)
+    assert scores[2].error == "invalid: too long" and scores[0].extra["steps"] == 2
+    batch = with_scores(lay_out(rollouts, samples=3, max_tokens=6), scores)
+    assert batch["rewards"].tolist() == [
+        [0, 0, 0.5, 0, 0.25, 0],
+        [0, 0, 0, 0, 0.75, 0],
+        [0, 0, 0, 0, -1, 0],
+    ]
+    assert batch["scores"].tolist() == [0.75, 0.75, -1.0]
+    assert batch["raw_scores"].tolist() == [0.25, 0.75, -1.0]
+    returns = reward_to_go(*(jnp.asarray(batch[n]) for n in ("rewards", "mask")), gamma=1.0)
+    assert returns[0].tolist() == [0, 0.75, 0.75, 0.25, 0.25, 0]
+    whole = combine_scores(rollouts, given._replace(rewards_steps=False), None, on_error=-1.0)
+    batch = with_scores(lay_out(rollouts, samples=3, max_tokens=6), whole)
+    assert batch["rewards"][0].tolist() == [0, 0, 0, 0, 0.25, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min", 0.2), ("product", 0.08), ("last", 0.4), ("mean", 1.6 / 3)]
+)
+def test_a_score_of_an_answer_from_those_of_its_steps(name, value):
+    shares = np.array([1 - 1e-9, 0.2, 0.4])
+    logits = np.log(shares / (1 - shares)).astype(np.float32)
+    reward = RewardConfig(classifier="some", aggregate=name)
+    scores = step_scores([logits], [(0, 1, 2)], {}, reward)
+    assert_allclose(scores.values, [value], rtol=1e-6)
