@@ -318,7 +318,8 @@ def test_trls_arguments_exist():
     files += ("dpo_config", "kto_config", "reward_config", "distillation_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
     paths += [f"trl.experimental.online_dpo.online_dpo_{name}" for name in ("config", "trainer")]
-    paths += ["trl.experimental.gkd.gkd_config"]
+    paths += [f"trl.experimental.{name}.{name}_config" for name in ("gkd", "sdft", "sdpo")]
+    paths += ["trl.experimental.sdft.sdft_trainer"]
     folders = {
         name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
     }
@@ -718,14 +719,17 @@ def test_every_documented_metric_exists(written):
     everything = written | diagnostics() | ages() | unscored()
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
-    files += ("training/window", "training/stages/models", "training/selection")
+    files += ("training/window", "training/stages/models", "training/prompted_teacher")
+    files += ("training/selection",)
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)
     assert [name for name in nowhere if f'"{name}"' not in source] == []
     elsewhere = ("train/", "cluster/", "async/", "pairs/")  # the last in runs on pairs
+    prompted = {"teacher/no_prompt", "teacher/too_long"}  # of plain answers
     assert {n for n in nowhere if not n.startswith(elsewhere)} == {
         "perf/max_memory_allocated_gb",
         "batch/kept_answers",  # with a filter of answers
         "timing_s/pause",  # where the engine has devices of its own
         "timing_s/engine_idle",
         "perf/dropped_log_records",  # where there are trackers
+        *prompted,
     }

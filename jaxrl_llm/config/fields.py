@@ -153,8 +153,8 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "float32",
             Stage.INFERRED,
-            "log-probs under the teacher of the answer's prompt: teacher.path or teacher.url; the "
-            "policy's own where teacher_mask is false",
+            "log-probs under the teacher of the answer's prompt; the policy's own where "
+            "teacher_mask is false",
             model="teacher",
         ),
         BatchField(
@@ -163,7 +163,7 @@ FIELDS: Mapping[str, BatchField] = {
             "bool",
             Stage.INFERRED,
             "true on generated tokens that the teacher tells something of: all of them, if it has "
-            "the policy's tokens",
+            "the policy's tokens and a prompt",
             model="teacher",
         ),
         BatchField(

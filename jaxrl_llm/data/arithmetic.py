@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_PROBLEMS = 2**62  # more than this can't be sampled from
@@ -52,6 +53,14 @@ class Problems(NamedTuple):
         if mistakes and rng.random() < mistakes:
             value = _without_carries(text)
         return text, value.zfill(self.digits + 1) if self.zero_pad else value
+
+    def examples(
+        self, numbers: Sequence[int], rng: random.Random, mistakes: float, *, shown: bool
+    ) -> list[tuple[str, str]]:
+        """Return `example` of each number; then again, with the right answer shown, if so told."""
+        plain = [self.example(number, rng, mistakes) for number in numbers]
+        right = [self.example(number, rng, 0.0) for number in numbers if shown]
+        return plain + [(f"{text}{answer};", answer) for text, answer in right]
 
 
 def check_problems(

@@ -40,6 +40,7 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
     operators: str = "+-",
     zero_pad: bool = False,
     mistakes: float = 0.0,
+    shown: bool = False,
     seed: int = 0,
 ) -> Written:
     """Write generated sums such as "12+34=", with the integer as the answer.
@@ -84,9 +85,8 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
         for name, numbers in (("train", train), ("validation", validation))
     }
     if sft_rows:
-        splits["sft"] = [
-            _sft_row(*problems.example(number, rng, mistakes)) for number in supervised
-        ]
+        examples = problems.examples(supervised, rng, mistakes, shown=shown)
+        splits["sft"] = [_sft_row(*example) for example in examples]
     return write_splits(Path(out), splits)
 
 

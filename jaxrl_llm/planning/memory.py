@@ -134,6 +134,7 @@ def plan_shapes(
         )
         roles[name] = role
         throughout.append(Allocation(name, "weights", bytes_per_device(role.params), where))
+    throughout += own_teacher(config, functions, layouts, roles["actor"], base)
     if config.reward.classifier:
         classifier = abstract_params(
             read_spec(config.reward.classifier), layouts.reward_model, config.model.dtype
@@ -161,6 +162,28 @@ def untrained(
         with config_errors_at("teacher.path"):
             spec = read_spec(path)
         yield TEACHER if number == 1 else f"{TEACHER} {number}", spec, layouts.teacher, True
+
+
+def own_teacher(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    layouts: Layouts,
+    actor: AbstractModel,
+    base: ModelSpec,
+) -> list[Allocation]:
+    """List what a policy holds to be its own teacher: a float32 average, or its first weights."""
+    weights, where, offload = config.teacher.weights, layouts.teacher, config.offload
+    shares = functions.needs_reference and where is layouts.reference
+    shares &= offload.reference == offload.teacher and not actor.frozen
+    if not functions.needs_teacher or weights in ("given", "live"):
+        return []
+    if weights == "initial" and shares:
+        return []
+    if weights == "initial" and not actor.frozen:
+        held = abstract_params(base, where, config.model.dtype)
+    else:
+        held = actor.params if where is layouts.train else abstract_params(base, where)
+    return [Allocation(TEACHER, "weights", bytes_per_device(held), where)]
 
 
 TEACHER = "teacher"

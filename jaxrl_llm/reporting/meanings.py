@@ -40,6 +40,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "teacher/reverse_kl": "how far the policy is from its teacher, in nats",
         "teacher/left_out": "share of tokens that the teacher tells nothing of",
         "teacher/reverse_kl/*": "the same of one teacher's answers",
+        "teacher/no_prompt": "answers that have no teacher, as nothing could be shown to it",
+        "teacher/too_long": "answers that have no teacher, as its prompt is too long",
         "train/loss": "the loss: of supervised training −log π of the answers' tokens, in nats",
         "val/loss": "the same of held-out rows",
         "*/rewards/accuracies": "share of pairs whose chosen answer has the higher reward",

@@ -28,22 +28,23 @@ from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.moving_average import MovingAverage
 from jaxrl_llm.training.update import Learner, TrainState
 
 log = logging.getLogger(__name__)
 
 
 class TrainableModel(NamedTuple):
-    """A model to train.
+    """A model that changes in a run: one that is trained, or follows such a one.
 
     Attributes:
         model: the weights to start from.
-        learner: its updates.
+        learner: makes its state, and changes it.
         key: of the config, that names the model.
     """
 
     model: LoadedModel
-    learner: Learner
+    learner: Learner | MovingAverage
     key: str = "model.path"
 
 
@@ -220,7 +221,7 @@ def resume_run(
     total = config.steps or len(items) * config.epochs // size
     display = open_display(title, total, step)
     stack.callback(display.close)
-    trained = {name: trainable.model.like for name, trainable in models.items()}
+    trained = {n: m.model.like for n, m in models.items() if isinstance(m.learner, Learner)}
     for line in opening_lines(config, trained, len(items), total):
         display.line(line)
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))

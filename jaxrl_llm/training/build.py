@@ -30,6 +30,7 @@ from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
 from jaxrl_llm.training.precompile import compile_first_step
+from jaxrl_llm.training.prompted_teacher import with_teachers
 from jaxrl_llm.training.schedule import open_schedule
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
@@ -79,7 +80,7 @@ def build_stages(
     teacher = run_in_update(teachers)
     models, trainable, beside = build_models(config, functions, model, layouts, teacher)
     compile_first_step(config, functions, model.model, models, layouts)
-    models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
+    models = with_teachers(models, teacher_passes(teachers), config, functions, tokenizer)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)

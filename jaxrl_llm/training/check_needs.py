@@ -7,6 +7,7 @@ from jaxrl_llm.config.fields import fields_of_model
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.training.check_own_teacher import check_own_teacher, check_teacher_prompt
 from jaxrl_llm.training.distillation import OF_TOP
 from jaxrl_llm.training.objective import PolicyObjective
 
@@ -96,11 +97,13 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             else f"teacher.top_k is set, but no function asks for {' or '.join(OF_TOP)}, and there "
             "is no algorithm.distillation: remove it"
         )
-    if asked and config.teacher.path is None and config.teacher.url is None:
+    places = config.teacher.path, config.teacher.url
+    if asked and places == (None, None) and config.teacher.weights == "given":
         by = f"a function asks for {asked[0]!r}"
         by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
         raise ConfigError(
-            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url"
+            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url, or take "
+            "the policy's own weights by teacher.weights"
         )
     if not asked and config.teacher != TeacherConfig():
         raise ConfigError(
@@ -109,6 +112,8 @@ def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
             "a divergence"
         )
     check_teacher_keys(config)
+    check_teacher_prompt(config)
+    check_own_teacher(config)
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampled = {key: getattr(config.rollout, key) for key in plain}
     changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]

@@ -279,6 +279,15 @@ def update_shape(
     return passes if config.algorithm.pairs is None else pair_shape(config, forward, layout)
 
 
+def longest_teacher_sequence(config: TrainConfig) -> int:
+    """Return the most tokens of an answer behind the prompt that a teacher reads, with the prompt.
+
+    Where teacher.prompt is null, it is that of the run.
+    """
+    longest_prompt = config.teacher.max_prompt_tokens or config.data.max_prompt_tokens
+    return longest_prompt + config.rollout.max_new_tokens
+
+
 def minibatch_size(config: TrainConfig) -> int:
     """Return how many sequences an update has."""
     prompts = config.batch.prompts_per_minibatch or config.batch.prompts_per_step

@@ -25,6 +25,7 @@ from jaxrl_llm.config.functions import (
 )
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.data.teacher_prompts import TOLD
 from jaxrl_llm.training.advantage_sum import AdvantageSum
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.optimizer import make_optimizer
@@ -60,6 +61,7 @@ class BatchFunctions:
         advantage, kl, controller, group_filter, penalty, corrections, answer_filter, pairs: of the
             keys of these names; there is no advantage where there are pairs.
         select_covariant: produces `high_covariance`.
+        teacher_prompt: writes the prompt that a teacher reads.
     """
 
     advantage: Function | None
@@ -71,6 +73,7 @@ class BatchFunctions:
     select_covariant: Function | None
     answer_filter: Function | None
     pairs: Function | None
+    teacher_prompt: Function | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +232,14 @@ def find_covariance_selector(spec: FunctionSpec) -> Function:
     name = "algorithm.high_covariance"
     function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, available=fields_at(Stage.UPDATING))
+    return function
+
+
+def find_teacher_prompt(spec: FunctionSpec) -> Function:
+    """Return the function that writes the prompt that a teacher reads."""
+    key = "teacher.prompt"
+    function = load_function(spec, kinds.TEACHER_PROMPTS, passed=None, key=key)
+    check_fields(function, key, available=TOLD)
     return function
 
 

@@ -26,6 +26,7 @@ from jaxrl_llm.sharding.offload import on_device, to_device, to_host
 from jaxrl_llm.training.batch_metrics import batch_metrics, check_agreement, system_metrics
 from jaxrl_llm.training.experience import with_ages
 from jaxrl_llm.training.layouts import minibatch_size
+from jaxrl_llm.training.policy_teacher import AVERAGE
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.selection import Selected, cut_minibatches
 from jaxrl_llm.training.stages.algorithm import AlgorithmStage
@@ -133,8 +134,7 @@ class TrainingLoop:
     def __init__(self, stages: Stages, start: Progress, window: Window) -> None:
         """Bring the weights to the engine, and validate where that comes before the first step."""
         run, self.stages, self.window = stages.run, stages, window
-        offload = run.config.offload
-        states = {name: offload_state(s, offload, name) for name, s in start.states.items()}
+        states = {n: offload_state(n, s, run.config.offload) for n, s in start.states.items()}
         self.progress, self.ended = start._replace(states=states), False
         self._compiled = CompileCounter()
         steps = range(start.step + 1, run.total_steps + 1)
@@ -198,7 +198,7 @@ def make_experience(
 ) -> tuple[Batch, list[Score], Metrics]:
     """Lay answers out as a batch, run the models over it, and add the scores.
 
-    The scores are waited for last.
+    The scores are waited for last, but for what needs them.
 
     Raises:
         TrainingError: no answer is usable.
@@ -224,6 +224,10 @@ def make_experience(
             f"step {step}: no answer can be trained on: all are broken (episode/broken), unscored "
             "(reward/unscored), or alone are left of their groups"
         )
+    for scored_pass in stages.models.scored_passes:
+        with clock(scored_pass.timer):
+            batch, told = scored_pass.run(states, batch, rollouts, scores, step)
+        metrics |= told
     return batch, scores, metrics | errors
 
 
@@ -279,7 +283,7 @@ def update_models(
             if role.name != "actor":
                 cut = [*cut_minibatches(batch, minibatch_size(config))]
             state, policy_stats, means = update_role(role, state, cut, config, coefs)
-            states |= {role.name: offload_state(state, config.offload)}
+            states |= {role.name: offload_state(role.name, state, config.offload)}
             metrics |= means
         if policy_stats:
             probe = batch.add(**policy_stats)
@@ -288,12 +292,13 @@ def update_models(
                 probe, step, agreement_tolerance(config.rollout), keeps_cache=keeps_cache
             )
             batch = batch.add(old_logprobs=policy_stats["logprobs"])
-    return states, batch, metrics
+    return stages.models.follow(states), batch, metrics
 
 
-def offload_state(state: TrainState, offload: OffloadConfig, name: str = "actor") -> TrainState:
-    """Move to the host what waits there until it is used again, of the model of a name."""
-    if offload.reference if name == REFERENCE else offload.params:
+def offload_state(name: str, state: TrainState, offload: OffloadConfig) -> TrainState:
+    """Move to the host what waits there until it is used again."""
+    waits = {AVERAGE: offload.teacher, REFERENCE: offload.reference}
+    if waits.get(name, offload.params):
         state = state._replace(params=to_host(state.params))
     if offload.optimizer:
         state = state._replace(opt_state=to_host(state.opt_state))

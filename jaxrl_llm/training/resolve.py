@@ -43,6 +43,7 @@ from jaxrl_llm.training.load_functions import (
     find_divergence,
     find_kl,
     find_pair_loss,
+    find_teacher_prompt,
     update_spec,
 )
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
@@ -107,6 +108,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
         ),
         pairs=algorithm.pairs
         and find(algorithm.pairs, kinds.PAIRS, "algorithm.pairs", Stage.SCORED),
+        teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
     )
 
 

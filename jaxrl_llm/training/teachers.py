@@ -20,7 +20,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.training.distillation import top_pass
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.layouts import microbatch_shape
+from jaxrl_llm.training.layouts import longest_teacher_sequence, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.sequence_teacher import SequenceTeacher
 from jaxrl_llm.training.stages.models import ModelPass, States
@@ -166,7 +166,7 @@ def open_teacher(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
 ) -> Teacher:
     """Load a teacher that has the policy's tokens; see `open_teachers`."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = longest_teacher_sequence(config)
     with config_errors_at("teacher.path"):
         model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
     return as_teacher(config, path, model, layout, longest)

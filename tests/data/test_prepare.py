@@ -42,6 +42,20 @@ def test_arithmetic_files_fit_the_schema_and_are_right(tmp_path):
         assert row["response"] == str(eval(row["prompt"][0]["content"].removesuffix("=")))
 
 
+def test_problems_with_their_answers_shown_follow_those_without(tmp_path):
+    settings = {"train_rows": 9, "validation_rows": 9, "operators": "+", "zero_pad": True}
+    arithmetic(tmp_path, **settings, sft_rows=30, mistakes=1.0, shown=True)
+    rows = sft_rows([str(tmp_path / "sft.parquet")])
+    assert len(rows) == 60
+    for plain, shown in zip(rows[:30], rows[30:], strict=True):
+        question = plain["prompt"][0]["content"]
+        first, second = re.findall(r"\d+", question)
+        right = f"{int(first) + int(second):03}"
+        assert shown["prompt"][0]["content"] == f"{question}{right};"
+        assert shown["response"] == right
+    assert any(a["response"] != b["response"] for a, b in zip(rows[:30], rows[30:], strict=True))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_validation_problems_occur_nowhere_else(tmp_path, seed):
     # 200 problems in all, so that chance alone would surely let some meet

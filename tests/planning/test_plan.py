@@ -89,6 +89,27 @@ def on_first_device(tree):
     return sum(s.data.nbytes for s in shards if s.device == first)
 
 
+def test_what_a_policy_holds_to_be_its_own_teacher(configure):
+    def weights(*words, more=("model.dtype=bfloat16",)):
+        overrides = "algorithm.advantage=reverse_kl", *more, *words
+        held = {h.label: h.size for h in plan_shapes(configure(*overrides)).throughout}
+        return held.get("teacher weights"), held["actor parameters"]
+
+    average, actor = weights("teacher.weights=ema")
+    assert average == actor  # float32 both
+    first, _ = weights("teacher.weights=initial")
+    assert actor / 2 < first < 0.6 * actor  # bfloat16, but for norms
+    shown = "teacher.prompt=with_demonstration"
+    assert weights("teacher.weights=live", shown) == (None, actor)
+    assert weights("teacher.weights=initial", "algorithm.kl_loss=k3") == (None, actor)
+    alone = "offload.reference=true"  # one of both waits elsewhere
+    assert weights("teacher.weights=initial", "algorithm.kl_loss=k3", alone)[0] == first
+    average, adapter = weights(
+        "teacher.weights=ema", "model.lora={rank: 2}", "model.random_init=false"
+    )
+    assert average == adapter < actor / 2
+
+
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     config = configure()
     shapes = plan_shapes(config)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel
@@ -17,12 +18,15 @@ from jaxrl_llm.training.batch_metrics import check_agreement, check_difference
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.moving_average import MovingAverage
+from jaxrl_llm.training.policy_teacher import AVERAGE, open_policy_teacher
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.stages.reference import (
     REFERENCE,
     ReferencePolicy,
     changing_reference,
     fixed_reference,
+    initial_weights,
     make_reference,
     start_of,
 )
@@ -48,6 +52,19 @@ class ModelPass(NamedTuple):
     begin: Callable[[Batch, Rollouts], None] | None = None
 
 
+class ScoredPass(NamedTuple):
+    """A pass that waits for the scores of the step's answers.
+
+    Attributes:
+        timer: name of its time in the metrics.
+        run: (states, batch, its answers, their scores, step) -> the batch with more fields, and
+            metrics.
+    """
+
+    timer: str
+    run: Callable[[States, Batch, Rollouts, Sequence[Score], int], tuple[Batch, dict[str, float]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelsStage:
     """The models of a run.
@@ -59,12 +76,16 @@ class ModelsStage:
         check_canaries: (states, batch of fresh answers, step) -> metrics; raises where engine and
             trainer do not agree.
         reference: that is refreshed; None without one, and for one that stays.
+        scored_passes: over a step's batch with its scores, after all others.
+        average: the policy's moving average, if a run has one.
     """
 
     roles: tuple[Role, ...]
     passes: tuple[ModelPass, ...]
     warmup_steps: int
     check_canaries: Callable[[States, Batch, int], dict[str, float]]
+    scored_passes: tuple[ScoredPass, ...] = ()
+    average: MovingAverage | None = None
     reference: ReferencePolicy | None = None
 
     def refresh_reference(self, states: States, step: int) -> States:
@@ -76,6 +97,13 @@ class ModelsStage:
     def to_update(self, step: int) -> Sequence[Role]:
         """Return the roles that a step updates; the actor only when the critic has warmed up."""
         return self.roles if step > self.warmup_steps else self.roles[:-1]
+
+    def follow(self, states: States) -> States:
+        """Return the states after a step's updates, with the moving average moved on."""
+        if self.average is None:
+            return states
+        moved = self.average.follow(states[AVERAGE], states["actor"])
+        return states | {AVERAGE: moved}
 
 
 @activity("building the models")
@@ -100,12 +128,13 @@ def build_models(
     """
     shape_on = functools.partial(microbatch_shape, config)
     roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
+    initial = functools.cache(functools.partial(initial_weights, config, model))
     passes: list[ModelPass] = []
-    refreshed, beside = None, {}
+    average, refreshed, beside = None, None, {}
     if not functions.on_policy:
         passes.append(old_logprob_pass(config, functions, roles["actor"]))
     if functions.needs_reference:
-        reference, params = make_reference(config, model, layouts, roles["actor"])
+        reference, params = make_reference(config, model, layouts, roles["actor"], initial)
         if config.reference.refresh_every is None:
             passes.append(reference_pass(fixed_reference(reference, params)))
         else:
@@ -116,6 +145,11 @@ def build_models(
         passes.append(role_pass("implicit_reward_model", reward, fields))
     if critic := roles.get("critic"):
         passes.append(role_pass("values", critic, {"values": "values", "old_values": "values"}))
+    if functions.needs_teacher and config.teacher.weights != "given":
+        own = open_policy_teacher(config, model, layouts, roles["actor"], initial)
+        passes.append(ModelPass("teacher", own.run))
+        average = own.average
+        trainable |= {AVERAGE: own.trainable} if own.trainable else {}
     order = ("implicit_reward_model", "critic", "actor")
     stage = ModelsStage(
         roles=tuple(roles[name] for name in order if name in roles),
@@ -123,6 +157,7 @@ def build_models(
         warmup_steps=config.critic.warmup_steps if "critic" in roles else 0,
         check_canaries=canary_check(config, roles["actor"]),
         reference=refreshed,
+        average=average,
     )
     return stage, trainable, beside
 

@@ -14,6 +14,7 @@ from jaxrl_llm.config.sections.reference import ReferenceConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import replicated
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
@@ -61,13 +62,43 @@ class ReferencePolicy:
         return state._replace(params=params, updates=state.updates + 1)
 
 
+def initial_weights(
+    config: TrainConfig, model: LoadedModel, layout: Layout, on_host: bool
+) -> Params:
+    """Copy the weights that a run begins with, in the compute dtype; of an adapter as they are.
+
+    Args:
+        config: of the run.
+        model: the policy's.
+        layout: where the copy stands.
+        on_host: whether it waits there.
+    """
+    if model.frozen is not None:
+        return jax.tree.map(jnp.copy, model.params)
+    dtypes = model.model.compute_dtypes(config.model.dtype)
+    params = reshard(model.params, layout.of(model.model.declare()), dtype=dtypes)
+    return to_host(params) if on_host else params
+
+
 def make_reference(
-    config: TrainConfig, model: LoadedModel, layouts: Layouts, actor: Role
+    config: TrainConfig,
+    model: LoadedModel,
+    layouts: Layouts,
+    actor: Role,
+    initial: Callable[[Layout, bool], Params],
 ) -> tuple[ReferencePolicy, Params]:
     """Copy the weights that a run begins with, in the compute dtype; return what is done with them.
 
     With an adapter the reference is the base, and so an adapter of zeros. Where a refresh mixes,
     its weights are in float32, or small shares of the policy would be lost in rounding.
+
+    Args:
+        config: of the run.
+        model: the policy's.
+        layouts: where each model stands.
+        actor: the policy.
+        initial: (layout, whether they wait on the host) -> weights that the run begins with, which
+            others may read, too.
 
     Raises:
         ConfigError: it has a mesh of its own or is offloaded, but there is an adapter.
@@ -91,7 +122,10 @@ def make_reference(
             forward = forward_config(config.model, model.model, layout, config.rollout.temperature)
             shape = microbatch_shape(config, forward, layout)
             infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
-        params = reshard(model.params, split, dtype=dtypes)
+        if settings.refresh_every is None:
+            params = initial(layout, config.offload.reference)
+        else:
+            params = reshard(model.params, split, dtype=dtypes)
 
     @functools.partial(jax.jit, donate_argnums=1, out_shardings=split)
     def mix(before: Params, after: Params) -> Params:
@@ -119,7 +153,7 @@ def fixed_reference(
     reference: ReferencePolicy, params: Params
 ) -> Callable[[dict[str, TrainState], Batch], dict[str, np.ndarray]]:
     """Return the pass of a reference that stays as it is: (states, batch) -> its log-probs."""
-    params, infer = to_host(params) if reference.on_host else params, reference.infer
+    infer = reference.infer
 
     def run(states: dict[str, TrainState], batch: Batch) -> dict[str, np.ndarray]:
         del states
