@@ -4,15 +4,14 @@ import asyncio
 import functools
 import json
 import os
-import weakref
-from collections.abc import AsyncGenerator, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.judge_prompt import Case, JudgeSettings, Verdict, settings_of
 from jaxrl_llm.rewards.reply_cache import ReplyCache, request_key
+from jaxrl_llm.rewards.servers import lock_of, post
 from jaxrl_llm.rewards.worker import Unscored
 from jaxrl_llm.workers.answers import shorten
 
@@ -85,7 +84,7 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
     """Refuse keywords of a judge that make no sense, before it is asked.
 
     Raises:
-        ConfigError: they don't, or the package for requests is not there.
+        ConfigError: they don't.
     """
     words = keywords.get("verdicts") or ()
     if not all(isinstance(word, str) for word in words):
@@ -94,23 +93,6 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
             "no for true and false where they are not quoted"
         )
     settings_of(json.dumps({k: v for k, v in keywords.items() if k not in _NO_KEYWORDS}))
-    if find_spec("httpx2") is None:
-        raise ConfigError("reward.function: judge needs httpx2; pip install 'jaxrl_llm[judge]'")
-
-
-class JudgeError(Exception):
-    """The judge's server has refused a request; `response` says by which status.
-
-    Args:
-        response: of the server.
-    """
-
-    def __init__(self, response: Any) -> None:
-        super().__init__(
-            f"the judge replied with status {response.status_code}: "
-            f"{shorten(repr(response.text), 200)}"
-        )
-        self.response = response
 
 
 class _Asking:
@@ -126,8 +108,7 @@ class _Asking:
         if self._cache is None:
             return self._settings.read(await self._request(body))
         key = request_key(self._settings.url, body)
-        lock = _LOCKS.setdefault(key, asyncio.Lock())
-        async with lock:  # the same answer may be asked about twice at once
+        async with lock_of("judge", key):  # the same answer may be asked about twice at once
             reply = await asyncio.to_thread(self._cache.get, key)
             if reply is None:
                 reply = await self._request(body)
@@ -142,11 +123,7 @@ class _Asking:
             if variable not in os.environ:
                 raise LookupError(f"judge: api_key_env: there is no {variable} in the environment")
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
-        client = await _client()
-        address = f"{self._settings.url.rstrip('/')}/chat/completions"
-        response = await client.post(address, json=body, headers=headers)
-        if response.status_code != 200:
-            raise JudgeError(response)
+        response = await post(self._settings.url, "/chat/completions", body, headers)
         try:
             choice = response.json()["choices"][0]
             text, finish = choice["message"]["content"], choice.get("finish_reason")
@@ -159,28 +136,6 @@ class _Asking:
         return text
 
 
-_LOCKS: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-_CLIENTS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-
-
 @functools.lru_cache(maxsize=4)
 def _cache(run_dir: str) -> ReplyCache:
     return ReplyCache(Path(run_dir) / CACHE_FILE)
-
-
-async def _client() -> Any:
-    """Return the client of this event loop, which closes it at its end, as all its generators."""
-    loop = asyncio.get_running_loop()
-    if loop not in _CLIENTS:
-        generator = _open_client()
-        _CLIENTS[loop] = await anext(generator), generator
-    return _CLIENTS[loop][0]
-
-
-async def _open_client() -> AsyncGenerator[Any, None]:
-    import httpx2
-
-    limits = httpx2.Limits(max_connections=None)  # the pool limits the calls, and their time
-    async with httpx2.AsyncClient(timeout=None, limits=limits) as client:
-        yield client
-    _CLIENTS.pop(asyncio.get_running_loop(), None)

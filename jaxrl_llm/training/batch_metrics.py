@@ -1,7 +1,8 @@
 """Metrics of a training step: its batch, how well engine and trainer agree, and the machine."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,9 +20,12 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 
+OVER_UPDATES = {"divergence/max": np.max, "divergence/min": np.min}
+"""How the metrics of a step's updates become one number; all others are means."""
+
 
 def batch_metrics(
-    balance: Callable[[Batch], dict[str, float]],
+    balance: Callable[[], dict[str, float]],
     batch: Batch,
     rollouts: Rollouts,
     scores: list[Score],
@@ -29,19 +33,19 @@ def batch_metrics(
     """Return metrics of a step's batch, under verl's names.
 
     Args:
-        balance: batch -> how evenly it loads the devices.
-        batch: of the step, with its advantages.
+        balance: says how evenly its updates load the devices.
+        batch: of the step, with its advantages if there are any.
         rollouts: its answers.
         scores: of each answer.
     """
     usable = batch["usable"]
-    mask, lengths = batch["mask"], batch["response_lengths"][usable]
+    lengths = batch["response_lengths"][usable]
     given = np.array([s.score for s in scores])[usable]
     prompts = np.array([len(episode.prompt) for episode in rollouts.episodes])
     return {
         **summary("critic/score", given),
         **summary("critic/rewards", batch["scores"][usable]),
-        **summary("critic/advantages", batch["advantages"][mask]),
+        **advantage_metrics(batch),
         **summary("response_length", lengths),
         "response_length/clip_ratio": float(
             np.mean([episode.finish == "length" for episode in rollouts.episodes])
@@ -55,7 +59,7 @@ def batch_metrics(
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
-        **balance(batch),
+        **balance(),
         **scoring_counts(scores),
     }
 
@@ -72,13 +76,32 @@ def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:
     }
 
 
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Return metrics of the advantages; none where pairs are compared instead."""
+    if "advantages" not in batch.fields:
+        return {}
+    return summary("critic/advantages", batch["advantages"][batch["mask"]])
+
+
+def over_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of a step from those of its updates; skipped ones are only counted.
+
+    >>> of_each = [{"skipped": 0, "loss": x, "divergence/max": x} for x in (1.0, 3.0)]
+    >>> over_updates(of_each)
+    {'skipped': 0.0, 'loss': 2.0, 'divergence/max': 3.0}
+    """
+    applied = [m for m in updates if not m["skipped"]] or updates
+    of_step = {k: float(OVER_UPDATES.get(k, np.mean)([m[k] for m in applied])) for k in updates[0]}
+    return of_step | {"skipped": float(sum(m["skipped"] > 0 for m in updates))}
+
+
 def step_histograms(batch: Batch, scores: Sequence[Score]) -> dict[str, np.ndarray]:
     """Return the values of a step whose distribution trackers show, by name.
 
     Answers that are not usable are left out.
 
     Args:
-        batch: of the step, with its advantages.
+        batch: of the step, with its advantages if there are any.
         scores: of each answer.
 
     Returns:
@@ -90,8 +113,9 @@ def step_histograms(batch: Batch, scores: Sequence[Score]) -> dict[str, np.ndarr
     values = {
         "score": np.array([score.score for score in scores], np.float32)[usable],
         "response_length": batch["response_lengths"][usable],
-        "advantages": batch["advantages"][mask],
     }
+    if "advantages" in batch.fields:
+        values["advantages"] = batch["advantages"][mask]
     old, engine = batch.fields.get("old_logprobs"), batch["rollout_logprobs"]
     if old is not None and old is not engine:
         values["logprob_diff"] = old[mask] - engine[mask]
@@ -206,18 +230,21 @@ def kl_metrics(batch: Batch, kl: np.ndarray, kl_coef: float) -> dict[str, float]
     return {"actor/kl": float(per_sequence[batch["usable"]].mean()), "actor/kl_coef": kl_coef}
 
 
-def load_balance(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, float]:
-    """Return how evenly the updates of a batch load the devices, and how much of them is padding.
+def load_balance(minibatches: Sequence[Batch], shape: RowShape) -> dict[str, float]:
+    """Return how evenly updates load the devices, and how much of them is padding.
 
     Args:
-        batch: of a step.
+        minibatches: of a step; without any tokens there is nothing to say.
         shape: of the micro-batches.
-        minibatch: sequences in an update.
     """
-    planned, sizes = [], batch.sequence_lengths
-    for first in range(0, len(sizes), minibatch):
-        packed = plan_microbatches(sizes[first : first + minibatch], shape)
+    planned, first = [], 0
+    sizes = np.concatenate([minibatch.sequence_lengths for minibatch in minibatches])
+    for minibatch in minibatches:
+        packed = plan_microbatches(minibatch.sequence_lengths, shape)
         planned += [[[first + i for i in row] for row in rows] for rows in packed]
+        first += len(minibatch.sequence_lengths)
+    if not planned:
+        return {}
     metrics = imbalance(sizes, planned, shape.rows, shape.ranks, shape.cost)
     return metrics | {"perf/padding": padding(sizes, planned, shape)}
 
