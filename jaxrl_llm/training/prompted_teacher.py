@@ -18,6 +18,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.training.layouts import longest_teacher_sequence
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
+from jaxrl_llm.training.sequence_teacher import without_teacher
 from jaxrl_llm.training.stages.models import ModelPass, ModelsStage, ScoredPass, States
 from jaxrl_llm.types import Batch
 
@@ -190,14 +191,6 @@ def fields_at_answers(batch: Batch, rollouts: Rollouts, prompted: PromptedAnswer
         for name in names:
             fields[name][row, here] = theirs[name][place, there]
     return batch.add(**fields)
-
-
-def without_teacher(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the fields of a teacher that says nothing of a batch's answers."""
-    return {
-        "teacher_logprobs": batch["rollout_logprobs"].astype(np.float32, copy=True),
-        "teacher_mask": np.zeros(batch.tokens.shape, bool),
-    }
 
 
 def prompted_pass(inner: ModelPass, prompts: TeacherPrompts) -> ScoredPass:

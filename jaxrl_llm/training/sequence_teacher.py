@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, spread_logprobs
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.episode import Episode
@@ -20,8 +19,12 @@ Scores = Callable[[], list[ScoredTokens]]
 """Waits for the log-probs of sequences."""
 
 
-class UnalignedError(RunError):
-    """Answers of which no token can be compared with the teacher's."""
+def without_teacher(batch: Batch) -> Fields:
+    """Return the fields of a teacher that says nothing of a batch's answers."""
+    return {
+        "teacher_logprobs": batch["rollout_logprobs"].astype(np.float32, copy=True),
+        "teacher_mask": np.zeros(batch.tokens.shape, bool),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,6 @@ class SequenceTeacher:
         `teacher_logprobs` [B T] and `teacher_mask` [B T], and with `top` also `teacher_ids` and
         `teacher_top_logprobs` [B T K]. A drawn token of which the teacher's tokens tell nothing, or
         to which it gives no probability, has the policy's own log-prob and is not in the mask.
-
-        Raises:
-            UnalignedError: waiting, if none of the tokens is in the mask.
         """
         rows = np.flatnonzero(batch["mask"].any(1)).tolist()
         sequences = [self._sequence(rollouts, row) for row in rows]
@@ -71,11 +71,6 @@ class SequenceTeacher:
                 episode = rollouts.episodes[rows[i]]
                 self._fill(fields, rows[i], episode, sequences[i], score)
             fields["teacher_mask"] &= batch["mask"]
-            if rows and not fields["teacher_mask"].any():
-                raise UnalignedError(
-                    f"{self.name}: not one of {int(batch['mask'].sum())} tokens of the answers can "
-                    "be compared with the teacher's tokens (teacher.tokenizer)"
-                )
             return fields
 
         return finish
@@ -91,10 +86,7 @@ class SequenceTeacher:
         return sequence if self.longest is None else sequence.cut(self.longest)
 
     def _empty(self, batch: Batch) -> Fields:
-        fields = {
-            "teacher_logprobs": batch["rollout_logprobs"].astype(np.float32, copy=True),
-            "teacher_mask": np.zeros(batch.tokens.shape, bool),
-        }
+        fields = without_teacher(batch)
         if self.top:
             places = (*batch.tokens.shape, self.top)
             fields["teacher_ids"] = np.zeros(places, np.int32)

@@ -90,13 +90,16 @@ def longest_for_teacher(config: TrainConfig, room: int | None) -> int:
 
     Args:
         config: of the run.
-        room: what the teacher takes; None where it does not say.
+        room: the longest sequence that it can be given; None where it does not say.
 
     Raises:
         ConfigError: more is asked for.
     """
     asked = config.teacher.max_tokens
     if asked is not None and room is not None and asked > room:
-        raise ConfigError(f"teacher.max_tokens={asked}, but the teacher takes {room}")
+        raise ConfigError(
+            f"teacher.max_tokens={asked}, but the longest sequence that it can be given has {room} "
+            "tokens: by its positions, its server or batch.max_tokens_per_device"
+        )
     wanted = asked or 2 * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
     return wanted if room is None else min(wanted, room)

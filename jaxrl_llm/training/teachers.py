@@ -43,6 +43,10 @@ class TeacherError(RunError):
     """An answer that a teacher can't read."""
 
 
+class UnalignedError(RunError):
+    """Answers of a step of which no token can be compared with the teachers'."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
     """A teacher in this process.
@@ -179,9 +183,11 @@ def open_retokenized(
     retokenize = open_retokenizer(config, own, tokens)
     with config_errors_at("teacher.path"):
         model = open_teacher_model(path, config.model, None, actor, layout, longest=0)
-    longest = longest_for_teacher(config, model.forward.model.max_positions)
+    room = model.forward.model.max_positions
     if config.mesh.train.context == 1:
-        longest = min(longest, config.batch.max_tokens_per_device)
+        in_row = config.batch.max_tokens_per_device
+        room = in_row if room is None else min(room, in_row)
+    longest = longest_for_teacher(config, room)
     teacher = as_teacher(config, path, model, layout, longest)
 
     def submit(sequences: Sequence[Sequence[int]]) -> Callable[[], list[ScoredTokens]]:
@@ -238,7 +244,11 @@ class TeacherPass:
     def run(
         self, states: States, batch: Batch, rollouts: Rollouts, step: int
     ) -> tuple[Batch, dict[str, float]]:
-        """Return the batch with the teachers' fields, and how far the policy is from them."""
+        """Return the batch with the teachers' fields, and how far the policy is from them.
+
+        Raises:
+            UnalignedError: the teachers tell nothing of any token. One of several may, in a step.
+        """
         del states, step
         fields: dict[str, np.ndarray] = {}
         metrics = {}
@@ -254,6 +264,12 @@ class TeacherPass:
         batch = batch.add(**fields)
         metrics["teacher/reverse_kl"] = mean_apart(batch)
         told = batch["teacher_mask"][batch["mask"]]
+        if told.size and not told.any():
+            names = {t.name for t in self._teachers.values() if isinstance(t, SequenceTeacher)}
+            raise UnalignedError(
+                f"{', '.join(sorted(names))}: not one of {told.size} tokens of the answers can be "
+                "compared with the teacher's tokens (teacher.tokenizer)"
+            )
         metrics["teacher/left_out"] = float(1 - told.mean()) if told.size else 0.0
         return batch, metrics
 

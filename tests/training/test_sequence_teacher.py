@@ -7,10 +7,10 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
-from jaxrl_llm.training.sequence_teacher import SequenceTeacher, UnalignedError
+from jaxrl_llm.training.sequence_teacher import SequenceTeacher
 from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_tokens import Retokenizer
-from jaxrl_llm.training.teachers import teacher_passes
+from jaxrl_llm.training.teachers import UnalignedError, teacher_passes
 from tests.training.tokenizers import byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]
@@ -144,9 +144,29 @@ def test_what_is_cut_is_left_out_and_nothing_at_all_is_an_error(other):
     own = batch["rollout_logprobs"]
     assert (fields["teacher_logprobs"][left_out] == own[left_out]).all()
     none = SequenceTeacher(name="the teacher", submit=submit, retokenize=retokenize, longest=4)
+    (alone,) = teacher_passes({"*": none})
     with pytest.raises(UnalignedError, match=r"the teacher: not one of .* tokens of the answers"):
-        none(batch, rollouts)
+        alone.run({}, batch, rollouts, 1)
     assert len(given) == 2  # nothing was asked for
+
+
+def test_one_of_several_teachers_may_tell_nothing(other):
+    policy, _, retokenize = other
+    ids = policy.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    drawn = policy("the sum of two numbers", add_special_tokens=False)["input_ids"]
+    prompts = [
+        Prompt(i, tuple(ids), data_source=name, messages=CHAT) for i, name in enumerate("ab")
+    ]
+    batch, rollouts = answers(prompts[0], [drawn, drawn])
+    submit, _ = telling(lambda token: -1.0)
+    teachers = {
+        "a": SequenceTeacher(name="a", submit=submit, retokenize=retokenize),
+        "b": SequenceTeacher(name="b", submit=submit, retokenize=retokenize, longest=4),
+    }
+    (both,) = teacher_passes(teachers)
+    told, metrics = both.run({}, batch, rollouts._replace(prompts=prompts), 1)
+    assert told["teacher_mask"].any(1).tolist() == [True, False]
+    assert 0.5 <= metrics["teacher/left_out"] < 1 and "teacher/reverse_kl/b" not in metrics
 
 
 def test_servers_are_asked_before_other_passes_each_for_its_sources_answers():
