@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 Scoring = Callable[[Rollouts], list[Score]]
 
+
+FEWEST_ANSWERS = 16
+"""Fewer say little of the share that has no score."""
 
 RUN_DIR = "run_dir"
 """A keyword of reward functions which a run gives its folder."""
@@ -227,20 +231,27 @@ def about(episode: Episode) -> dict[str, Any]:
 def stopping(score: Scoring, reward: RewardConfig, function: FunctionSpec) -> Scoring:
     """Return scoring that stops where a reward function gives too few answers a score.
 
+    Those that are scored together may be one group: earlier ones count with them, up to
+    `FEWEST_ANSWERS` in all.
+
     Args:
         score: rollouts -> one score for each answer.
         reward: the config's section.
         function: that scores.
     """
 
+    newest = deque[Score](maxlen=FEWEST_ANSWERS)
+
     def checked(rollouts: Rollouts) -> list[Score]:
         scores = score(rollouts)
-        errors = [result.error for result in scores if result.error is not None]
-        if len(errors) > reward.max_error_share * len(scores):
-            failed = sum(result.has_failed for result in scores)
+        newest.extend(scores)
+        counted = scores if len(scores) > len(newest) else [*newest]
+        errors = [result.error for result in counted if result.error is not None]
+        if len(errors) > reward.max_error_share * max(len(counted), FEWEST_ANSWERS):
+            failed = sum(result.has_failed for result in counted)
             unscored = "" if failed == len(errors) else f" ({len(errors) - failed} are unscored)"
             raise RewardError(
-                f"reward {function.fn!r} failed on {len(errors)} of {len(scores)} answers, more "
+                f"reward {function.fn!r} failed on {len(errors)} of {len(counted)} answers, more "
                 f"than reward.max_error_share={reward.max_error_share:g} of them; the first "
                 f"failure: {errors[0]}{unscored}"
             )

@@ -13,9 +13,10 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.rewards.judge_prompt import Case, JudgeSettings, Verdict, fence
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import check_scoring
+from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.scoring import check_scoring, stopping
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem, Unscored
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.workers.limits import Limits
 from tests.judge_server import JudgeServer
 
@@ -287,3 +288,24 @@ def test_a_judge_whose_failures_would_be_scores_is_refused(monkeypatch):
 def test_a_score_without_a_number_is_not_zero():
     score = Score(math.nan, {}, "unscored: no verdict")
     assert score.is_unscored and not score.has_failed
+
+
+def test_one_small_group_without_scores_does_not_stop_a_run_but_several_do():
+    good, bad = Score(1.0, {}, None), Score(math.nan, {}, "unscored: no verdict")
+    answers, spec = Rollouts([], [], []), FunctionSpec("judge")
+
+    def stops(groups, share=0.5):
+        coming = iter(groups)
+        score = stopping(lambda _: next(coming), RewardConfig(max_error_share=share), spec)
+        try:
+            for _ in groups:
+                score(answers)
+        except RewardError as error:
+            return str(error)
+        return None
+
+    assert stops([[bad] * 4, [good] * 4, [bad] * 4, [good] * 4] * 3) is None
+    assert "on 12 of 12 answers" in stops([[bad] * 4] * 3)
+    assert "on 9 of 16 answers" in stops([[good] * 4] * 9 + [[bad] * 3] * 3)
+    assert "on 20 of 32 answers" in stops([[bad] * 20 + [good] * 12])
+    assert "on 1 of 4 answers" in stops([[bad] + [good] * 3], share=0)

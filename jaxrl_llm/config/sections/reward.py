@@ -166,7 +166,8 @@ class RewardConfig(ClassifierConfig, ScoringConfig):
         le=1,
         description=(
             "stop when a reward function fails on, or leaves unscored, more than this share of the "
-            "responses that are scored together; 1 never stops"
+            "responses that are scored together, or of the newest 16 if those are fewer; 1 never "
+            "stops"
         ),
     )
     components: Several[str] = Field(
