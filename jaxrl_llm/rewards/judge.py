@@ -87,6 +87,12 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they don't, or the package for requests is not there.
     """
+    for name in ("verdicts", "request"):
+        given = keywords.get(name)
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                f"reward.function: judge: {name}: expected a mapping or null, got {given!r}"
+            )
     words = keywords.get("verdicts") or ()
     if not all(isinstance(word, str) for word in words):
         raise ConfigError(
@@ -136,6 +142,8 @@ class _Asking:
         return self._settings.read(reply)
 
     async def _request(self, body: dict[str, Any]) -> str:
+        import httpx2
+
         variable = self._settings.api_key_env
         headers = {}
         if variable is not None:
@@ -144,7 +152,11 @@ class _Asking:
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
         client = await _client()
         address = f"{self._settings.url.rstrip('/')}/chat/completions"
-        response = await client.post(address, json=body, headers=headers)
+        try:
+            response = await client.post(address, json=body, headers=headers)
+        except httpx2.TransportError as error:  # its text does not say where; it is tried again
+            reason = f"{type(error).__name__}: {error}"
+            raise ConnectionError(f"the judge at {address} can't be reached: {reason}") from error
         if response.status_code != 200:
             raise JudgeError(response)
         try:
