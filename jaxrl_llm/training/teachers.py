@@ -67,11 +67,17 @@ class Teacher:
         """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
 
         Raises:
-            TeacherError: a token is beyond the teacher's vocabulary.
+            TeacherError: a token is beyond the teacher's vocabulary, or it gives NaN.
         """
         del rollouts
         results = self._infer(batch)
         logprobs = results.pop("logprobs")
+        unknown = np.isnan(logprobs[batch["mask"]]).sum()
+        if unknown:
+            raise TeacherError(
+                f"teacher.path: {self.path} gave NaN as the log-probs of {unknown} of "
+                f"{batch['mask'].sum()} tokens"
+            )
         return {"teacher_logprobs": logprobs, "teacher_mask": batch["mask"], **results}
 
     def score(self, sequences: Sequence[Sequence[int]], longest: int) -> list[ScoredTokens]:
