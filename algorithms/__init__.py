@@ -89,12 +89,14 @@ if TYPE_CHECKING:
         gmpo,
         gspo,
         kl_cov,
+        negative_log_likelihood,
         ppo_clip,
         reinforce,
         sapo,
         select_clip_cov,
         select_kl_cov,
     )
+    from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
     from jaxrl_llm.algorithms.preferences import (
         PairLoss,
         apo_down,
@@ -122,7 +124,13 @@ if TYPE_CHECKING:
         token_mean,
         token_sum,
     )
-    from jaxrl_llm.algorithms.shaping import mean_between, overlong_penalty, with_spread
+    from jaxrl_llm.algorithms.shaping import (
+        at_least,
+        best_of_group,
+        mean_between,
+        overlong_penalty,
+        with_spread,
+    )
     from jaxrl_llm.algorithms.values import (
         clipped_value_loss,
         implicit_reward_loss,

@@ -94,6 +94,24 @@ def reinforce(logprobs: Float[Array, "B T"], advantages: Float[Array, "B T"]) ->
     return TokenLoss(-advantages.astype(jnp.float32) * ratios.finite(logprobs), {})
 
 
+def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> TokenLoss:
+    """Imitate the answers, whatever their advantages: L = −log π.
+
+    The loss of supervised training, and of RAFT (https://arxiv.org/abs/2304.06767) on the answers
+    that `algorithm.answer_filter` keeps.
+
+    Args:
+        logprobs: log-probs under the policy that is being updated.
+
+    Returns:
+        The loss; no diagnostics.
+
+    >>> negative_log_likelihood(jnp.array([[-2.0]])).loss.tolist()
+    [[2.0]]
+    """
+    return TokenLoss(-ratios.finite(logprobs), {})
+
+
 def cispo(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],

@@ -1,7 +1,7 @@
-"""What happens to scores before they become advantages: penalties, and which groups are kept.
+"""Penalties, added to scores before they become advantages, and which answers are trained on.
 
-A penalty takes fields of a batch and gives [B], which is added to the scores. A filter takes the
-scores and their groups and gives true for the answers to keep, the same for a whole group.
+A penalty takes fields of a batch and gives [B], which is added to the scores. A filter gives true
+for the answers to keep: one of groups the same for a whole group, one of answers for each alone.
 """
 
 import jax
@@ -101,3 +101,53 @@ def mean_between(
     total = over_group(jax.ops.segment_sum, scores.astype(jnp.float32), groups)
     mean = total / groups.size.astype(jnp.float32)
     return (mean >= low) & (mean <= high)
+
+
+def best_of_group(
+    scores: Float[Array, " B"], group_ids: Int[Array, " B"], *, threshold: float | None = None
+) -> Bool[Array, " B"]:
+    """Keep the best answer to each prompt; of equal ones the first.
+
+    The filter of RAFT (https://arxiv.org/abs/2304.06767), which imitates the best of G answers. A
+    group without a better and a worse answer is dropped whole, or, with a threshold, one whose best
+    is below it.
+
+    Args:
+        scores: score of each answer.
+        group_ids: which answers share a prompt; any integers, in any order.
+        threshold: the least score that is kept; None: more than the worst of the group.
+
+    Returns:
+        True on the answers to keep, one in a group or none.
+
+    >>> scores, groups = jnp.array([0.0, 1.0, 1.0, 1.0, 1.0]), jnp.array([0, 0, 0, 1, 1])
+    >>> best_of_group(scores, groups).tolist()
+    [False, True, False, False, False]
+    >>> best_of_group(scores, groups, threshold=1.0).tolist()
+    [False, True, False, True, False]
+    """
+    groups = grouped(group_ids)
+    best = over_group(jax.ops.segment_max, scores, groups)
+    least = over_group(jax.ops.segment_min, scores, groups)
+    is_good = best > least if threshold is None else best >= threshold
+    place = jnp.arange(scores.size)
+    first = jnp.where(scores == best, place, scores.size)
+    return is_good & (place == over_group(jax.ops.segment_min, first, groups))
+
+
+def at_least(scores: Float[Array, " B"], *, threshold: float) -> Bool[Array, " B"]:
+    """Keep the answers with a score of at least a threshold: rejection sampling.
+
+    RAFT++ (https://arxiv.org/abs/2504.11343) keeps all right answers so.
+
+    Args:
+        scores: score of each answer.
+        threshold: the least score that is kept.
+
+    Returns:
+        True on the answers to keep.
+
+    >>> at_least(jnp.array([0.2, 1.0]), threshold=0.5).tolist()
+    [False, True]
+    """
+    return scores >= threshold

@@ -136,7 +136,8 @@ def test_configs_are_packaged_ones_and_files(complete, tmp_path):
     (tmp_path / "quick.txt").touch()
     (tmp_path / "quicker").mkdir()
     own = ["quick.yaml", "quicker/"]
-    packaged = ["quickstart", "quickstart_lora", "quickstart_sft"]
+    names = "", "_lora", "_online_dpo", "_raft", "_sft"
+    packaged = [f"quickstart{name}" for name in names]
     assert [*complete("jaxrl-llm train --config quick")] == own + packaged
     assert "recipes/dapo" in complete("jaxrl-llm train --config re")
 

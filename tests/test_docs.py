@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms import (
     kl,
     logprobs,
     losses,
+    pairs,
     preferences,
     reduce,
     shaping,
@@ -51,7 +52,9 @@ from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.batch_metrics import age_metrics
+from jaxrl_llm.training.check_functions import abstract_pairs
 from jaxrl_llm.training.layouts import own_rules
+from jaxrl_llm.training.load_functions import PAIR_FIELDS
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.run import run_training
@@ -72,6 +75,7 @@ KINDS = {
     "KL": kl,
     "Divergences": divergences,
     "Penalties and filters": shaping,
+    "Pairs": pairs,
     "Off-policy corrections": correction,
     "Value and reward-model losses": values,
     "Losses of preferences": preferences,
@@ -225,7 +229,12 @@ READERS = {  # what makes a run read a section
     "teacher.top_k": "algorithm.distillation=forward_kl_divergence",
     "algorithm.distillation": "teacher.path=t",
     "algorithm.high_covariance": "algorithm.loss=kl_cov",
+    "reference": "algorithm.kl_loss=k3",
 }
+ON_PAIRS = (  # in place of what that config says of advantages
+    *("algorithm.loss=ppo_clip", "algorithm.reduce=token_mean", "algorithm.kl_coef=0.001"),
+    *("algorithm.kl_loss=null", "algorithm.pairs=best_and_worst", "algorithm.pair_loss=dpo"),
+)
 
 
 def find_functions(*overrides):
@@ -235,7 +244,9 @@ def find_functions(*overrides):
         for section, reader in READERS.items()
         if any(o.startswith((f"{section}.", f"{section}=")) for o in overrides)
     ]
-    words = ["algorithm.kl_loss=null", "steps=1", *read_by, *overrides]
+    makes_pairs = any(o.startswith("algorithm.pair") for o in overrides)
+    words = ["algorithm.kl_loss=null", "steps=1", *read_by, *(ON_PAIRS if makes_pairs else ())]
+    words += overrides
     try:
         return resolve_functions(load(TrainConfig, GSM8K, words))
     except ConfigError as error:
@@ -306,6 +317,7 @@ def test_trls_arguments_exist():
     files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
     files += ("dpo_config", "kto_config", "reward_config", "distillation_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
+    paths += [f"trl.experimental.online_dpo.online_dpo_{name}" for name in ("config", "trainer")]
     paths += [f"trl.experimental.{name}.{name}_config" for name in ("gkd", "sdft", "sdpo")]
     paths += ["trl.experimental.sdft.sdft_trainer"]
     folders = {
@@ -475,14 +487,13 @@ def test_what_sees_which_fields_in_the_architecture():
     """Try each field at each key: those that the table excepts are refused, the others are not."""
     table = {row[1]: row[2] for row in rows("docs/architecture.md") if row[1].startswith("`algor")}
     told = {key: text for keys, text in table.items() for key in re.findall(r"`([\w.]+)`", keys)}
-    assert len(told) == 6
+    assert len(told) == 8
     for key, text in told.items():
         named = set(re.findall(r"`(\w+)`", text.partition(";")[0]))
         seen = named if text.startswith("what") else set(FIELDS) - named
         assert named <= set(FIELDS)
-        assert key not in ("algorithm.group_filter", "algorithm.penalty") or seen == fields_at(
-            Stage.SCORED
-        )
+        is_early = key in ("algorithm.group_filter", "algorithm.penalty", "algorithm.pairs")
+        assert not is_early or seen == fields_at(Stage.SCORED)
         for field in FIELDS:
             assert (field in seen) == (not refused(key, field)), (key, field)
 
@@ -498,7 +509,8 @@ def refused(key, field):
             find_functions(f"{key}={value}")
         except ConfigError as error:
             is_seen = "returned" in str(error)  # it was called, and has returned nothing
-            assert is_seen or re.search("which nothing produces there|needs a value", str(error))
+            unseen = "which nothing produces there|needs a value"
+            assert is_seen or re.search(unseen, str(error)), error
             return not is_seen
             return True
     return False
@@ -648,6 +660,12 @@ def diagnostics():
         more = {"beta": 1.0} if name == "dro" else {}
         result = function(*(marks.get(field, ones) for field in asks_for(function)), **more)
         names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}
+    for name in preferences.__all__:
+        function = getattr(preferences, name)
+        if name != "PairLoss" and PAIR_FIELDS.issuperset(asks_for(function)):
+            given = {name: like.dtype for name, like in abstract_pairs(3).items()}
+            result = function(*(jnp.ones(3, given[field]) for field in asks_for(function)))
+            names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}
     return names
 
 
@@ -702,12 +720,14 @@ def test_every_documented_metric_exists(written):
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
     files += ("training/window", "training/stages/models", "training/prompted_teacher")
+    files += ("training/selection",)
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)
     assert [name for name in nowhere if f'"{name}"' not in source] == []
-    elsewhere = ("train/", "cluster/", "async/")
+    elsewhere = ("train/", "cluster/", "async/", "pairs/")  # the last in runs on pairs
     prompted = {"teacher/no_prompt", "teacher/too_long"}  # of plain answers
     assert {n for n in nowhere if not n.startswith(elsewhere)} == {
         "perf/max_memory_allocated_gb",
+        "batch/kept_answers",  # with a filter of answers
         "timing_s/pause",  # where the engine has devices of its own
         "timing_s/engine_idle",
         "perf/dropped_log_records",  # where there are trackers

@@ -43,6 +43,8 @@ def runs(clone: Path) -> dict[str, Run]:
         "quickstart": ("train", "configs/quickstart.yaml", (), {}),
         "eight_devices": ("train", "configs/quickstart.yaml", (*SHORT, *mesh), EIGHT),
         "lora": ("train", "configs/quickstart_lora.yaml", SHORT, {}),
+        "online_dpo": ("train", "configs/quickstart_online_dpo.yaml", SHORT, {}),
+        "raft": ("train", "configs/quickstart_raft.yaml", SHORT, {}),
         "sft": ("sft", "configs/quickstart_sft.yaml", sft, {}),
         **{f"recipes/{n}": ("train", f"configs/recipes/{n}.yaml", SHORT, {}) for n in recipes},
     }

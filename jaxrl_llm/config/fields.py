@@ -144,7 +144,8 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "float32",
             Stage.INFERRED,
-            "log-probs under the reference: the policy at the start of the run",
+            "log-probs under the reference: the policy at the start of the run, or at its last "
+            "refresh",
             model="reference",
         ),
         BatchField(

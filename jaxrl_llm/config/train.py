@@ -22,10 +22,17 @@ from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import PolicyConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sections.reference import ReferenceConfig
 from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.sections.rollout import KV_CACHE_DTYPES, RolloutConfig, VllmConfig
 from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.sections.validation import ValidationConfig
+from jaxrl_llm.config.selections import (
+    longest_pair_of_answers_fits,
+    mix_is_of_a_refresh,
+    pairs_have_a_loss,
+    pairs_stand_alone,
+)
 from jaxrl_llm.config.shared import (
     COMPILATION_CACHE,
     STALL_TIMEOUT,
@@ -54,6 +61,7 @@ class TrainConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     implicit_reward_model: ImplicitRewardModelConfig = Field(
@@ -104,6 +112,10 @@ class TrainConfig(Section):
             stale_answers_are_corrected,
             stale_answers_have_their_engine,
             schedules_are_of_stale_answers,
+            pairs_have_a_loss,
+            pairs_stand_alone,
+            longest_pair_of_answers_fits,
+            mix_is_of_a_refresh,
         )
 
 

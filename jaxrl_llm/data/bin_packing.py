@@ -21,7 +21,7 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
     `karmarkar_karp`, in as few micro-batches as that finds room for. The faster plan is taken.
 
     Args:
-        sizes: tokens of each sequence.
+        sizes: tokens of each sequence; one without tokens is in no row.
         shape: of every micro-batch.
 
     Returns:
@@ -30,7 +30,7 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
         block of rows.
 
     Raises:
-        ValueError: a sequence longer than a row, or without tokens.
+        ValueError: a sequence longer than a row.
 
     >>> plan_microbatches(np.array([3, 2, 2, 4]), RowShape(rows=1, length=5, sequences=4))
     [[[3]], [[0, 1]], [[2]]]
@@ -38,8 +38,12 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
     [[[3, 2], [0, 1]]]
     """
     for index, size in enumerate(sizes):
-        if not 0 < size <= shape.width:
-            raise ValueError(f"sequence {index}: expected 1 to {shape.width} tokens, got {size}")
+        if not 0 <= size <= shape.width:
+            raise ValueError(f"sequence {index}: expected 0 to {shape.width} tokens, got {size}")
+    if not sizes.all():
+        held = np.flatnonzero(sizes).tolist()
+        planned = plan_microbatches(sizes[held], shape) if held else []
+        return [[[held[i] for i in row] for row in rows] for rows in planned]
     costs = shape.cost(sizes)
     # ranks of equal cost, or else of equal size, which are easier to pack
     levels = [costs, sizes.astype(np.float64)] if shape.ranks > 1 else [costs]

@@ -82,13 +82,17 @@ def trained_rows(batch: Batch, rollouts: Rollouts, scores: Sequence[Score]) -> l
     """Return a row for each answer of a training step, as parquet can hold it.
 
     Besides those of `answer_rows` it has the mean advantage of the drawn tokens, and of each drawn
-    token its advantage, its log-probs under the trainer's and the engine's policy, and the
-    trainer's entropy where the step has computed them; of an answer that is not usable none.
+    token its advantage if it has one, its log-probs under the trainer's and the engine's policy,
+    and the trainer's entropy where the step has computed them; of an answer that is not usable
+    none.
     """
     rows = answer_rows(rollouts, scores)
     for index, (row, mask) in enumerate(zip(rows, batch["mask"], strict=True)):
         used = mask.any()
-        row["advantage"] = float(batch["advantages"][index][mask].mean()) if used else None
+        advantages = batch.fields.get("advantages")
+        row["advantage"] = (
+            None if advantages is None or not used else float(advantages[index][mask].mean())
+        )
         for name, field in DUMPED.items():
             known = batch.fields.get(field)  # a critic's warm-up needs no log-probs of the policy
             row[name] = None if known is None or not used else known[index][mask].tolist()

@@ -29,16 +29,17 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.training.check_functions import abstract_fields
+from jaxrl_llm.training.check_functions import abstract_fields, abstract_pairs
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.kernel_choice import choose_cache_kernel
-from jaxrl_llm.training.layouts import microbatch_shape
+from jaxrl_llm.training.layouts import microbatch_shape, update_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.objective import COEFS
 from jaxrl_llm.training.roles import inference_of, learner_of, taught_by
+from jaxrl_llm.training.stages.reference import reference_dtype
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.types import Rows
 
@@ -80,6 +81,7 @@ class AbstractModel(NamedTuple):
         settings: how it runs.
         layout: where it stands.
         shape: of its micro-batches.
+        update_shape: of those of its updates.
         params: its parameters, or its adapter; gradients are as large.
         optimizer: the optimizer's state; None for the reference, which is not trained.
         frozen: the base of an adapter, else nothing.
@@ -90,6 +92,7 @@ class AbstractModel(NamedTuple):
     settings: ForwardConfig
     layout: Layout
     shape: RowShape
+    update_shape: RowShape
     params: Any
     optimizer: Any
     frozen: Any
@@ -179,11 +182,12 @@ def plan_role(
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
     shape = microbatch_shape(config, settings, layout)
+    of_updates = update_shape(config, settings, layout, shape)
     coefs: dict[str, Any] = dict(COEFS)
     if name == "actor" and functions.runs_teacher_in_update:
         teacher = abstract_teacher(config, spec, layout)
-        update, coefs["teacher"] = taught_by(teacher, update, shape), teacher.params
-    learner = learner_of(update, settings, shape, layout, params, frozen)
+        update, coefs["teacher"] = taught_by(teacher, update, of_updates), teacher.params
+    learner = learner_of(update, settings, of_updates, layout, params, frozen)
     state = learner.state_like()
     infer = inference_of(name, functions, settings, shape, layout, frozen)
     if spec.moe is not None and config.model.router_loss_coef:
@@ -195,22 +199,23 @@ def plan_role(
         micro = abstract_microbatch(update.objective.asks_for(), config, bucket, layout.mesh)
         return params, frozen, micro, coefs
 
-    total = learner.total_like(*inputs(shape))
+    total = learner.total_like(*inputs(of_updates))
     metrics = total[1]
     trace = {
-        StepId(name, StepKind.ACCUMULATE): lambda bucket=shape: learner.accumulate.trace(
+        StepId(name, StepKind.ACCUMULATE): lambda bucket=of_updates: learner.accumulate.trace(
             total, *inputs(bucket)
         ),
         StepId(name, StepKind.APPLY): lambda: learner.apply.trace(
             state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
         ),
         StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.trace(
-            params, frozen, inputs(bucket)[2].rows
+            params, frozen, abstract_microbatch(set(), config, bucket, layout.mesh).rows
         ),
     }
     needed = needs_inference(name, functions, has_adapter=spec.lora is not None)
     return AbstractModel(
-        spec, settings, layout, shape, params, state.opt_state, frozen, needed
+        *(spec, settings, layout, shape, of_updates),
+        *(params, state.opt_state, frozen, needed),
     ), trace
 
 
@@ -243,7 +248,7 @@ def plan_reference(
     *,
     apart: bool,
 ) -> tuple[AbstractModel, Callable[..., Any]]:
-    """Return the reference, in the compute dtype, and the function that traces its pass.
+    """Return the reference, and the function that traces its pass.
 
     Args:
         config: of the run.
@@ -252,7 +257,7 @@ def plan_reference(
         layout: where it stands.
         apart: whether that is elsewhere than the actor, whose pass it has otherwise.
     """
-    weights = abstract_params(spec, layout, config.model.dtype)
+    weights = abstract_params(spec, layout, reference_dtype(config))
     settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
     shape = microbatch_shape(config, settings, layout)
     if apart:
@@ -264,7 +269,7 @@ def plan_reference(
         rows = abstract_microbatch(set(), config, bucket, layout.mesh).rows
         return infer.run.trace(weights, {}, rows)
 
-    return AbstractModel(spec, settings, layout, shape, weights, None, {}), trace
+    return AbstractModel(spec, settings, layout, shape, shape, weights, None, {}), trace
 
 
 def abstract_microbatch(
@@ -279,6 +284,8 @@ def abstract_microbatch(
     )
     per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
     known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
+    known |= abstract_pairs(shape.sequences)
+    known["second_start"] = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
     fields = {name: known[name] for name in names | {"mask"}}
     fields |= {"weights": per_token, "token_weights": per_token}
     row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)

@@ -254,6 +254,13 @@ def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:
     return math.ceil(sequences / (role.shape.rows * per_row))
 
 
+def count_pair_microbatches(config: TrainConfig, role: AbstractModel) -> int:
+    """Return the micro-batches of an update on a pair of the longest answers to each prompt."""
+    pairs = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
+    shape = role.update_shape
+    return math.ceil(pairs / (shape.rows * (shape.length // (2 * longest(config)))))
+
+
 def longest(config: TrainConfig) -> int:
     """Return the tokens of the longest sequence."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -295,6 +302,8 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     runs = count_microbatches(config, role)
     params, moments = bytes_per_device(role.params), bytes_per_device(role.optimizer)
     tokens = role.shape.tokens
+    if kind is StepKind.ACCUMULATE and config.algorithm.pairs is not None:
+        runs, tokens = count_pair_microbatches(config, role), role.update_shape.tokens
     forward = forward_flops(role.spec, tokens, tokens * longest(config) / 2)
     if kind is StepKind.APPLY:
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)

@@ -166,6 +166,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Other": {
         "batch/generation_batches": "batches that were generated for the step",
         "batch/dropped_groups": "prompts whose answers the filter dropped",
+        "batch/kept_answers": "answers that the policy is updated on",
+        "pairs/count": "pairs of a better and a worse answer that the policy is updated on",
+        "pairs/tied_groups": "prompts without a pair: their answers all have the same score",
         "cluster/restarts": "restarts of the job",
         "cluster/engine_restarts": "restarts of engines",
         "cluster/reward_retries": "answers that were scored again",

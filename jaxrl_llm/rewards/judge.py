@@ -4,15 +4,14 @@ import asyncio
 import functools
 import json
 import os
-import weakref
-from collections.abc import AsyncGenerator, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.judge_prompt import Case, JudgeSettings, Verdict, settings_of
 from jaxrl_llm.rewards.reply_cache import ReplyCache, request_key
+from jaxrl_llm.rewards.servers import lock_of, post
 from jaxrl_llm.rewards.worker import Unscored
 from jaxrl_llm.workers.answers import shorten
 
@@ -85,7 +84,7 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
     """Refuse keywords of a judge that make no sense, before it is asked.
 
     Raises:
-        ConfigError: they don't, or the package for requests is not there.
+        ConfigError: they don't.
     """
     for name in ("verdicts", "request"):
         given = keywords.get(name)
@@ -100,23 +99,6 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
             "no for true and false where they are not quoted"
         )
     settings_of(json.dumps({k: v for k, v in keywords.items() if k not in _NO_KEYWORDS}))
-    if find_spec("httpx2") is None:
-        raise ConfigError("reward.function: judge needs httpx2; pip install 'jaxrl_llm[judge]'")
-
-
-class JudgeError(Exception):
-    """The judge's server has refused a request; `response` says by which status.
-
-    Args:
-        response: of the server.
-    """
-
-    def __init__(self, response: Any) -> None:
-        super().__init__(
-            f"the judge replied with status {response.status_code}: "
-            f"{shorten(repr(response.text), 200)}"
-        )
-        self.response = response
 
 
 class _Asking:
@@ -132,8 +114,7 @@ class _Asking:
         if self._cache is None:
             return self._settings.read(await self._request(body))
         key = request_key(self._settings.url, body)
-        lock = _LOCKS.setdefault(key, asyncio.Lock())
-        async with lock:  # the same answer may be asked about twice at once
+        async with lock_of("judge", key):  # the same answer may be asked about twice at once
             reply = await asyncio.to_thread(self._cache.get, key)
             if reply is None:
                 reply = await self._request(body)
@@ -142,23 +123,13 @@ class _Asking:
         return self._settings.read(reply)
 
     async def _request(self, body: dict[str, Any]) -> str:
-        import httpx2
-
         variable = self._settings.api_key_env
         headers = {}
         if variable is not None:
             if variable not in os.environ:
                 raise LookupError(f"judge: api_key_env: there is no {variable} in the environment")
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
-        client = await _client()
-        address = f"{self._settings.url.rstrip('/')}/chat/completions"
-        try:
-            response = await client.post(address, json=body, headers=headers)
-        except httpx2.TransportError as error:  # its text does not say where; it is tried again
-            reason = f"{type(error).__name__}: {error}"
-            raise ConnectionError(f"the judge at {address} can't be reached: {reason}") from error
-        if response.status_code != 200:
-            raise JudgeError(response)
+        response = await post(self._settings.url, "/chat/completions", body, headers)
         try:
             choice = response.json()["choices"][0]
             text, finish = choice["message"]["content"], choice.get("finish_reason")
@@ -171,28 +142,6 @@ class _Asking:
         return text
 
 
-_LOCKS: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-_CLIENTS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-
-
 @functools.lru_cache(maxsize=4)
 def _cache(run_dir: str) -> ReplyCache:
     return ReplyCache(Path(run_dir) / CACHE_FILE)
-
-
-async def _client() -> Any:
-    """Return the client of this event loop, which closes it at its end, as all its generators."""
-    loop = asyncio.get_running_loop()
-    if loop not in _CLIENTS:
-        generator = _open_client()
-        _CLIENTS[loop] = await anext(generator), generator
-    return _CLIENTS[loop][0]
-
-
-async def _open_client() -> AsyncGenerator[Any, None]:
-    import httpx2
-
-    limits = httpx2.Limits(max_connections=None)  # the pool limits the calls, and their time
-    async with httpx2.AsyncClient(timeout=None, limits=limits) as client:
-        yield client
-    _CLIENTS.pop(asyncio.get_running_loop(), None)

@@ -16,6 +16,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.calls import is_async
 from jaxrl_llm.rewards.judge import check_judge, judge
+from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.rewards.servers import check_client
 from jaxrl_llm.rewards.worker import (
     DEFAULT_CALLS,
     UNSCORED,
@@ -33,6 +35,8 @@ MAX_CHUNK_ITEMS = 16
 FAILED = "reward %r failed on %d of %d answers (%s); the first: %s"
 GAVE_NO_SCORE = "reward %r gave no score to %d of %d answers (%s); the first: %s"
 FUNCTION_COMPONENT = "function"
+ASKING = (judge, classify)
+"""The reward functions that ask a server."""
 """Name of a reward function's own score among what it reports, where a reward model scores."""
 
 Outcomes = Generator[tuple[int, Outcome], None, None]
@@ -224,8 +228,10 @@ def check_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
         ) from error
     except ValueError:
         pass  # a builtin without a signature: the call itself will check
-    if isinstance(function, functools.partial) and function.func is judge:
-        check_judge(function.keywords)
+    if isinstance(function, functools.partial) and function.func in ASKING:
+        check_client(spec.fn)
+        if function.func is judge:
+            check_judge(function.keywords)
     return function
 
 

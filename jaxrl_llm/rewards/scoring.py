@@ -17,9 +17,9 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
 from jaxrl_llm.rewards.functions import GENERATED, SOURCES
-from jaxrl_llm.rewards.judge import judge
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
+    ASKING,
     FUNCTION_COMPONENT,
     OnError,
     RewardError,
@@ -276,20 +276,20 @@ def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
 
 
 def check_scoring(reward: ScoringConfig, function: FunctionSpec) -> None:
-    """Import a reward function, and refuse a judge whose failures would be scores.
+    """Import a reward function, and refuse a server whose failures would be scores.
 
     Raises:
-        ConfigError: as `check_reward_function`; a judge's failures would get a number; its key
-            would not be seen.
+        ConfigError: as `check_reward_function`; failures of a judge or a served reward model would
+            get a number; its key would not be seen.
     """
     check_reward_function(function)
-    if find_function(function, BUILTIN_MODULE) is not judge:
+    if find_function(function, BUILTIN_MODULE) not in ASKING:
         return
     if isinstance(reward.on_error, int | float):
         raise ConfigError(
             f"reward.on_error={reward.on_error:g} would be the score of every answer about which "
-            "the judge can't be asked: set it to unscored, which leaves them out, or to null, "
-            "which stops the run"
+            f"{function.fn} can't ask its server: set it to unscored, which leaves them out, or to "
+            "null, which stops the run"
         )
     name = function.kwargs.get("api_key_env")
     if name is None:

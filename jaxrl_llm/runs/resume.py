@@ -73,6 +73,7 @@ def restore_or_start(
     *,
     resume: str,
     digests: dict[str, Any],
+    beside: Mapping[str, TrainState] | None = None,
 ) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
     """Return the step, states and other contents of the newest checkpoint, or a fresh start.
 
@@ -82,12 +83,14 @@ def restore_or_start(
         stream: the data; it is set to the checkpoint's position.
         resume: the key checkpoint.resume.
         digests: `starting_digests` of the run as it is configured now.
+        beside: states, by name, that checkpoints hold besides the models', as the run starts.
 
     Raises:
         ConfigError: the run in this folder started from other weights or other data.
     """
     if checkpoints.latest() is None:
-        return 0, {name: m.learner.init(m.model.params) for name, m in models.items()}, {}
+        begun = {name: m.learner.init(m.model.params) for name, m in models.items()}
+        return 0, {**begun, **(beside or {})}, {}
     if resume == "never" and not context.is_restarted():
         raise ConfigError(
             f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
@@ -101,6 +104,9 @@ def restore_or_start(
         )
         for name, trainable in models.items()
     }
+    like |= jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), {**(beside or {})}
+    )
     with activity("reading the checkpoint"):
         saved = checkpoints.restore(like)
     keys = {name: trainable.key for name, trainable in models.items()} | {"data": "data.train"}
@@ -171,6 +177,7 @@ def resume_run(
     *,
     best: str | None = None,
     frozen: Mapping[str, Any] | None = None,
+    beside: Mapping[str, TrainState] | None = None,
 ) -> ResumedRun:
     """Open a run's data, checkpoints and metrics at the place where it stands.
 
@@ -182,6 +189,7 @@ def resume_run(
         stack: closes the files at the run's end.
         best: metric by which the best checkpoint is kept besides the newest.
         frozen: parameters of models that the run does not train, by their config key.
+        beside: states that checkpoints hold besides those of `models`, as the run starts.
     """
     title, size = _title_and_size(config)
     with config_errors_at("data.train"):
@@ -197,7 +205,10 @@ def resume_run(
     stack.callback(checkpoints.close)
     digests = starting_digests(models, items, frozen or {})
     step, states, extra = restore_or_start(
-        checkpoints, models, stream, resume=config.checkpoint.resume, digests=digests
+        *(checkpoints, models, stream),
+        resume=config.checkpoint.resume,
+        digests=digests,
+        beside=beside,
     )
     log = MetricsLog(
         folder,
@@ -210,8 +221,7 @@ def resume_run(
     total = config.steps or len(items) * config.epochs // size
     display = open_display(title, total, step)
     stack.callback(display.close)
-    learners = {name: m for name, m in models.items() if isinstance(m.learner, Learner)}
-    trained = {name: trainable.model.like for name, trainable in learners.items()}
+    trained = {n: m.model.like for n, m in models.items() if isinstance(m.learner, Learner)}
     for line in opening_lines(config, trained, len(items), total):
         display.line(line)
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,15 +12,11 @@ import numpy as np
 
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.rollout.types import ScoredTokens
+from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.workers.retries import wait_before_retry
 
 SAMPLE = 'The sum of 12 and 345 is 357.\n\tdef f(x): return x != "naïve"  # 世界 🙂\n'
 """The known text by which a server's tokens are compared with those that it will be sent."""
-
-LONGEST_WAIT_S = 30.0
-"""Between two tries, whatever a server asks for."""
-
-WORTH_REPEATING = frozenset({408, 425, 429})
-"""Statuses of HTTP below 500 after which another try may have an answer."""
 
 SLACK_NATS = 1e-3
 """How far above 0 rounding may lift a log-prob."""
@@ -187,32 +182,38 @@ class ScoringClient:
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Ask until there is an answer, or the tries are over."""
-        failure, limits = "", self._limits
-        for attempt in range(limits.retries + 1):
-            asked_s = 0.0
+        tries = 0
+        while True:
             try:
-                async with asyncio.timeout(limits.timeout_s):
-                    reply = await self._http.request(method, self.url + path, json=body)
-                if reply.status_code == httpx2.codes.OK:
-                    return reply.json()
-                failure = f"status {reply.status_code}: {_message(reply)}"
-                if reply.status_code < 500 and reply.status_code not in WORTH_REPEATING:
-                    raise ScoringError(f"{self.url}{path} refused a request, {failure}")
-                asked_s = _seconds(reply.headers.get("retry-after", ""))
-            except TimeoutError:
-                failure = f"no answer in {limits.timeout_s:g} s"
-            except ValueError as error:
-                failure = f"an answer that is no JSON: {error}"
-            except httpx2.InvalidURL as error:
+                return await self._ask_once(method, path, body)
+            except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
                 raise ScoringError(f"teacher.url: {self.url!r} is no address: {error}") from error
-            except httpx2.HTTPError as error:
-                failure = f"{type(error).__name__}: {error}".rstrip(": ")
-            if attempt < limits.retries:
-                await asyncio.sleep(max(asked_s, backoff_s(attempt, random.random())))
-        tries = limits.retries + 1
-        raise ScoringError(
-            f"{self.url}{path} has not answered in {tries} tries; the last: {failure}"
-        )
+            except (TimeoutError, httpx2.HTTPError) as error:
+                tries += 1
+                wait, failure = wait_before_retry(error, tries), self._describe(error)
+            if wait is None:
+                raise ScoringError(f"{self.url}{path} refused a request, {failure}")
+            if tries > self._limits.retries:
+                raise ScoringError(
+                    f"{self.url}{path} has not answered in {tries} tries; the last: {failure}"
+                )
+            await asyncio.sleep(wait)
+
+    async def _ask_once(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        async with asyncio.timeout(self._limits.timeout_s):
+            reply = await self._http.request(method, self.url + path, json=body)
+        reply.raise_for_status()
+        try:
+            return reply.json()
+        except ValueError as error:  # of a proxy, or cut
+            raise httpx2.RemoteProtocolError(f"an answer that is no JSON: {error}") from error
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, httpx2.HTTPStatusError):
+            return f"status {error.response.status_code}: {_message(error.response)}"
+        if isinstance(error, TimeoutError):
+            return f"no answer in {self._limits.timeout_s:g} s"
+        return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def parse_scores(reply: Any, tokens: Sequence[int], top: int) -> ScoredTokens:
@@ -291,27 +292,6 @@ def _read_entry(
     return logprobs[token], ranked[:top]
 
 
-def backoff_s(attempt: int, share: float) -> float:
-    """Return the seconds to wait after a try: half a second, then twice as long each time.
-
-    Args:
-        attempt: number of the try, from 0.
-        share: from 0 to 1, of the half that is left to chance, so that clients part.
-
-    >>> backoff_s(0, 1.0), backoff_s(3, 0.0)
-    (0.5, 2.0)
-    """
-    return min(LONGEST_WAIT_S, 0.5 * 2**attempt) * (1 + share) / 2
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of a `Retry-After`; 0 for a date, which no model's server sends."""
-    try:
-        return min(max(float(text), 0.0), LONGEST_WAIT_S)
-    except ValueError:
-        return 0.0
-
-
 def _result(future: Future[Any]) -> Any:
     """Wait for what a thread does; give it up where the wait is interrupted."""
     try:
@@ -330,5 +310,4 @@ def _message(reply: httpx2.Response) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    return shorten(repr(value), 160)

@@ -21,7 +21,7 @@ from jaxrl_llm.types import Batch
 
 
 def batch_metrics(
-    balance: Callable[[Batch], dict[str, float]],
+    balance: Callable[[], dict[str, float]],
     batch: Batch,
     rollouts: Rollouts,
     scores: list[Score],
@@ -29,19 +29,19 @@ def batch_metrics(
     """Return metrics of a step's batch, under verl's names.
 
     Args:
-        balance: batch -> how evenly it loads the devices.
-        batch: of the step, with its advantages.
+        balance: says how evenly its updates load the devices.
+        batch: of the step, with its advantages if there are any.
         rollouts: its answers.
         scores: of each answer.
     """
     usable = batch["usable"]
-    mask, lengths = batch["mask"], batch["response_lengths"][usable]
+    lengths = batch["response_lengths"][usable]
     given = np.array([s.score for s in scores])[usable]
     prompts = np.array([len(episode.prompt) for episode in rollouts.episodes])
     return {
         **summary("critic/score", given),
         **summary("critic/rewards", batch["scores"][usable]),
-        **summary("critic/advantages", batch["advantages"][mask]),
+        **advantage_metrics(batch),
         **summary("response_length", lengths),
         "response_length/clip_ratio": float(
             np.mean([episode.finish == "length" for episode in rollouts.episodes])
@@ -55,7 +55,7 @@ def batch_metrics(
         **(value_metrics(batch) if "values" in batch.fields else {}),
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
-        **balance(batch),
+        **balance(),
         **scoring_counts(scores),
     }
 
@@ -72,13 +72,20 @@ def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:
     }
 
 
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Return metrics of the advantages; none where pairs are compared instead."""
+    if "advantages" not in batch.fields:
+        return {}
+    return summary("critic/advantages", batch["advantages"][batch["mask"]])
+
+
 def step_histograms(batch: Batch, scores: Sequence[Score]) -> dict[str, np.ndarray]:
     """Return the values of a step whose distribution trackers show, by name.
 
     Answers that are not usable are left out.
 
     Args:
-        batch: of the step, with its advantages.
+        batch: of the step, with its advantages if there are any.
         scores: of each answer.
 
     Returns:
@@ -90,8 +97,9 @@ def step_histograms(batch: Batch, scores: Sequence[Score]) -> dict[str, np.ndarr
     values = {
         "score": np.array([score.score for score in scores], np.float32)[usable],
         "response_length": batch["response_lengths"][usable],
-        "advantages": batch["advantages"][mask],
     }
+    if "advantages" in batch.fields:
+        values["advantages"] = batch["advantages"][mask]
     old, engine = batch.fields.get("old_logprobs"), batch["rollout_logprobs"]
     if old is not None and old is not engine:
         values["logprob_diff"] = old[mask] - engine[mask]
@@ -206,18 +214,21 @@ def kl_metrics(batch: Batch, kl: np.ndarray, kl_coef: float) -> dict[str, float]
     return {"actor/kl": float(per_sequence[batch["usable"]].mean()), "actor/kl_coef": kl_coef}
 
 
-def load_balance(batch: Batch, *, shape: RowShape, minibatch: int) -> dict[str, float]:
-    """Return how evenly the updates of a batch load the devices, and how much of them is padding.
+def load_balance(minibatches: Sequence[Batch], shape: RowShape) -> dict[str, float]:
+    """Return how evenly updates load the devices, and how much of them is padding.
 
     Args:
-        batch: of a step.
+        minibatches: of a step; without any tokens there is nothing to say.
         shape: of the micro-batches.
-        minibatch: sequences in an update.
     """
-    planned, sizes = [], batch.sequence_lengths
-    for first in range(0, len(sizes), minibatch):
-        packed = plan_microbatches(sizes[first : first + minibatch], shape)
+    planned, first = [], 0
+    sizes = np.concatenate([minibatch.sequence_lengths for minibatch in minibatches])
+    for minibatch in minibatches:
+        packed = plan_microbatches(minibatch.sequence_lengths, shape)
         planned += [[[first + i for i in row] for row in rows] for rows in packed]
+        first += len(minibatch.sequence_lengths)
+    if not planned:
+        return {}
     metrics = imbalance(sizes, planned, shape.rows, shape.ranks, shape.cost)
     return metrics | {"perf/padding": padding(sizes, planned, shape)}
 

@@ -77,7 +77,8 @@ def build_stages(
     stack.callback(engine.close)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
     teachers = open_teachers(config, functions, tokens, model.model, layouts.teacher, stack)
-    models, trainable = build_models(config, functions, model, layouts, run_in_update(teachers))
+    teacher = run_in_update(teachers)
+    models, trainable, beside = build_models(config, functions, model, layouts, teacher)
     compile_first_step(config, functions, model.model, models, layouts)
     models = with_teachers(models, teacher_passes(teachers), config, functions, tokenizer)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
@@ -94,7 +95,8 @@ def build_stages(
     algorithm = build_algorithm(config, functions)
     frozen = held_params(teachers)
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
-    opened = resume_run(config, folder, trainable, prompts, stack, best="validation", frozen=frozen)
+    parts = config, folder, trainable, prompts, stack
+    opened = resume_run(*parts, best="validation", frozen=frozen, beside=beside)
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
@@ -102,10 +104,14 @@ def build_stages(
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
-    coefs = Coefs.of(config.algorithm).restored(opened.extra)
     window = open_window(config, opened, rollout, scoring, prompts, folder, stack)
-    stages = Stages(rollout, scoring, models, algorithm, run)
-    return stages, Progress(opened.step, opened.states, coefs), window
+    return Stages(rollout, scoring, models, algorithm, run), progress_of(config, opened), window
+
+
+def progress_of(config: TrainConfig, opened: ResumedRun) -> Progress:
+    """Return where a run stands: at its beginning, or as its newest checkpoint has it."""
+    coefs, empty = Coefs.of(config.algorithm), opened.extra.get("empty_steps", 0)
+    return Progress(opened.step, opened.states, coefs.restored(opened.extra), empty)
 
 
 def count_steps(config: TrainConfig, prompts: Sequence[Prompt]) -> int:

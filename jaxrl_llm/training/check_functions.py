@@ -24,9 +24,11 @@ from jaxrl_llm.training.experience import (
     compute_advantages,
     correction_weights,
 )
-from jaxrl_llm.training.load_functions import AlgorithmFunctions, Function
+from jaxrl_llm.training.load_functions import PAIR_FIELDS, AlgorithmFunctions, Function
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss, per_token
 from jaxrl_llm.training.optimizer import check_learning_rates
+from jaxrl_llm.training.preference_objective import LENGTHS, PreferenceObjective, as_pair_loss
+from jaxrl_llm.training.selection import check_pairs
 from jaxrl_llm.training.stages.algorithm import checked_controller
 
 Fields = dict[str, Any]
@@ -75,9 +77,9 @@ def check_schedules(config: TrainConfig, functions: AlgorithmFunctions, steps: i
 def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial]:
     """Yield the functions of a config that get arrays."""
     algorithm, needs_returns = config.algorithm, "critic" in functions.updates
-    advantage = functions.advantage
-    compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
-    yield "algorithm.advantage", advantage, compute
+    if advantage := functions.advantage:
+        compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
+        yield "algorithm.advantage", advantage, compute
     if kl := functions.kl:
         in_loss = algorithm.kl_loss is not None
         key = "algorithm.kl_loss" if in_loss else "algorithm.kl_reward"
@@ -85,6 +87,7 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
     for key, function, kind in (
         ("algorithm.group_filter", functions.group_filter, np.bool_),
         ("algorithm.penalty", functions.penalty, np.floating),
+        ("algorithm.answer_filter", functions.answer_filter, np.bool_),
     ):
         if function:
             yield key, function, functools.partial(_per_answer, function, key, kind)
@@ -93,9 +96,20 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
         yield key, function, functools.partial(correction_weights, function)
     if select := functions.select_covariant:
         yield "algorithm.high_covariance", select, functools.partial(_marks, select)
+    if pairs := functions.pairs:
+        yield "algorithm.pairs", pairs, functools.partial(_pairs, pairs)
+    yield from trials_of_updates(functions)
+
+
+def trials_of_updates(functions: AlgorithmFunctions) -> Iterator[Trial]:
+    """Yield the losses and reductions of a config."""
     for name, update in functions.updates.items():
         section = "algorithm" if name == "actor" else name
         learned = "values" if name == "critic" else "logprobs"
+        if isinstance(update.objective, PreferenceObjective):
+            of_pairs = update.objective.loss
+            yield "algorithm.pair_loss", of_pairs, functools.partial(_gradient_of_pairs, of_pairs)
+            continue
         loss, reduce = update.objective.loss, update.reduce
         if loss is not None:
             yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
@@ -122,6 +136,22 @@ def _marks(select: Function, fields: Fields) -> Any:
     return check_marks(result, select, fields["mask"].shape)
 
 
+def _pairs(function: Function, fields: Fields) -> Any:
+    return check_pairs(jax.jit(lambda fields: call(function, fields))(fields), function)
+
+
+def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
+    """Differentiate a loss of pairs by the log-probs of the chosen answers."""
+    of_pairs = abstract_pairs(fields["mask"].shape[0])
+    fields = {name: jnp.zeros(like.shape, like.dtype) for name, like in of_pairs.items()}
+
+    def total(array: Any) -> Any:
+        result = call(loss, fields | {"chosen_logps": array})
+        return jnp.sum(as_pair_loss(result, loss, array.shape).loss)
+
+    return jax.grad(total)(fields["chosen_logps"])
+
+
 def _gradient(loss: Function, learned: str, fields: Fields) -> Any:
     """Differentiate a loss by what its model says of each token."""
 
@@ -143,6 +173,14 @@ def abstract_fields(size: int, length: int, components: int, top: int) -> Fields
     return {
         name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
         for name, field in FIELDS.items()
+    }
+
+
+def abstract_pairs(size: int) -> Fields:
+    """Return shape and dtype of every field that a loss of a step's pairs may ask for [P]."""
+    return {
+        name: jax.ShapeDtypeStruct((size,), jnp.int32 if name in LENGTHS else jnp.float32)
+        for name in PAIR_FIELDS
     }
 
 

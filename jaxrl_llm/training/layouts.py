@@ -250,6 +250,35 @@ def microbatch_shape(
     )
 
 
+def pair_shape(config: TrainConfig, forward: ForwardConfig, layout: Layout) -> RowShape:
+    """Return the shape of the micro-batches of an update on pairs of answers.
+
+    A row holds two answers with their prompts. There is room for a pair of each prompt; where there
+    are more, there are more micro-batches.
+    """
+    return packed_shape(
+        layout,
+        forward.model,
+        tokens=config.batch.max_tokens_per_device,
+        longest=2 * (config.data.max_prompt_tokens + config.rollout.max_new_tokens),
+        sequences=minibatch_size(config) // config.rollout.samples_per_prompt,
+    )
+
+
+def update_shape(
+    config: TrainConfig, forward: ForwardConfig, layout: Layout, passes: RowShape
+) -> RowShape:
+    """Return the shape of the micro-batches of a model's updates.
+
+    Args:
+        config: of the run.
+        forward: how the model is run.
+        layout: where it stands.
+        passes: shape of those of its passes without gradients.
+    """
+    return passes if config.algorithm.pairs is None else pair_shape(config, forward, layout)
+
+
 def longest_teacher_sequence(config: TrainConfig) -> int:
     """Return the most tokens of an answer behind the prompt that a teacher reads, with the prompt.
 

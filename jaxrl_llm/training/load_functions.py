@@ -29,14 +29,24 @@ from jaxrl_llm.data.teacher_prompts import TOLD
 from jaxrl_llm.training.advantage_sum import AdvantageSum
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
 from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.preference_objective import (
+    ANSWER_FIELDS,
+    OF_LABELLED,
+    OF_REFERENCE,
+    SCORES,
+    PreferenceObjective,
+)
 
 Function = Callable[..., Any]
+
+PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
+"""What a loss of the pairs of a step may ask for, [P] each."""
 
 
 class UpdateSpec(NamedTuple):
     """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
 
-    objective: PolicyObjective | ValueObjective
+    objective: PolicyObjective | ValueObjective | PreferenceObjective
     reduce: Function
     optimizer: Any
     schedule: Callable[[int], Any]
@@ -48,18 +58,21 @@ class BatchFunctions:
     """The functions of a step that see the whole batch, as the config names them.
 
     Attributes:
-        advantage, kl, controller, group_filter, penalty, corrections: of the keys of these names.
+        advantage, kl, controller, group_filter, penalty, corrections, answer_filter, pairs: of the
+            keys of these names; there is no advantage where there are pairs.
         select_covariant: produces `high_covariance`.
         teacher_prompt: writes the prompt that a teacher reads.
     """
 
-    advantage: Function
+    advantage: Function | None
     kl: Function | None
     controller: Function
     group_filter: Function | None
     penalty: Function | None
     corrections: tuple[Function, ...]
     select_covariant: Function | None
+    answer_filter: Function | None
+    pairs: Function | None
     teacher_prompt: Function | None
 
 
@@ -100,6 +113,16 @@ class AlgorithmFunctions(BatchFunctions):
         return isinstance(objective, PolicyObjective) and objective.on_policy
 
     @property
+    def probes_only(self) -> bool:
+        """Return whether the actor's pass before its update only compares it with the engine.
+
+        It does where the update sees some of the answers, and nothing asks for what it computes.
+        """
+        selects = self.pairs is not None or self.answer_filter is not None
+        asked = self.needs & {"old_logprobs", "entropy", "sum_pi_squared"}
+        return selects and not asked and self.kl is None
+
+    @property
     def learns_labels(self) -> bool:
         """Return whether the reward model learns from scores as labels."""
         update = self.updates.get("implicit_reward_model")
@@ -121,6 +144,23 @@ def find(
     function = load_function(spec, home, passed=None, key=key)
     check_fields(function, key, available=fields_at(stage).union(besides))
     return function
+
+
+def find_pair_loss(spec: FunctionSpec) -> Function:
+    """Return the loss of the pairs that a step makes; a policy has no scores, and no labels."""
+    key = "algorithm.pair_loss"
+    function = load_function(spec, kinds.PREFERENCES, passed=None, key=key)
+    check_fields(function, key, available=PAIR_FIELDS)
+    return function
+
+
+def fields_of_update(
+    objective: PolicyObjective | ValueObjective | PreferenceObjective,
+) -> set[str]:
+    """Return the fields of a step's batch that an update is made from."""
+    if isinstance(objective, PreferenceObjective):
+        return {"ref_logprobs"} if objective.asks_for() & OF_REFERENCE else set()
+    return objective.asks_for()
 
 
 def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
@@ -147,7 +187,7 @@ def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
 
 
 def update_spec(
-    objective: PolicyObjective | ValueObjective,
+    objective: PolicyObjective | ValueObjective | PreferenceObjective,
     reduce: FunctionSpec,
     section: str,
     optim: OptimConfig,

@@ -1,6 +1,8 @@
 """The single controller: the whole loop."""
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,14 +28,18 @@ from jaxrl_llm.training.experience import with_ages
 from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.policy_teacher import AVERAGE
 from jaxrl_llm.training.roles import Role
+from jaxrl_llm.training.selection import Selected, cut_minibatches
 from jaxrl_llm.training.stages.algorithm import AlgorithmStage
 from jaxrl_llm.training.stages.models import ModelsStage, States
+from jaxrl_llm.training.stages.reference import REFERENCE
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.run import RunStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
 from jaxrl_llm.training.window import Collected, Window
 from jaxrl_llm.types import Batch
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -66,11 +72,19 @@ class Coefs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a run stands: everything that the next step depends on, besides the data's position."""
+    """Where a run stands: everything that the next step depends on, besides the data's position.
+
+    Attributes:
+        step: steps done.
+        states: of the models that are trained, and of a reference that is refreshed.
+        coefs: of the loss's terms.
+        empty_steps: in a row, the last ones, of which no answer was left to update the policy on.
+    """
 
     step: int
     states: States
     coefs: Coefs
+    empty_steps: int = 0
 
 
 class FinishedStep(NamedTuple):
@@ -137,7 +151,7 @@ class TrainingLoop:
 
     def step(self) -> FinishedStep:
         """Take the next step."""
-        (_, _, _, algorithm, run), (done, states, coefs) = self.stages, self.progress
+        (_, _, _, algorithm, run), (done, states, coefs, empty) = self.stages, self.progress
         step, clock, stages = done + 1, Clock(), self.stages
         self._profiler.turn_to(step)
         collected = self.window.take(step, clock)
@@ -146,9 +160,12 @@ class TrainingLoop:
             batch = algorithm.penalize_kl(batch, coefs.kl_coef)
             batch = algorithm.add_advantages(batch)
             batch = algorithm.add_correction(batch)
-        rollouts = collected.rollouts
-        described = run.executor.submit(batch_metrics, run.balance, batch, rollouts, scores)
-        states, batch, updated = update_models(stages, states, batch, step, coefs, clock)
+            selected = algorithm.select(batch)
+        empty = count_empty(selected, empty, step, run.config)
+        rollouts, balance = collected.rollouts, functools.partial(run.balance, selected.minibatches)
+        described = run.executor.submit(batch_metrics, balance, batch, rollouts, scores)
+        states, batch, updated = update_models(stages, states, batch, selected, step, coefs, clock)
+        states = stages.models.refresh_reference(states, step)
         left = self.window.interrupt(step, clock)
         with clock("update_weights"):
             synced = stages.rollout.sync_weights(states["actor"].params, step)
@@ -161,7 +178,7 @@ class TrainingLoop:
             run.dump(step, batch, rollouts, scores)
         metrics |= system_metrics(clock, self._compiled, batch)
         run.record(step, metrics, **run.some_answers(step, batch, rollouts, scores))
-        self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef))
+        self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef), empty)
         self.ended = end_step(run, self.progress, self.window, metrics)
         BACKGROUND.release()  # the other programs, now that there is a step to see
         return FinishedStep(step, batch, rollouts, scores, metrics, stages.rollout.tokenizer.decode)
@@ -214,18 +231,58 @@ def make_experience(
     return batch, scores, metrics | errors
 
 
+def count_empty(selected: Selected, before: int, step: int, config: TrainConfig) -> int:
+    """Return how many steps in a row, up to this one, have left nothing to update the policy on.
+
+    Args:
+        selected: of the step.
+        before: the same count of the step before.
+        step: for the message.
+        config: of the run.
+
+    Raises:
+        TrainingError: they are too many.
+    """
+    if not selected.is_empty:
+        return 0
+    key = "pairs" if config.algorithm.pairs is not None else "answer_filter"
+    empty, limit = before + 1, config.algorithm.max_generation_batches
+    if empty >= limit:
+        raise TrainingError(
+            f"step {step}: algorithm.{key} left nothing to train on in {empty} steps in a row "
+            f"(algorithm.max_generation_batches={limit}): the answers to each prompt score alike, "
+            "or too low. Raise algorithm.max_generation_batches and run the same command again, or "
+            "begin a run with other prompts or more samples_per_prompt"
+        )
+    log.warning(
+        "step %d: algorithm.%s left nothing to train on, so the policy stays as it is; %d steps "
+        "in a row stop the run",
+        *(step, key, limit),
+    )
+    return empty
+
+
 def update_models(
-    stages: Stages, states: States, batch: Batch, step: int, coefs: Coefs, clock: Clock
+    stages: Stages,
+    states: States,
+    batch: Batch,
+    selected: Selected,
+    step: int,
+    coefs: Coefs,
+    clock: Clock,
 ) -> tuple[States, Batch, Metrics]:
-    """Update every model that is trained.
+    """Update every model that is trained: the actor on what is selected, the others on all answers.
 
     The batch comes back with the `old_logprobs` that an update on policy has computed.
     """
-    config, metrics = stages.run.config, {}
+    config, metrics = stages.run.config, dict(selected.metrics)
     for role in stages.models.to_update(step):
         with clock(f"update_{role.name}"):
             state = to_device(states[role.name])
-            state, policy_stats, means = update_role(role, state, batch, config, coefs)
+            cut = selected.minibatches
+            if role.name != "actor":
+                cut = [*cut_minibatches(batch, minibatch_size(config))]
+            state, policy_stats, means = update_role(role, state, cut, config, coefs)
             states |= {role.name: offload_state(role.name, state, config.offload)}
             metrics |= means
         if policy_stats:
@@ -240,7 +297,8 @@ def update_models(
 
 def offload_state(name: str, state: TrainState, offload: OffloadConfig) -> TrainState:
     """Move to the host what waits there until it is used again."""
-    if offload.teacher if name == AVERAGE else offload.params:
+    waits = {AVERAGE: offload.teacher, REFERENCE: offload.reference}
+    if waits.get(name, offload.params):
         state = state._replace(params=to_host(state.params))
     if offload.optimizer:
         state = state._replace(opt_state=to_host(state.opt_state))
@@ -248,31 +306,37 @@ def offload_state(name: str, state: TrainState, offload: OffloadConfig) -> Train
 
 
 def update_role(
-    role: Role, state: TrainState, batch: Batch, config: TrainConfig, coefs: Coefs
+    role: Role,
+    state: TrainState,
+    minibatches: Sequence[Batch],
+    config: TrainConfig,
+    coefs: Coefs,
 ) -> tuple[TrainState, dict[str, np.ndarray], Metrics]:
     """Update a role on every mini-batch of every epoch.
 
     Returns:
         The new state; the policy's statistics of the batch's tokens [B T], by name, where a single
-        update has computed them; and the means of the metrics.
+        update has computed them; and the means of the metrics, none without an update.
 
     Raises:
         TrainingError: too many updates in a row with a non-finite gradient.
     """
     first = int(state.updates)
     updates, policy_stats = [], {}
-    cut = [*minibatches(batch, config)] * config.batch.epochs_per_step
+    cut = [*minibatches] * config.batch.epochs_per_step
     with activity(stage_label(f"update_{role.name}"), len(cut)) as progress:
         for minibatch in cut:
             progress.advance()
             if not minibatch["mask"].any():
-                continue  # none of its answers is usable
+                continue  # none of its answers is usable, or none is left
             annotated = role.annotate_minibatch(state, minibatch)
             with on_device(role.teacher) as teacher:
                 given = coefs._asdict() | ({} if teacher is None else {"teacher": teacher})
                 state, metrics = role.learner.update(state, annotated, given)
             policy_stats = metrics.pop("policy", {})
             updates.append(metrics)
+    if not updates:
+        return state, {}, {}
     updates = jax.device_get(updates)
     key = "optim" if role.name == "actor" else f"{role.name}.optim"
     check_skipped(max(int(m["skipped"]) for m in updates), role.max_skipped, key)
@@ -281,13 +345,6 @@ def update_role(
     means["skipped"] = float(sum(m["skipped"] > 0 for m in updates))
     means["lr"] = float(role.learning_rate(first))
     return state, policy_stats, {f"{role.name}/{name}": value for name, value in means.items()}
-
-
-def minibatches(batch: Batch, config: TrainConfig) -> Iterator[Batch]:
-    """Cut a batch into mini-batches of whole groups."""
-    size = minibatch_size(config)
-    for first in range(0, len(batch.sequence_lengths), size):
-        yield batch.take(slice(first, first + size))
 
 
 def end_step(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> bool:
@@ -310,6 +367,7 @@ def save(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> None:
             "data": window.prompt_batches.get_state(),
             "window": window.get_state(),
             **at.coefs._asdict(),
+            "empty_steps": at.empty_steps,
             "metrics_bytes": run.log.position(at.step),
             "origin": run.start_digests,
             "config": as_tree(run.config),

@@ -36,6 +36,7 @@ from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.objective import COEFS, PolicyObjective
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.models import ModelsStage
+from jaxrl_llm.training.stages.reference import reference_dtype
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,9 @@ def programs(shapes: RunShapes) -> Iterator[Any]:
         if kind is StepKind.INFER and not shapes.roles[name].needs_inference:
             continue
         if kind in (StepKind.ACCUMULATE, StepKind.INFER):  # these read micro-batches
-            yield from map(trace, shapes.roles[name].shape.buckets)
+            role = shapes.roles[name]
+            shape = role.shape if kind is StepKind.INFER else role.update_shape
+            yield from map(trace, shape.buckets)
         else:
             yield trace()
 
@@ -142,7 +145,7 @@ def compile_first_step(
             infer_ahead(role, role.learner.params_like)
     is_copy = not is_adapted(model) and layouts.reference is layouts.train
     if functions.needs_reference and is_copy:
-        infer_ahead(actor, abstract_weights(model, layouts.reference, config.model.dtype))
+        infer_ahead(actor, abstract_weights(model, layouts.reference, reference_dtype(config)))
     for role in models.to_update(1):
         if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
             coefs = COEFS | teacher_like(role, layouts.train, config.model.dtype)

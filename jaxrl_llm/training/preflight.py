@@ -33,10 +33,11 @@ def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
         check_episode_functions(rollout)
     if rollout.engine == "vllm" and not (rollout.nodes or rollout.vllm.launch):
         find_python(rollout.vllm.python)  # elsewhere this machine need not have it
-    if rollout.samples_per_prompt == 1 and "group_ids" in asks_for(functions.advantage):
+    advantage = functions.advantage
+    if rollout.samples_per_prompt == 1 and advantage and "group_ids" in asks_for(advantage):
         log.warning(
             "rollout.samples_per_prompt=1, but %s (algorithm.advantage) compares the answers to a "
             "prompt with each other, and there is one: set 2 or more, or take an advantage without "
             "groups, as reinforce_plus_plus",
-            name_of(functions.advantage),
+            name_of(advantage),
         )

@@ -14,33 +14,45 @@ from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import Stage, asks_for, fields_of_model
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.critic import CriticConfig
 from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
-from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.training.advantage_sum import terms_of
 from jaxrl_llm.training.check_functions import check_functions
-from jaxrl_llm.training.check_own_teacher import check_own_teacher, check_teacher_prompt
-from jaxrl_llm.training.distillation import OF_TOP, Distillation
+from jaxrl_llm.training.check_needs import (
+    check_distillation,
+    check_producers,
+    check_refresh,
+    check_scores_are_used,
+    check_skipped_pass,
+    check_staleness,
+    check_teacher,
+)
+from jaxrl_llm.training.distillation import Distillation
 from jaxrl_llm.training.load_functions import (
     AlgorithmFunctions,
     BatchFunctions,
     Function,
     UpdateSpec,
+    fields_of_update,
     find,
     find_advantage,
     find_controller,
     find_covariance_selector,
     find_divergence,
     find_kl,
+    find_pair_loss,
     find_teacher_prompt,
     update_spec,
 )
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
+from jaxrl_llm.training.preference_objective import PreferenceObjective
 
 log = logging.getLogger(__name__)
+
+OF_PAIRS = FunctionSpec("sequence_mean_token_mean")
+"""How pairs are weighed: alike."""
 
 
 def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
@@ -54,13 +66,16 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     policy = load_policy_objective(config, batch_functions)
     updates, needs = load_updates(config, batch_functions, policy)
     check_sections(config, updates)
-    if is_on_policy(config, batch_functions, updates):
+    is_of_tokens = isinstance(policy, PolicyObjective)
+    if is_of_tokens and is_on_policy(config, batch_functions, updates):
         objective = dataclasses.replace(policy, on_policy=True)
         updates["actor"] = updates["actor"]._replace(objective=objective)
     check_producers(config, needs)
     check_scores_are_used(config.algorithm, needs)
     check_skipped_pass(config.algorithm, needs)
-    check_staleness(config, needs, policy)
+    check_refresh(config, needs)
+    if is_of_tokens:
+        check_staleness(config, needs, policy)
     check_teacher(config, needs)
     check_distillation(config)
     functions = AlgorithmFunctions(
@@ -74,7 +89,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
     """Load the functions that see the whole batch."""
     algorithm = config.algorithm
     return BatchFunctions(
-        advantage=find_advantage(algorithm.advantage),
+        advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
         kl=find_kl(algorithm),
         controller=find_controller(algorithm.kl_controller),
         group_filter=algorithm.group_filter
@@ -87,13 +102,23 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
         ),
         select_covariant=algorithm.high_covariance
         and find_covariance_selector(algorithm.high_covariance),
+        answer_filter=algorithm.answer_filter
+        and find(
+            algorithm.answer_filter, kinds.SHAPING, "algorithm.answer_filter", Stage.ESTIMATED
+        ),
+        pairs=algorithm.pairs
+        and find(algorithm.pairs, kinds.PAIRS, "algorithm.pairs", Stage.SCORED),
         teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
     )
 
 
-def load_policy_objective(config: TrainConfig, functions: BatchFunctions) -> PolicyObjective:
-    """Load the policy's loss, and the divergence from its teacher."""
+def load_policy_objective(
+    config: TrainConfig, functions: BatchFunctions
+) -> PolicyObjective | PreferenceObjective:
+    """Load the policy's loss, of tokens or of pairs, and the divergence from its teacher."""
     algorithm, distillation = config.algorithm, None
+    if algorithm.pair_loss is not None:
+        return PreferenceObjective(loss=find_pair_loss(algorithm.pair_loss))
     if algorithm.distillation:
         divergence = find_divergence(algorithm.distillation, "algorithm.distillation")
         of_top = config.teacher.top_k is not None
@@ -109,11 +134,14 @@ def load_policy_objective(config: TrainConfig, functions: BatchFunctions) -> Pol
 
 
 def load_updates(
-    config: TrainConfig, functions: BatchFunctions, policy: PolicyObjective
+    config: TrainConfig,
+    functions: BatchFunctions,
+    policy: PolicyObjective | PreferenceObjective,
 ) -> tuple[dict[str, UpdateSpec], frozenset[str]]:
     """Return the update of every model that is trained, and the fields that functions ask for."""
-    updates = {"actor": update_spec(policy, config.algorithm.reduce, "algorithm", config.optim)}
-    needs = policy.asks_for() | (fields_of_batch_functions(functions) - {"logprobs"})
+    reduce = OF_PAIRS if functions.pairs else config.algorithm.reduce
+    updates = {"actor": update_spec(policy, reduce, "algorithm", config.optim)}
+    needs = fields_of_update(policy) | (fields_of_batch_functions(functions) - {"logprobs"})
     for _ in range(2):  # each may ask for the other
         if "critic" not in updates and needs & fields_of_model("critic"):
             updates["critic"] = load_critic_update(config.critic)
@@ -133,6 +161,8 @@ def fields_of_batch_functions(functions: BatchFunctions) -> set[str]:
         functions.group_filter,
         functions.penalty,
         functions.select_covariant,
+        functions.answer_filter,
+        functions.pairs,
         *functions.corrections,
     ]
     return {name for function in asking if function for name in asks_for(function)}
@@ -145,7 +175,7 @@ def load_critic_update(config: CriticConfig) -> UpdateSpec:
     return update_spec(objective, config.reduce, "critic", config.optim, "critic.optim")
 
 
-def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function) -> UpdateSpec:
+def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function | None) -> UpdateSpec:
     """Load the implicit reward model's loss; the advantage takes its rewards."""
     name = "implicit_reward_model"
     loss = find(config.loss, kinds.VALUES, f"{name}.loss", Stage.UPDATING)
@@ -159,7 +189,8 @@ def is_on_policy(
 ) -> bool:
     """Tell whether a pass for the old log-probs would only repeat what the update computes.
 
-    That is so where a step is one update, and nothing but the policy's loss asks for them.
+    That is so where a step is one update on all answers, and nothing but the policy's loss asks for
+    them.
     """
     batch, algorithm = config.batch, config.algorithm
     once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
@@ -172,6 +203,7 @@ def is_on_policy(
         asked |= update.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
     return (
         once
+        and functions.answer_filter is None
         and not algorithm.use_rollout_logprobs
         and algorithm.kl_reward is None
         and config.critic.warmup_steps == 0
@@ -191,9 +223,10 @@ def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> No
             )
 
 
-def check_betas(advantage: Function, loss: Function) -> None:
+def check_betas(advantage: Function | None, loss: Function) -> None:
     """Refuse an advantage whose rewards are not those that the reward model learns."""
-    own = {beta_of(term) for term in terms_of(advantage)} - {None}
+    terms = () if advantage is None else terms_of(advantage)
+    own = {beta_of(term) for term in terms} - {None}
     if len(own | {beta_of(loss)} - {None}) > 1:
         raise ConfigError(
             f"algorithm.advantage has beta={', '.join(map(str, own))}, "
@@ -203,183 +236,15 @@ def check_betas(advantage: Function, loss: Function) -> None:
         )
 
 
-def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
-    """Refuse fields that no key produces, and keys that produce what nothing asks for."""
-    producers = {
-        "high_covariance": ("algorithm.high_covariance", config.algorithm.high_covariance),
-        "score_components": ("reward.components", config.reward.components),
-    }
-    for field, (key, value) in producers.items():
-        if field in needs and not value:
-            raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
-        if value and field not in needs:
-            raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
-
-
-def check_scores_are_used(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
-    """Refuse keys that change scores and rewards where no function asks for them."""
-    for name in ("penalty", "kl_reward"):
-        if getattr(algorithm, name) and not needs & {"scores", "rewards"}:
-            raise ConfigError(
-                f"algorithm.{name} changes the scores and rewards, but no function asks for "
-                "them: remove it, or name an advantage that does"
-            )
-
-
-def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
-    """Refuse to skip the pass for the old log-probs where a function needs what it computes."""
-    missing = sorted(needs & {"entropy", "sum_pi_squared"})
-    if algorithm.use_rollout_logprobs and missing:
-        raise ConfigError(
-            f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
-            "which a function asks for: set it to false"
-        )
-
-
-def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyObjective) -> None:
-    """Refuse what compares answers of several policies, and warn of a trust region around one.
-
-    A loss that asks for ages and the engine's log-probs weighs tokens of older policies by itself.
-    """
-    staleness = config.rollout.staleness
-    weighs = policy.asks_for() >= {"ages", "rollout_logprobs"}
-    if weighs and policy.corrected:
-        raise ConfigError(
-            "algorithm.loss asks for 'ages' and 'rollout_logprobs', so that algorithm.correction "
-            "would weigh tokens a second time: set algorithm.use_rollout_logprobs to true, which "
-            "also skips the pass for the old log-probs"
-        )
-    if staleness and "greedy_scores" in needs:
-        raise ConfigError(
-            f"rollout.staleness={staleness}, but a function asks for 'greedy_scores': greedy "
-            "answers of the newest policy are no baseline for answers of older ones"
-        )
-    if staleness and config.algorithm.use_rollout_logprobs and not weighs:
-        log.warning(
-            "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
-            "policies that are up to %d updates old (docs/async.md)",
-            *(staleness, staleness),
-        )
-
-
-def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
-    """Refuse a teacher that no function asks for, none where one does, and tempered samples."""
-    asked = sorted(needs & fields_of_model("teacher"))
-    if config.algorithm.distillation:
-        asked.append("algorithm.distillation")
-    of_top = sorted(needs & set(OF_TOP))
-    if bool(of_top) != (config.teacher.top_k is not None):
-        raise ConfigError(
-            f"teacher.top_k is not set, but a function asks for {of_top[0]!r}"
-            if of_top
-            else f"teacher.top_k is set, but no function asks for {' or '.join(OF_TOP)}, and there "
-            "is no algorithm.distillation: remove it"
-        )
-    places = config.teacher.path, config.teacher.url
-    if asked and places == (None, None) and config.teacher.weights == "given":
-        by = f"a function asks for {asked[0]!r}"
-        by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
-        raise ConfigError(
-            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url, or take "
-            "the policy's own weights by teacher.weights"
-        )
-    if not asked and config.teacher != TeacherConfig():
-        raise ConfigError(
-            "teacher is set, but no function asks for teacher_logprobs, and there is no "
-            "algorithm.distillation: remove it, or name an advantage that does, as reverse_kl, or "
-            "a divergence"
-        )
-    check_teacher_keys(config)
-    check_teacher_prompt(config)
-    check_own_teacher(config)
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    sampled = {key: getattr(config.rollout, key) for key in plain}
-    changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]
-    if "teacher_logprobs" in needs and changed:
-        raise ConfigError(
-            f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
-            "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
-        )
-
-
-def check_teacher_keys(config: TrainConfig) -> None:
-    """Refuse keys of a teacher that contradict each other, or that nothing would read."""
-    teacher, default = config.teacher, TeacherConfig()
-    if teacher.path is not None and teacher.url is not None:
-        raise ConfigError(
-            "teacher.path and teacher.url are both set: a teacher stands in one place"
-        )
-    readers = {
-        "url": ("model", "api_key", "concurrency", "timeout_s", "retries"),
-        "tokenizer": ("chat_template_kwargs", "max_tokens"),
-    }
-    for reader, keys in readers.items():
-        changed = [key for key in keys if getattr(teacher, key) != getattr(default, key)]
-        if getattr(teacher, reader) is None and changed:
-            raise ConfigError(
-                f"teacher.{changed[0]} is set, but teacher.{reader} is not: nothing reads it"
-            )
-    if teacher.tokenizer is not None and teacher.top_k is not None:
-        raise ConfigError(
-            "teacher.tokenizer and teacher.top_k are both set: the likeliest tokens of another "
-            "tokenizer are none of the policy's"
-        )
-    if teacher.tokenizer is not None and config.rollout.has_episodes:
-        raise ConfigError(
-            "teacher.tokenizer is set, but rollout has tools, an environment or an agent: only "
-            "plain answers can be written in another tokenizer's tokens"
-        )
-
-
-def check_distillation(config: TrainConfig) -> None:
-    """Refuse contradictions between the teacher's keys and what is distilled from it."""
-    algorithm, teacher = config.algorithm, config.teacher
-    spec, of_top = algorithm.distillation, teacher.top_k is not None
-    if spec is None:
-        if algorithm.loss is None:
-            raise ConfigError("algorithm.loss is null, and so is algorithm.distillation: set one")
-        if algorithm.distillation_coef != AlgorithmConfig().distillation_coef:
-            raise ConfigError(
-                "algorithm.distillation_coef is set, but algorithm.distillation is null: remove it"
-            )
-        return
-    default = AlgorithmConfig().advantage
-    if algorithm.loss is None and (algorithm.advantage != default or algorithm.correction):
-        key = "correction" if algorithm.advantage == default else "advantage"
-        raise ConfigError(
-            f"algorithm.loss is null, so that nothing is learned by algorithm.{key}: remove it, or "
-            f"set it to {default.fn if key == 'advantage' else 'null'}"
-        )
-    if of_top and spec.kwargs.get("temperature", 1) != 1:
-        raise ConfigError(
-            f"algorithm.distillation.temperature={spec.kwargs['temperature']}, but of the tokens "
-            "beyond teacher.top_k only the sum is known, and not at another temperature: "
-            "set it to 1, or teacher.top_k to null"
-        )
-    if not of_top and (teacher.url is not None or teacher.tokenizer is not None):
-        key = "url" if teacher.url is not None else "tokenizer"
-        raise ConfigError(
-            f"teacher.{key} is set, but over the whole vocabulary algorithm.distillation runs a "
-            "teacher with the policy's tokens in this process: "
-            + ("set teacher.top_k, too" if key == "url" else "remove it")
-        )
-    if not of_top and (isinstance(teacher.path, dict) or config.mesh.teacher is not None):
-        key = (
-            "teacher.path has several" if isinstance(teacher.path, dict) else "mesh.teacher is set"
-        )
-        raise ConfigError(
-            f"{key}, but over the whole vocabulary algorithm.distillation runs one teacher where "
-            "the policy is trained: set teacher.top_k, or name one teacher without a mesh"
-        )
-
-
 def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     """Return the off-policy corrections of a run.
 
     vLLM, and an engine in low precision, compute otherwise than the trainer; and stale answers are
-    of older policies.
+    of older policies. A loss of pairs takes answers of any policy as they are.
     """
     algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.pairs is not None:
+        return ()
     if algorithm.correction is not None:
         return algorithm.correction
     if algorithm.loss is None:

@@ -25,7 +25,7 @@ from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.check_functions import check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
-from jaxrl_llm.training.layouts import Layouts
+from jaxrl_llm.training.layouts import Layouts, update_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objective import PolicyObjective
@@ -82,7 +82,7 @@ def make_roles(
         functions: that it names.
         actor: the policy's model.
         layouts: where each model stands.
-        shape_on: shape of micro-batches of a model in a layout.
+        shape_on: shape of micro-batches of a model's passes in a layout.
         teacher: that the actor's update runs; None: it runs none.
     """
     roles, trainable = {}, {}
@@ -106,9 +106,10 @@ def make_roles(
             model = as_critic(model, key, layout)
         settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
         shape = shape_on(settings, layout)
+        updates = update_shape(config, settings, layout, shape)
         own_teacher = teacher if name == "actor" else None
-        spec = taught_by(own_teacher, update, shape) if own_teacher else update
-        learner = learner_of(spec, settings, shape, layout, model.like, model.frozen)
+        spec = taught_by(own_teacher, update, updates) if own_teacher else update
+        learner = learner_of(spec, settings, updates, layout, model.like, model.frozen)
         infer = inference_of(name, functions, settings, shape, layout, model.frozen)
         roles[name] = Role(
             name=name,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jaxtyping import Array, Float
 
+from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
@@ -54,11 +54,6 @@ from jaxrl_llm.training.update import Learner, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
-
-
-def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return the loss of a token, -log π(token)."""
-    return -logprobs
 
 
 def run_sft(config: SftConfig, *, hints: bool = True) -> None:

@@ -44,7 +44,7 @@ def open_server_teacher(
         ScoringError: the server can't be reached, or its tokens are others.
     """
     if find_spec("httpx2") is None:
-        raise ConfigError("teacher.url needs httpx2: pip install -e '.[teacher]'")
+        raise ConfigError("teacher.url needs httpx2; pip install 'jaxrl_llm[client]'")
     from jaxrl_llm.serving.client import RequestLimits, ScoringClient
 
     asked, top = config.teacher, config.teacher.top_k or 0

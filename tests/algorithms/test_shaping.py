@@ -115,3 +115,26 @@ def test_overlong_penalty_under_jit_and_vmap():
     eager = jnp.stack([call(x) for x in lengths])
     assert_array_equal(jax.jit(jax.vmap(call))(lengths), eager)
     assert eager.dtype == jnp.float32
+
+
+# ----------------------------------------------------------------------------- filters of answers
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(-2, 2)), min_size=8, max_size=8
+    ),
+    st.sampled_from([None, 0.5, 1.0]),
+)
+def test_the_best_of_a_group_is_the_first_of_its_best(scored, threshold):
+    wanted = [False] * len(scored)
+    for group in {group for _, group in scored}:
+        own = [i for i, (_, other) in enumerate(scored) if other == group]
+        best = max(own, key=lambda i: (scored[i][0], -i))
+        least = min(scored[i][0] for i in own)
+        high = scored[best][0]
+        wanted[best] = high > least if threshold is None else high >= threshold
+    scores, groups = zip(*scored, strict=True)
+    arrays = jnp.array(scores), jnp.array(groups)
+    got = jax.jit(shaping.best_of_group, static_argnames="threshold")(*arrays, threshold=threshold)
+    assert got.tolist() == wanted

@@ -52,7 +52,13 @@ def train_config(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "override"), [("quickstart", "seed=1"), ("quickstart_lora", "steps=40")]
+    ("name", "override"),
+    [
+        ("quickstart", "seed=1"),
+        ("quickstart_lora", "steps=40"),
+        ("quickstart_online_dpo", "steps=20"),
+        ("quickstart_raft", "steps=20"),
+    ],
 )
 def test_the_quickstart_learns_to_add(train_config, name, override):
     """From one base model; `.ci/run` runs README's own command, with seed 0."""

@@ -119,6 +119,8 @@ def test_a_run_stops_where_too_few_answers_have_a_score(run, words, server):
     assert "unscored: no verdict in" in result.err and "(32 are unscored)" in result.err
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/evaluation/")
 def test_an_evaluation_leaves_unscored_answers_out(run, words, workshop, tmp_path):
     words = [word for word in words if "max_error_share" not in word]
     overrides = [f"model={workshop.base}", f"data={workshop.data}/validation.parquet", *words]

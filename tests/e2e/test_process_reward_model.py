@@ -119,6 +119,7 @@ def test_transformers_gives_its_logits(finished, exported, tmp_path):
     assert "text-generation" not in card
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(prefer, finished, workshop):
     stopped = prefer("steps=20").ok()
     more = f"export_to={stopped.run_dir}.more"
@@ -169,6 +170,7 @@ def test_packing_and_devices_make_no_difference(run, exported):
         np.testing.assert_allclose(others, scores[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(run, prefer, exported, workshop, tmp_path):
     classifier = f"reward.classifier={exported}"
     critic = tmp_path / "critic"

@@ -1,5 +1,6 @@
 """A reward model that vLLM serves scores as transformers does."""
 
+import asyncio
 import os
 import shutil
 import socket
@@ -74,6 +75,6 @@ def test_its_scores_are_those_of_transformers(served, by_ids):
         with torch.no_grad():
             scores.append(model(torch.tensor([ids])).logits.item())
         asked = {"url": url, "model": "rm", "tokenizer": str(folder) if by_ids else None}
-        got = classify("", answer, None, {"prompt": prompt}, **asked)
+        got = asyncio.run(classify("", answer, None, {"prompt": prompt}, **asked))
         assert got == pytest.approx(scores[-1], abs=1e-4)
     assert max(scores) - min(scores) > 0.01

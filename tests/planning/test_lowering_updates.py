@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.kernels import DeviceInfo
@@ -36,7 +37,6 @@ from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.reward_model import score_pass
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.stages.rollout import merge_for_engine
-from jaxrl_llm.training.supervised import negative_log_likelihood
 from jaxrl_llm.training.update import Learner
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
@@ -85,6 +85,12 @@ def test_updates_of_recipes(path, tmp_path, jitted, lowered):
         steps = plan_role(config, functions, name, spec, layout)[1]
         for kind in (StepKind.ACCUMULATE, StepKind.APPLY):
             check(steps[StepId(name, kind)](), spec, kind)
+
+
+def test_an_update_on_pairs_of_answers(tmp_path):
+    path = ROOT / "configs/quickstart_online_dpo.yaml"
+    config = configure(tmp_path, DENSE, path, mesh__train__fsdp=8)
+    check(trace_actor(config, DENSE, StepKind.ACCUMULATE), DENSE, StepKind.ACCUMULATE)
 
 
 MESHES = {

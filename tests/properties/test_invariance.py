@@ -278,6 +278,7 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
 LOSSES = {
     losses.ppo_clip: {},
     losses.reinforce: {},
+    losses.negative_log_likelihood: {},
     losses.cispo: {},
     losses.sapo: {},
     losses.dppo_tv: {},

@@ -288,9 +288,15 @@ def test_nothing_to_plan():
     assert plan_microbatches(np.zeros(0, np.int32), SHAPES[0]) == []
 
 
-@pytest.mark.parametrize(("size", "index"), [(0, 1), (-1, 1), (17, 1)])
+def test_sequences_without_tokens_are_nowhere():
+    assert plan_microbatches(np.zeros(3, np.int32), SHAPES[0]) == []
+    sizes, shape = np.array([0, 4, 0, 10, 6]), RowShape(rows=2, length=10, sequences=32)
+    assert plan_microbatches(sizes, shape) == [[[3], [4, 1]]]
+
+
+@pytest.mark.parametrize(("size", "index"), [(-1, 1), (17, 1)])
 def test_sequences_that_fit_no_row(size, index):
-    with pytest.raises(ValueError, match=f"sequence {index}: expected 1 to 16 tokens, got {size}"):
+    with pytest.raises(ValueError, match=f"sequence {index}: expected 0 to 16 tokens, got {size}"):
         plan_microbatches(np.array([3, size, 16]), SHAPES[0])
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.workers.limits import Limits
 from tests.judge_server import JudgeServer
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+{answer}?"}]
-RETRIES = 2
+RETRIES = 1
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def server():
 def scored(server, tmp_path):
     """Score answers by a judge; what it has replied before is known."""
 
-    def score(*answers, workers=1, timeout_s=5.0, concurrency=4, limits=None, **keywords):
+    def score(*answers, workers=0, timeout_s=5.0, concurrency=4, limits=None, **keywords):
         keywords = {"url": server.url, "model": "m", "run_dir": str(tmp_path)} | keywords
         pool = RewardPool(
             FunctionSpec("judge", keywords),
@@ -91,9 +91,9 @@ def test_a_server_that_dies_and_comes_back(scored, server, workers):
 def test_what_was_answered_is_not_asked_again(scored, server):
     """Not even by a server that would say something else now, or by one that is down."""
     answers = ("7", "vary", "slow 3", "mute")
-    before = scored(*answers)
+    before = scored(*answers, workers=1)
     assert values(before) == pytest.approx([0.7, 0.1, 0.3, None])
-    again = scored(*answers, workers=0)
+    again = scored(*answers)
     assert again[:3] == before[:3] and again[3].is_unscored
     assert [server.asked[answer] for answer in answers] == [1, 1, 1, 2]  # nothing that says nothing
     assert values(scored("7", model="other")) == pytest.approx([0.7])
@@ -121,11 +121,11 @@ def test_replies_are_kept_whole(scored, tmp_path):
 def test_a_key_is_sent_and_kept_nowhere(scored, server, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     limits = Limits(pass_env=("JUDGE_*",))
-    scores = scored("7", "401 5", api_key_env="JUDGE_KEY", limits=limits)
+    scores = scored("7", "401 5", workers=1, api_key_env="JUDGE_KEY", limits=limits)
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer s3cret"}
     assert b"s3cret" not in (tmp_path / "judge.sqlite").read_bytes()
     assert "s3cret" not in str(scores)
-    (hidden,) = scored("8", api_key_env="JUDGE_KEY")  # the workers do not see it
+    (hidden,) = scored("8", workers=1, api_key_env="JUDGE_KEY")  # the workers do not see it
     assert "there is no JUDGE_KEY" in hidden.error
 
 

@@ -1,19 +1,28 @@
 """A reward model behind a server: what is asked, and which scores are believed."""
 
+import asyncio
 import contextlib
 import http.server
 import json
 import math
 import threading
+from pathlib import Path
 
 import pytest
+import transformers
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.rewards import reward_server as module
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.reward_server import ServerError, classify
-from jaxrl_llm.rewards.worker import RewardItem
+from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.rewards.scoring import check_scoring
+from jaxrl_llm.rewards.servers import ServerError
+from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+from jaxrl_llm.workers import retries
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 PROMPT = [{"role": "user", "content": "1+1="}]
 
 
@@ -66,18 +75,36 @@ def serving(**keywords):
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+def forgetful(monkeypatch):
+    """Know no server by its port, and wait for none."""
+    monkeypatch.setattr(module, "_SWITCHES_SEEN", {})
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.0)
 
 
-def ask(server, text="22", info=None, **keywords):
+def ask(server, *texts, info=None, **keywords):
+    """Return the scores of texts that are asked about at once; of one alone, its score."""
     info = {"prompt": PROMPT} if info is None else info
-    return classify("", text, None, info, url=server.url, model="rm", **keywords)
+    keywords = {"url": server.url, "model": "rm"} | keywords
+
+    async def ask_all():
+        asked = [classify("", text, None, info, **keywords) for text in texts or ("22",)]
+        return await asyncio.gather(*asked)
+
+    scores = asyncio.run(ask_all())
+    return scores if texts[1:] else scores[0]
+
+
+def pooled(url, *texts, **options):
+    spec = FunctionSpec("classify", {"url": url, "model": "rm"})
+    options = {"workers": 0, "on_error": "unscored", "calls": AsyncCalls(4, 2)} | options
+    with RewardPool(spec, timeout_s=5, **options) as pool:
+        return pool.score([RewardItem("sums", t, "2", {"prompt": PROMPT}) for t in texts])
 
 
 def test_the_chat_is_scored_without_a_sigmoid():
     with serving() as server:
-        assert [ask(server), ask(server, "4444")] == pytest.approx([-2.8, -2.6])
+        assert ask(server, "22", "4444", "7") == pytest.approx([-2.8, -2.6, -2.9])
+        assert ask(server, "4444") == pytest.approx(-2.6)
         probes = [body for body in server.bodies if "input" in body]
         assert len(probes) == 2  # once for a server, not once for a reply
         asked = server.bodies[-1]
@@ -88,8 +115,18 @@ def test_the_chat_is_scored_without_a_sigmoid():
 def test_an_episode_is_the_chat_that_it_was():
     chat = [*PROMPT, {"role": "assistant", "content": "call"}, {"role": "tool", "content": "2"}]
     with serving() as server:
-        ask(server, "all of it", {"prompt": PROMPT, "messages": chat})
+        ask(server, "all of it", info={"prompt": PROMPT, "messages": chat})
         assert server.bodies[-1]["messages"] == chat
+
+
+def test_a_tokenizer_makes_token_ids():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(QUICKSTART)
+    chat = [*PROMPT, {"role": "assistant", "content": "22"}]
+    with serving() as server:
+        ask(server, "22", "4444", tokenizer=str(QUICKSTART))
+        asked = [body["input"] for body in server.bodies if isinstance(body.get("input"), list)]
+    assert len(asked) == 2
+    assert tokenizer.apply_chat_template(chat, return_dict=False) in asked
 
 
 @pytest.mark.parametrize("shift", [-3.0, 0.3])
@@ -101,28 +138,34 @@ def test_an_older_servers_name_for_the_key_is_found(shift):
 
 
 def test_a_server_that_applies_a_sigmoid_is_refused():
-    with serving(knows=()) as server, pytest.raises(ServerError, match="may apply a sigmoid"):
+    with serving(knows=()) as server, pytest.raises(ValueError, match="may apply a sigmoid"):
         ask(server)
 
 
 def test_what_may_pass_is_asked_again():
-    with serving() as server:
-        ask(server)
-        server.failures = [429, 503]
-        assert ask(server) == pytest.approx(-2.8) and not server.failures
+    with serving(failures=[429, 503]) as server:
+        assert pooled(server.url, "22")[0].score == pytest.approx(-2.8) and not server.failures
         before, server.failures = len(server.bodies), [500] * 9
-        with pytest.raises(ServerError, match="status 500"):
-            ask(server)
-        assert len(server.bodies) - before == module.TRIES
+        (score,) = pooled(server.url, "22")
+        assert score.is_unscored and score.has_failed and "status 500" in score.error
+        assert len(server.bodies) - before == 3
+
+
+def test_workers_score_many_at_once():
+    with serving() as server:
+        scores = pooled(server.url, *("2" * n for n in range(40)), workers=2)
+        assert [s.score for s in scores] == pytest.approx([n / 10 - 3 for n in range(40)])
+        assert sum("input" in body for body in server.bodies) <= 4  # two probes in each worker
 
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         ({"failures": [400] * 9}, "status 400"),
-        ({"reply": "no json"}, "JSONDecodeError"),
+        ({"reply": "no json"}, "expected one item with one number .*status 200: 'no json'"),
         ({"reply": '{"data": []}'}, "expected one item with one number"),
-        ({"reply": '{"data": [{"probs": [0.2, 0.8]}]}'}, "which a model of one label gives, got"),
+        ({"reply": '{"data": [{"probs": [0.2, 0.8]}]}'}, "which a model of one label gives, the"),
+        ({"reply": '{"data": [{"probs": [null]}]}'}, "expected one item with one number"),
     ],
 )
 def test_other_answers_are_errors(keywords, message):
@@ -135,11 +178,19 @@ def test_other_answers_are_errors(keywords, message):
 def test_a_server_that_is_gone_is_a_failure_of_each_reply():
     with serving() as server:
         url = server.url
-    spec = FunctionSpec("classify", {"url": url, "model": "rm"})
-    item = RewardItem("sums", "22", "2", {"prompt": PROMPT})
-    with RewardPool(spec, workers=0, timeout_s=5, on_error=-1.0) as pool:
-        (score,) = pool.score([item])
-    assert score.score == -1.0 and "Connection refused" in score.error
+    (score,) = pooled(url, "22")
+    assert score.is_unscored and score.has_failed
+    assert "ConnectError" in score.error and score.error.endswith("(try 3)")
+
+
+def test_failures_that_would_be_scores_are_refused(monkeypatch):
+    spec = FunctionSpec("classify", {"url": "http://localhost:8000", "model": "rm"})
+    with pytest.raises(ConfigError, match=r"on_error=0 would be .* classify can't ask its server"):
+        check_scoring(RewardConfig(), spec)
+    check_scoring(RewardConfig(on_error="unscored"), spec)
+    monkeypatch.setattr("jaxrl_llm.rewards.servers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"classify needs httpx2; pip install .*\[client\]"):
+        check_scoring(RewardConfig(on_error="unscored"), spec)
 
 
 def test_a_prompt_without_messages_is_refused():

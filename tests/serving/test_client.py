@@ -11,8 +11,14 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxrl_llm.serving import client as client_module
-from jaxrl_llm.serving.client import RequestLimits, ScoringClient, ScoringError, parse_scores
+from jaxrl_llm.serving.client import (
+    SAMPLE,
+    RequestLimits,
+    ScoringClient,
+    ScoringError,
+    parse_scores,
+)
+from jaxrl_llm.workers import retries
 
 QUICK = RequestLimits(concurrency=4, timeout_s=0.3, retries=2)
 
@@ -75,7 +81,7 @@ def teacher():
 @pytest.fixture
 def connect(teacher, serving, monkeypatch):
     """(limits) -> a client of the stand-in."""
-    monkeypatch.setattr(client_module, "backoff_s", lambda attempt, share: 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     made = []
     with serving(teacher.app()) as address:
 
@@ -232,7 +238,7 @@ def test_another_vocabulary_is_found_by_a_known_text(teacher, connect):
         return list(text.encode())
 
     client.check_tokens(encode, longest=512, top=2)
-    assert teacher.asked[0]["prompt"] == client_module.SAMPLE
+    assert teacher.asked[0]["prompt"] == SAMPLE
     client.check_tokens(encode, longest=24, top=0)  # the text is cut to what has room
     teacher.encode = lambda text: [byte + 1 for byte in text.encode()]
     with pytest.raises(ScoringError, match=r"other tokens than these ids.*teacher\.tokenizer"):
@@ -264,8 +270,9 @@ def test_a_model_that_is_not_there_is_named(teacher, connect):
         client.open()
 
 
-def test_an_address_that_is_none_is_refused():
-    client = ScoringClient("localhost:8000/v1", limits=QUICK._replace(retries=0))
-    with pytest.raises(ScoringError, match="localhost:8000/v1"):
+@pytest.mark.parametrize("address", ["localhost:8000/v1", "http://[::1/v1"])
+def test_an_address_that_is_none_is_refused(address):
+    client = ScoringClient(address, limits=QUICK._replace(timeout_s=9.0))
+    with pytest.raises(ScoringError, match="is no address"):
         client.open()
     client.close()

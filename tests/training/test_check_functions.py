@@ -182,9 +182,10 @@ def test_a_kl_in_the_reward_may_compute_with_numpy():
 
 
 CONFIGS = [path.relative_to(PACKAGED).as_posix() for path in PACKAGED.glob("recipes/*.yaml")]
+CONFIGS += [f"quickstart{name}.yaml" for name in ("", "_online_dpo", "_raft")]
 
 
-@pytest.mark.parametrize("name", [*sorted(CONFIGS), "quickstart.yaml"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_no_recipe_is_refused(name):
     resolved({}, name)
 

@@ -39,7 +39,7 @@ def test_answers_are_scored_while_the_devices_compute():
         assert computing.wait(LIMIT), "the reference waits for the scores"
         return [Score(0.5, {}, None)]
 
-    def reference(batch):
+    def reference(states, batch):
         computing.set()
         assert scoring.wait(LIMIT), "nobody scores while the reference is computed"
         return {"logprobs": np.zeros(batch.tokens.shape, np.float32)}

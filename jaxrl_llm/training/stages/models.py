@@ -3,31 +3,33 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.offload import on_device, to_host
-from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.batch_metrics import check_agreement, check_difference
-from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.load_model import LoadedModel, forward_config
+from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.moving_average import MovingAverage
 from jaxrl_llm.training.policy_teacher import AVERAGE, open_policy_teacher
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
+from jaxrl_llm.training.stages.reference import (
+    REFERENCE,
+    ReferencePolicy,
+    changing_reference,
+    fixed_reference,
+    initial_weights,
+    make_reference,
+    start_of,
+)
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch
@@ -73,6 +75,7 @@ class ModelsStage:
         warmup_steps: in which only the critic is updated.
         check_canaries: (states, batch of fresh answers, step) -> metrics; raises where engine and
             trainer do not agree.
+        reference: that is refreshed; None without one, and for one that stays.
         scored_passes: over a step's batch with its scores, after all others.
         average: the policy's moving average, if a run has one.
     """
@@ -83,6 +86,13 @@ class ModelsStage:
     check_canaries: Callable[[States, Batch, int], dict[str, float]]
     scored_passes: tuple[ScoredPass, ...] = ()
     average: MovingAverage | None = None
+    reference: ReferencePolicy | None = None
+
+    def refresh_reference(self, states: States, step: int) -> States:
+        """Return the states after a step, with a new reference where one is due."""
+        if self.reference is None or not self.reference.is_due(step):
+            return states
+        return states | {REFERENCE: self.reference.refreshed(states[REFERENCE], states["actor"])}
 
     def to_update(self, step: int) -> Sequence[Role]:
         """Return the roles that a step updates; the actor only when the critic has warmed up."""
@@ -103,8 +113,8 @@ def build_models(
     model: LoadedModel,
     layouts: Layouts,
     teacher: TeacherModel | None = None,
-) -> tuple[ModelsStage, dict[str, TrainableModel]]:
-    """Build every model that is trained and the reference; return also what training starts from.
+) -> tuple[ModelsStage, dict[str, TrainableModel], States]:
+    """Build every model that is trained and the reference.
 
     Args:
         config: of the run.
@@ -112,16 +122,24 @@ def build_models(
         model: the policy's.
         layouts: where each model stands.
         teacher: that the policy's update runs; None: it runs none.
+
+    Returns:
+        The stage, what training starts from, and the state of a reference that is refreshed.
     """
     shape_on = functools.partial(microbatch_shape, config)
     roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
     initial = functools.cache(functools.partial(initial_weights, config, model))
-    passes, average = [], None
+    passes: list[ModelPass] = []
+    average, refreshed, beside = None, None, {}
     if not functions.on_policy:
-        passes.append(old_logprob_pass(config, roles["actor"]))
+        passes.append(old_logprob_pass(config, functions, roles["actor"]))
     if functions.needs_reference:
-        reference = make_reference(config, model, layouts, roles["actor"], initial)
-        passes.append(reference_pass(reference))
+        reference, params = make_reference(config, model, layouts, roles["actor"], initial)
+        if config.reference.refresh_every is None:
+            passes.append(reference_pass(fixed_reference(reference, params)))
+        else:
+            passes.append(reference_pass(changing_reference(reference)))
+            refreshed, beside = reference, {REFERENCE: start_of(params, layouts)}
     if reward := roles.get("implicit_reward_model"):
         fields = {"reward_logprobs": "logprobs"}
         passes.append(role_pass("implicit_reward_model", reward, fields))
@@ -138,17 +156,18 @@ def build_models(
         passes=tuple(passes),
         warmup_steps=config.critic.warmup_steps if "critic" in roles else 0,
         check_canaries=canary_check(config, roles["actor"]),
+        reference=refreshed,
         average=average,
     )
-    return stage, trainable
+    return stage, trainable, beside
 
 
-def old_logprob_pass(config: TrainConfig, actor: Role) -> ModelPass:
+def old_logprob_pass(config: TrainConfig, functions: AlgorithmFunctions, actor: Role) -> ModelPass:
     """Return the pass that adds `old_logprobs`, and compares the engine's with the trainer's."""
     rollout = config.rollout
     add = old_logprob_step(
         actor.infer,
-        use_rollout_logprobs=config.algorithm.use_rollout_logprobs,
+        use_rollout_logprobs=config.algorithm.use_rollout_logprobs or functions.probes_only,
         probe_tokens=config.batch.max_tokens_per_device,
     )
 
@@ -179,14 +198,16 @@ def canary_check(
     return check
 
 
-def reference_pass(reference: Callable[[Batch], dict[str, np.ndarray]]) -> ModelPass:
+def reference_pass(
+    reference: Callable[[States, Batch], dict[str, np.ndarray]],
+) -> ModelPass:
     """Return the pass that adds the reference's log-probs."""
 
     def run(
         states: States, batch: Batch, rollouts: Rollouts, step: int
     ) -> tuple[Batch, dict[str, float]]:
-        del states, rollouts, step
-        return batch.add(ref_logprobs=reference(batch)["logprobs"]), {}
+        del rollouts, step
+        return batch.add(ref_logprobs=reference(states, batch)["logprobs"]), {}
 
     return ModelPass("ref", run)
 
@@ -203,60 +224,3 @@ def role_pass(timer: str, role: Role, fields: dict[str, str]) -> ModelPass:
         return batch.add(**{field: results[name] for field, name in fields.items()}), {}
 
     return ModelPass(timer, run)
-
-
-def initial_weights(
-    config: TrainConfig, model: LoadedModel, layout: Layout, on_host: bool
-) -> Params:
-    """Copy the weights that a run begins with, in the compute dtype; of an adapter as they are.
-
-    Args:
-        config: of the run.
-        model: the policy's.
-        layout: where the copy stands.
-        on_host: whether it waits there.
-    """
-    if model.frozen is not None:
-        return jax.tree.map(jnp.copy, model.params)
-    dtypes = model.model.compute_dtypes(config.model.dtype)
-    params = reshard(model.params, layout.of(model.model.declare()), dtype=dtypes)
-    return to_host(params) if on_host else params
-
-
-def make_reference(
-    config: TrainConfig,
-    model: LoadedModel,
-    layouts: Layouts,
-    actor: Role,
-    initial: Callable[[Layout, bool], Params],
-) -> Callable[[Batch], dict[str, np.ndarray]]:
-    """Copy the weights that a run begins with, in the compute dtype; return their pass.
-
-    With an adapter nothing is copied: the reference is the base, and so an adapter of zeros.
-
-    Raises:
-        ConfigError: it has a mesh of its own or is offloaded, but there is an adapter.
-    """
-    layout = layouts.reference
-    if model.frozen is not None:
-        if layout is not layouts.train or config.offload.reference:
-            key = "offload.reference" if config.offload.reference else "mesh.reference"
-            raise ConfigError(
-                f"{key} is set, but beside an adapter the reference is the frozen model "
-                "itself, where it is trained: remove it"
-            )
-        split = jax.tree.map(lambda like: like.sharding, model.like)
-        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-        return functools.partial(actor.infer, jax.jit(zeros, out_shardings=split)(model.like))
-    infer: Callable[[Any, Batch], dict[str, np.ndarray]] = actor.infer
-    if layout is not layouts.train:
-        forward = forward_config(config.model, model.model, layout, config.rollout.temperature)
-        shape = microbatch_shape(config, forward, layout)
-        infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
-    params = initial(layout, config.offload.reference)
-
-    def infer_reference(batch: Batch) -> dict[str, np.ndarray]:
-        with on_device(params) as reference:
-            return infer(reference, batch)
-
-    return infer_reference

@@ -29,7 +29,6 @@ from jaxrl_llm.runs.resume import ResumedRun
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.training.batch_metrics import load_balance, step_histograms
-from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.types import Batch
 
@@ -46,7 +45,7 @@ class RunStage:
         total_steps: steps in all.
         start_digests: of the weights and data that the run began with.
         executor: a thread for work on the host while the devices work.
-        balance: batch -> metrics of how evenly it loads the devices.
+        balance: mini-batches -> metrics of how evenly they load the devices.
         should_validate: whether a step ends with a validation; step 0 is before the first update.
         validate: step -> metrics.
         dump: (step, batch, rollouts, scores) -> writes the answers to a file.
@@ -61,7 +60,7 @@ class RunStage:
     total_steps: int
     start_digests: dict[str, Any]
     executor: Executor
-    balance: Callable[[Batch], dict[str, float]]
+    balance: Callable[[Sequence[Batch]], dict[str, float]]
     should_validate: Callable[[int], bool]
     validate: Callable[[int], dict[str, float]]
     dump: Callable[[int, Batch, Rollouts, list[Score]], None]
@@ -158,7 +157,7 @@ def build_run(
         total_steps=opened.total_steps,
         start_digests=opened.start_digests,
         executor=executor,
-        balance=functools.partial(load_balance, shape=shape, minibatch=minibatch_size(config)),
+        balance=functools.partial(load_balance, shape=shape),
         should_validate=functools.partial(is_validation_due, config, opened.total_steps)
         if validate
         else never,

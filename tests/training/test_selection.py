@@ -1,0 +1,302 @@
+"""What of a step is trained on: the updates are those of `prefer` and of `sft`."""
+
+import functools
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from jaxrl_llm.algorithms import losses, preferences, shaping
+from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.config.sections.reference import ReferenceConfig
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.data.preferences import Preference, preference_batch
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
+from jaxrl_llm.sharding.offload import to_host
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.experience import ScoreError, per_answer
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.preference_objective import PreferenceObjective
+from jaxrl_llm.training.selection import (
+    filled,
+    pair_maker,
+    select_all,
+    select_kept,
+    select_pairs,
+)
+from jaxrl_llm.training.stages.reference import ReferencePolicy
+from jaxrl_llm.training.update import Learner, TrainState
+from jaxrl_llm.types import Batch
+from tests.specs import tiny_spec
+
+SPEC = tiny_spec(vocab_size=32, hidden_size=16, heads=4, kv_heads=2, head_dim=4, ff_width=24)
+WIDTH, GROUP = 8, 4
+KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))
+DPO = functools.partial(preferences.dpo, beta=0.3)
+SCORES = [0.0, 1.0, 0.5, 1.0] + [1.0] * 4 + [0.25, 0.0, 0.0, 0.75]
+"""Of three groups; the second one's are all equal."""
+UNUSABLE = 11  # the best of the last group
+ANSWERS = len(SCORES)
+
+
+@pytest.fixture(scope="module")
+def params():
+    rng = np.random.default_rng(0)
+
+    def draw(decl):
+        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
+        return jnp.asarray(values, jnp.float32)
+
+    return jax.tree.map(draw, declare(SPEC))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Ragged answers with holes in their masks, as tools leave them; one is not usable."""
+    rng = np.random.default_rng(1)
+    count = len(SCORES)
+    prompts = np.repeat(rng.integers(2, 4, count // GROUP), GROUP)
+    sizes = prompts + rng.integers(2, WIDTH - 3, count)
+    usable = np.arange(count) != UNUSABLE
+    sizes = np.where(usable, sizes, prompts)
+    place = np.arange(WIDTH)
+    inside = place < sizes[:, None]
+    mask = inside & (place >= prompts[:, None]) & usable[:, None]
+    mask[2, prompts[2] + 1] = False
+    groups = np.where(usable, np.arange(count) // GROUP, count + np.arange(count))
+    logprobs = rng.normal(-3, 1, mask.shape).astype(np.float32)
+    drawn = rng.integers(1, SPEC.vocab_size, mask.shape)
+    tokens = np.where(place < prompts[:, None], drawn[np.arange(count) // GROUP], drawn)
+    tokens = np.where(inside, tokens, 0)
+    fields = {
+        "mask": mask,
+        "scores": np.array(SCORES, np.float32),
+        "group_ids": groups.astype(np.int32),
+        "usable": usable,
+        "ref_logprobs": logprobs,
+    }
+    return Batch(tokens.astype(np.int32), sizes.astype(np.int32), fields)
+
+
+def one_mesh(**sizes):
+    count = int(np.prod(list(sizes.values()) or [1]))
+    return make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | sizes, jax.devices()[:count])
+
+
+def build(params, objective, reduce, *, width, rows=16, mesh=None):
+    """Return a function from a mini-batch to the gradient and metrics of an update."""
+    mesh = mesh or one_mesh()
+    placed = jax.device_put(params, shardings(declare(SPEC), mesh))
+    learner = Learner(
+        objective,
+        ForwardConfig(model=model_of(SPEC)),
+        KEEP_GRADIENT,
+        reduce=reduce,
+        shape=row_shape(rows * width, width, sequences=16, multiple_of=batch_shards(mesh)),
+        mesh=mesh,
+        params_like=placed,
+    )
+
+    def run(minibatch):
+        coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+        state, metrics = learner.update(learner.init(placed), minibatch, coefs)
+        return jax.device_get((state.opt_state[0].trace, metrics))
+
+    return run
+
+
+def assert_same(got, expected, names=("loss",)):
+    (gradient, metrics), (wanted, wanted_metrics) = got, expected
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    assert scale > 0.01
+    for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        assert_allclose(leaf, other, rtol=1e-4, atol=3e-6 * scale)
+    for name in names:
+        assert_allclose(metrics[name], wanted_metrics[name], rtol=2e-5, err_msg=name)
+
+
+# -------------------------------------------------------------------------------------------- pairs
+
+
+def pairs_of(batch, function=best_and_worst, size=ANSWERS):
+    return select_pairs(pair_maker(function), size, size // GROUP, batch)
+
+
+def preferences_of(batch, pairs):
+    """Return what `prefer` would read, by hand: prompt, two answers, sums under the reference."""
+    items = []
+    for pair in pairs:
+        answers, columns = [], {}
+        for side, i in zip(("chosen", "rejected"), pair, strict=True):
+            start = int(np.flatnonzero(batch["mask"][i])[0])
+            prompt = tuple(batch.tokens[i, :start].tolist())
+            answers.append(tuple(batch.tokens[i, start : batch.sequence_lengths[i]].tolist()))
+            total = sum(batch["ref_logprobs"][i][batch["mask"][i]].astype(float).tolist())
+            columns[f"ref_{side}_logps"] = total
+        items.append(Preference(prompt, tuple(answers), columns))
+    return items
+
+
+def test_ties_and_unusable_answers_make_no_pair(batch):
+    """The last group's best answer is not usable, so that its second best takes its place."""
+    selected = pairs_of(batch)
+    assert selected.metrics == {"pairs/count": 2.0, "pairs/tied_groups": 1.0}
+    (minibatch,) = selected.minibatches
+    assert minibatch["margins"].tolist() == [1.0, 0.25, 0.0]
+    assert minibatch.sequence_lengths[-1] == 0 and not minibatch["mask"][-1].any()
+    wanted = preference_batch(preferences_of(batch, [(1, 0), (8, 9)]), 2 * WIDTH)
+    assert_array_equal(minibatch.tokens[:2], wanted.tokens)
+    for name in ("mask", "second_start", "ref_chosen_logps", "ref_rejected_logps"):
+        assert_allclose(minibatch[name][:2], wanted[name], rtol=1e-6, err_msg=name)
+    assert pairs_of(batch, all_pairs).metrics["pairs/count"] == 5 + 2
+
+
+def test_pairs_go_to_the_mini_batch_of_their_prompts(batch):
+    cut = pairs_of(batch, size=GROUP).minibatches
+    assert [int((m.sequence_lengths > 0).sum()) for m in cut] == [1, 0, 1]
+    assert not pairs_of(batch, size=GROUP).is_empty
+    assert pairs_of(batch.take(np.arange(4, 8)), size=GROUP).is_empty
+
+
+@pytest.fixture(scope="module")
+def prefers(params, batch):
+    """The update of `prefer` on all pairs, which stand in its rows."""
+    chosen, rejected = pair_maker(all_pairs)(batch)
+    items = preferences_of(batch, zip(chosen, rejected, strict=True))
+    wanted = preference_batch(items, 2 * WIDTH)
+    wanted = wanted.add(mask=pairs_of(batch, all_pairs).minibatches[0]["mask"][: len(items)])
+    objective = PreferenceObjective(loss=DPO)
+    return build(params, objective, sequence_mean_token_mean, width=2 * WIDTH)(wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [({}, 16), ({}, 1), ({"fsdp": 4, "tensor": 2}, 4)], ids=str
+)
+def test_an_update_on_pairs_is_prefers_for_every_cut_and_mesh(params, batch, prefers, sizes, rows):
+    """The rows that fill a mini-batch up count for nothing."""
+    run = build(
+        params,
+        PreferenceObjective(loss=DPO),
+        sequence_mean_token_mean,
+        width=2 * WIDTH,
+        rows=rows,
+        mesh=one_mesh(**sizes),
+    )
+    (minibatch,) = pairs_of(batch, all_pairs).minibatches
+    assert len(minibatch.tokens) == 12 > int(pairs_of(batch, all_pairs).metrics["pairs/count"])
+    assert_same(run(minibatch), prefers, ("loss", "rewards/margins", "rewards/accuracies"))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda scores: scores, "returned ArrayImpl; expected Pairs"),
+        (lambda scores: Pairs(scores, scores, scores > 0), "float32.12. as 'chosen'; expected ind"),
+        (
+            lambda scores: Pairs(jnp.arange(2), jnp.arange(2), jnp.ones(2)),
+            "as 'valid'; expected true or false",
+        ),
+        (
+            lambda scores: Pairs(jnp.array([0]), jnp.array([4]), jnp.array([True])),
+            "paired answers to different prompts",
+        ),
+        (
+            lambda scores: Pairs(jnp.array([0]), jnp.array([12]), jnp.array([True])),
+            "an index that is no answer, expected 0 to 11",
+        ),
+    ],
+)
+def test_what_is_no_pair_is_refused(batch, function, message):
+    with pytest.raises(ScoreError, match=message):
+        pair_maker(function)(batch)
+
+
+# ---------------------------------------------------------------------------------------- reference
+
+
+def test_a_reference_on_the_host_is_there_again_after_a_refresh():
+    reference = ReferencePolicy(
+        infer=Mock(),
+        copy=lambda params: jax.tree.map(jnp.copy, params),
+        mix=lambda before, after: jax.tree.map(lambda x, y: 0.75 * x + 0.25 * y, before, after),
+        settings=ReferenceConfig(refresh_every=2, mix=0.25),
+        on_host=True,
+    )
+    zero = jnp.zeros((), jnp.int32)
+    old, policy = (TrainState({"w": jnp.full(2, value)}, (), zero, zero) for value in (4.0, 8.0))
+    old = old._replace(params=to_host(old.params))
+    new = reference.refreshed(old, policy)
+    assert new.params["w"].sharding.memory_kind == "pinned_host" and int(new.updates) == 1
+    assert_array_equal(new.params["w"], [5.0, 5.0])
+    assert [reference.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+# --------------------------------------------------------------------------------------- one answer
+
+
+def kept_by(batch, function, size=ANSWERS):
+    keep = per_answer(function, "algorithm.answer_filter", np.bool_)
+    return select_kept(keep, size, size // GROUP, batch)
+
+
+@jax.jit
+def imitation(params, tokens, mask):
+    """Return Σ −log π of the answers' tokens of one sequence, straight from the model."""
+    count = tokens.shape[0]
+    hidden = forward(params, SPEC, tokens[None], jnp.arange(count)[None], jnp.ones((1, count), int))
+    scores = hidden[0] @ params["embed"].T
+    logpi = jax.nn.log_softmax(scores[:-1], axis=-1)
+    taken = logpi[jnp.arange(count - 1), tokens[1:]]
+    return -jnp.sum(jnp.where(mask[1:], taken, 0.0))
+
+
+@pytest.mark.parametrize("reduce", [token_mean, sequence_mean_token_mean], ids=lambda f: f.__name__)
+def test_imitating_the_kept_answers_is_supervised_training_on_them(params, batch, reduce):
+    """One by one, without packing; a mean is over the kept answers' tokens, or over the answers."""
+    selected = kept_by(batch, functools.partial(shaping.at_least, threshold=1.0))
+    rows = [1, 3, 4, 5, 6, 7]
+    assert selected.metrics == {"batch/kept_answers": len(rows)}
+    tokens = batch["mask"].sum(1)
+    total, gradient = 0.0, None
+    for i in rows:
+        size = int(batch.sequence_lengths[i])
+        inputs = jnp.asarray(batch.tokens[i, :size]), jnp.asarray(batch["mask"][i, :size])
+        loss, own = jax.value_and_grad(imitation)(params, *inputs)
+        share = 1 / tokens[rows].sum() if reduce is token_mean else 1 / (len(rows) * tokens[i])
+        total += share * float(loss)
+        own = jax.tree.map(lambda g, share=share: share * g, own)
+        gradient = own if gradient is None else jax.tree.map(jnp.add, gradient, own)
+    objective = PolicyObjective(loss=losses.negative_log_likelihood)
+    (minibatch,) = selected.minibatches
+    assert len(minibatch.tokens) == 6, "three prompts, twice"
+    got = build(params, objective, reduce, width=WIDTH)(minibatch)
+    assert_same(got, (jax.device_get(gradient), {"loss": total}))
+
+
+def test_the_best_of_each_group_is_kept(batch):
+    selected = kept_by(batch, shaping.best_of_group)
+    (minibatch,) = selected.minibatches
+    assert selected.metrics == {"batch/kept_answers": 2.0}
+    assert_array_equal(minibatch.tokens[:2], batch.tokens[[1, 8]])
+    assert minibatch.sequence_lengths[2] == 0
+    high = functools.partial(shaping.best_of_group, threshold=1.5)
+    assert kept_by(batch, high).is_empty and not selected.is_empty
+
+
+def test_all_answers_are_taken_where_nothing_selects(batch):
+    selected = select_all(GROUP, batch)
+    assert len(selected.minibatches) == 3 and selected.metrics == {}
+    assert_array_equal(selected.minibatches[1].tokens, batch.tokens[4:8])
+
+
+def test_a_batch_is_filled_up_to_a_power_of_two_of_its_unit(batch):
+    assert [len(filled(batch.take(np.arange(n)), 3).tokens) for n in (0, 3, 4, 7)] == [3, 3, 6, 12]
