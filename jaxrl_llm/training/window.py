@@ -343,7 +343,7 @@ class Window:
                 f"step {step}: algorithm.group_filter kept {whole} of {whole + dropped.groups} "
                 f"groups{other}, expected {size} of at most {size * limit}: the prompts are too "
                 "easy or too hard for the policy. Raise algorithm.max_generation_batches and run "
-                "the same command again, or begin a run with other prompts or more samples_per_prompt"
+                "the same command again, or begin a run with other prompts or more answers to each"
             )
         return not refused
 
