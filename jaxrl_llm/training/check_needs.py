@@ -170,7 +170,7 @@ def check_distillation(config: TrainConfig) -> None:
         key = "correction" if algorithm.advantage == default else "advantage"
         raise ConfigError(
             f"algorithm.loss is null, so that nothing is learned by algorithm.{key}: remove it, or "
-            f"set it to {default.fn if key == 'advantage' else 'null'}"
+            f"set it to {'null' if key == 'correction' else getattr(default, 'fn', default)}"
         )
     if of_top and spec.kwargs.get("temperature", 1) != 1:
         raise ConfigError(
