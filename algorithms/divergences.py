@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jaxrl_llm.algorithms.ratios import finite
+from jaxrl_llm.algorithms import ratios
 
 
 def forward_kl_divergence(
@@ -130,7 +130,7 @@ def _softened(
 ) -> tuple[Float32[Array, "*S V"], Float32[Array, "*S V"]]:
     if temperature <= 0:
         raise ValueError(f"got temperature {temperature}, expected a positive one")
-    both = finite(student_logprobs), finite(teacher_logprobs)
+    both = ratios.finite(student_logprobs), ratios.finite(teacher_logprobs)
     if temperature == 1:
         return both
     student, teacher = (jax.nn.log_softmax(logprobs / temperature) for logprobs in both)

@@ -111,7 +111,7 @@ def _one_or_more(value: Any) -> FunctionSpec | tuple[FunctionSpec, ...]:
     for spec in (result,) if specs is None else specs or (None,):
         if not isinstance(spec, FunctionSpec):
             raise PydanticCustomError(
-                "functions", "a function's name, {{fn: NAME, keyword: …}}, or a list of such"
+                "functions", "a function's name, {fn: NAME, keyword: …}, or a list of such"
             )
     return result
 

@@ -206,6 +206,8 @@ def fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) 
 
 def count_dropped(rows: int, kept: int, name: str, limit: int) -> int:
     """Return how many rows were dropped, and log it; raise ValueError where none is left."""
+    if not rows:
+        raise ValueError("dataset: expected rows, got a file without any")
     if not kept:
         raise ValueError(f"dataset: none of {rows} rows is left under {name}={limit}")
     if kept < rows:

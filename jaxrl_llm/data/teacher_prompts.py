@@ -16,7 +16,7 @@ prompt.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.functions import closest
+from jaxrl_llm.config import functions
 from jaxrl_llm.data.chat import Message
 
 TOLD = (
@@ -77,7 +77,7 @@ def with_demonstration(
     [{'role': 'user', 'content': '1+2= (3) '}]
     """
     if column is not None and column not in extra_info:
-        raise ValueError(f"extra_info has no {column!r}; {closest(column, extra_info)}")
+        raise ValueError(f"extra_info has no {column!r}; {functions.closest(column, extra_info)}")
     demonstration = ground_truth if column is None else extra_info[column]
     if demonstration is None or demonstration == "":
         return None

@@ -86,6 +86,12 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they don't.
     """
+    for name in ("verdicts", "request"):
+        given = keywords.get(name)
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                f"reward.function: judge: {name}: expected a mapping or null, got {given!r}"
+            )
     words = keywords.get("verdicts") or ()
     if not all(isinstance(word, str) for word in words):
         raise ConfigError(

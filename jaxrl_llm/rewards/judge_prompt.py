@@ -93,12 +93,18 @@ class JudgeSettings:
         if not self.url.startswith(("http://", "https://")) or self.url.endswith("/completions"):
             example = "http://localhost:8000/v1"
             yield f"url: expected an API's address such as {example}, got {self.url!r}"
-        if not self.low < self.high:
-            yield f"low, high: expected the first to be lower, got {self.low:g} and {self.high:g}"
+        if not -math.inf < self.low < self.high < math.inf:
+            yield (
+                "low, high: expected two finite numbers, the first to be lower, "
+                f"got {self.low:g} and {self.high:g}"
+            )
         if self.max_tokens < 1:
             yield f"max_tokens: expected 1 or more, got {self.max_tokens}"
+        if self.reasoning_end == "":
+            yield "reasoning_end: expected a text such as </think>, or null, got ''"
         if self.verdicts is not None and not (
-            self.verdicts and all(isinstance(v, int | float) for v in self.verdicts.values())
+            self.verdicts
+            and all(isinstance(v, int | float) and math.isfinite(v) for v in self.verdicts.values())
         ):
             yield f"verdicts: expected a number for each word, got {self.verdicts!r}"
         try:
@@ -112,10 +118,11 @@ class JudgeSettings:
         wanted = {"first", "second"} if self.both_orders else {"answer"}
         try:
             missing = wanted - set(PLACEHOLDER.findall(self.template))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter if it is no text in UTF-8
+            reason = error.strerror if isinstance(error, OSError) else error
             yield (
                 f"prompt: expected a text with {{{min(wanted)}}} or the name of a file with one, "
-                f"got {shorten(repr(self.prompt), 100)}: {error.strerror}"
+                f"got {shorten(repr(self.prompt), 100)}: {reason}"
             )
         else:
             if missing:

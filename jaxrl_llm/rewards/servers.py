@@ -55,9 +55,15 @@ async def post(
 
     Raises:
         ServerError: its status is not 200.
+        ConnectionError: it can't be reached, or the connection is lost.
     """
-    client = await _client()
-    response = await client.post(url.rstrip("/") + path, json=body, headers=headers)
+    import httpx2
+
+    client, address = await _client(), url.rstrip("/") + path
+    try:
+        response = await client.post(address, json=body, headers=headers)
+    except httpx2.TransportError as error:  # whose text does not say where
+        raise ConnectionError(f"{address}: {type(error).__name__}: {error}") from error
     if response.status_code != 200:
         raise ServerError(response)
     return response

@@ -167,9 +167,10 @@ def check_distillation(config: TrainConfig) -> None:
         return
     default = AlgorithmConfig().advantage
     if algorithm.loss is None and (algorithm.advantage != default or algorithm.correction):
-        key = "advantage" if algorithm.advantage != default else "correction"
+        key = "correction" if algorithm.advantage == default else "advantage"
         raise ConfigError(
-            f"algorithm.loss is null, so that nothing is learned by algorithm.{key}: remove it"
+            f"algorithm.loss is null, so that nothing is learned by algorithm.{key}: remove it, or "
+            f"set it to {'null' if key == 'correction' else getattr(default, 'fn', default)}"
         )
     if of_top and spec.kwargs.get("temperature", 1) != 1:
         raise ConfigError(

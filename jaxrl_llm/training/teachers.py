@@ -71,11 +71,17 @@ class Teacher:
         """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
 
         Raises:
-            TeacherError: a token is beyond the teacher's vocabulary.
+            TeacherError: a token is beyond the teacher's vocabulary, or it gives NaN.
         """
         del rollouts
         results = self._infer(batch)
         logprobs = results.pop("logprobs")
+        unknown = np.isnan(logprobs[batch["mask"]]).sum()
+        if unknown:
+            raise TeacherError(
+                f"teacher.path: {self.path} gave NaN as the log-probs of {unknown} of "
+                f"{batch['mask'].sum()} tokens"
+            )
         return {"teacher_logprobs": logprobs, "teacher_mask": batch["mask"], **results}
 
     def score(self, sequences: Sequence[Sequence[int]], longest: int) -> list[ScoredTokens]:
@@ -201,7 +207,17 @@ def open_retokenized(
 def as_teacher(
     config: TrainConfig, path: str, model: TeacherModel, layout: Layout, longest: int
 ) -> Teacher:
-    """Return a loaded teacher with its pass over sequences of so many tokens."""
+    """Return a loaded teacher with its pass over sequences of so many tokens.
+
+    Raises:
+        ConfigError: it has fewer tokens than teacher.top_k.
+    """
+    known = model.vocab or model.forward.model.vocab_size
+    if (config.teacher.top_k or 0) > known:
+        raise ConfigError(
+            f"teacher.top_k={config.teacher.top_k}, but {path} and the policy have {known} tokens: "
+            "lower it"
+        )
     if config.offload.teacher:
         model = model._replace(params=to_host(model.params))
     shape = microbatch_shape(config, model.forward, layout, longest)
@@ -302,9 +318,22 @@ def held_params(teachers: Mapping[str, AnyTeacher]) -> dict[str, Params]:
 
 
 def check_teacher_sources(config: TrainConfig, sources: Iterable[str]) -> None:
-    """Refuse data sources that have no teacher, before anything is loaded."""
+    """Refuse data sources that have no teacher, and what is said of none, before any is loaded."""
     key = "url" if config.teacher.path is None else "path"
     paths = getattr(config.teacher, key)
+    of_it = {"tokenizer": config.teacher.tokenizer, "model": config.teacher.model}
+    for name, value in of_it.items():
+        for source in value if isinstance(value, dict) else ():
+            if not isinstance(paths, dict):
+                raise ConfigError(
+                    f"teacher.{name} names data_source {source!r}, but teacher.{key} is one "
+                    f"teacher for all: give both one value, or both a mapping, got {paths!r}"
+                )
+            if source not in paths:
+                raise ConfigError(
+                    f"teacher.{name}: teacher.{key} has no data_source {source!r}; "
+                    + closest(source, paths)
+                )
     if not isinstance(paths, dict):
         return
     for source in sorted(set(sources)):

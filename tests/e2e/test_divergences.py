@@ -200,3 +200,10 @@ def test_a_teacher_with_other_padding_needs_a_tokenizer(workshop, teacher, tmp_p
     result = workshop(*words, main=sft_main, config="sft.yaml")
     assert result.status == 2
     assert "bare_teacher has no tokenizer and vocab_size=" in result.err
+
+
+def test_a_teacher_has_only_so_many_tokens(run, teacher):
+    words = [*ALONE, "algorithm.distillation=forward_kl_divergence", "teacher.top_k=9999"]
+    result = run(*words, f"teacher.path={teacher}")
+    assert result.status == 2
+    assert "teacher.top_k=9999, but" in result.err and "tokens: lower it" in result.err

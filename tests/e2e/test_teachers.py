@@ -1,6 +1,7 @@
 """Distillation on the policy's own answers, against transformers' log-probs of the same tokens."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -176,6 +177,8 @@ def test_each_answer_has_the_teacher_of_its_source():
     )
     with pytest.raises(TeacherError, match="an answer has token 8, but t knows 8 tokens"):
         teacher_passes({"*": teach(0.0, vocab_size=8)})[0].run({}, batch, rollouts, 1)
+    with pytest.raises(TeacherError, match="t gave NaN as the log-probs of 3 of 3 tokens"):
+        teacher_passes({"*": teach(math.nan)})[0].run({}, batch, rollouts, 1)
 
 
 def test_every_source_needs_a_teacher():
@@ -183,3 +186,16 @@ def test_every_source_needs_a_teacher():
     check_teacher_sources(config, ["math", "code"])
     with pytest.raises(ConfigError, match=r"no teacher for data_source 'maths' of .* mean 'math'"):
         check_teacher_sources(config, ["math", "maths"])
+
+
+def test_nothing_is_said_of_teachers_that_there_are_not():
+    two = {"math": "a", "code": "b"}
+    check_teacher_sources(config_of(teacher={"path": two, "tokenizer": {"code": "b"}}), two)
+    config = config_of(teacher={"path": two, "tokenizer": {"maths": "a"}})
+    with pytest.raises(
+        ConfigError, match=r"teacher\.path has no data_source 'maths'; did you mean"
+    ):
+        check_teacher_sources(config, two)
+    config = config_of(teacher={"url": "u", "model": {"math": "a"}})
+    with pytest.raises(ConfigError, match=r"teacher\.model names .* teacher\.url is one teacher"):
+        check_teacher_sources(config, two)
