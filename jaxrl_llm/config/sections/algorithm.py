@@ -48,7 +48,7 @@ class AlgorithmConfig(Section):
         "teacher.top_k: algorithms.divergences",
     )
     distillation_coef: Number = Field(
-        default=1.0, ge=0, description="weight of the divergence from the teacher"
+        default=1.0, gt=0, description="weight of the divergence from the teacher"
     )
     entropy_coef: Number = Field(default=0.0, description="weight of the entropy bonus")
     correction: Several[Function] | None = function_key(
