@@ -45,6 +45,21 @@ if TYPE_CHECKING:
         truncated_token,
         truncated_token_normalized,
     )
+    from jaxrl_llm.algorithms.distillation import (
+        Comparison,
+        DivergenceStats,
+        TeacherHidden,
+        TeacherTop,
+        divergence_stats,
+        divergence_stats_from_logits,
+        likeliest_tokens,
+        with_tail,
+    )
+    from jaxrl_llm.algorithms.divergences import (
+        forward_kl_divergence,
+        generalized_jsd,
+        reverse_kl_divergence,
+    )
     from jaxrl_llm.algorithms.kl import (
         absolute,
         absolute_with_k2_gradient,

@@ -1,13 +1,13 @@
 """Log-probs, entropies and Σπ² of tokens, from logits or, in chunks, from hidden states."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
+
+from jaxrl_llm.algorithms.projection import HeadProjection, TokenChunks, chunk_count
 
 
 class TokenStats(NamedTuple):
@@ -115,7 +115,7 @@ def token_stats(
             f"got temperature {temperature}, softcap {softcap} and chunk {chunk}, "
             "expected positive ones"
         )
-    projection = _Projection(temperature, softcap, chunk, *head_axes)
+    projection = HeadProjection(temperature, softcap, chunk, *head_axes)
     return _only(needed, _token_stats(projection, hidden, head, targets, needed))
 
 
@@ -154,47 +154,9 @@ def _only(needed: Bool[Array, " X"] | None, stats: Any) -> TokenStats:
     return TokenStats(*(jnp.where(needed, x, 0.0) for x in stats))
 
 
-@dataclass(frozen=True)
-class _Projection:
-    temperature: float
-    softcap: float | None
-    chunk: int
-    embed_axes: tuple[str, ...]
-    vocab_axes: tuple[str, ...]
-
-    def gather(self, head: Float[Array, "d V"], dtype: jnp.dtype) -> Float[Array, "D V"]:
-        """Return the whole output projection in a dtype."""
-        narrow = head.astype(dtype)
-        if not self.embed_axes:
-            return narrow
-        return jax.lax.all_gather(narrow, self.embed_axes, axis=0, tiled=True)
-
-    def scatter(self, gradient: Float32[Array, "D V"]) -> Float32[Array, "d V"]:
-        """Return this device's part of the gradient of the output projection."""
-        if not self.embed_axes:
-            return gradient
-        return jax.lax.psum_scatter(gradient, self.embed_axes, scatter_dimension=0, tiled=True)
-
-    def logits(
-        self, hidden: Float[Array, "x D"], head: Float[Array, "D V"]
-    ) -> Float32[Array, "x V"]:
-        raw = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-        capped = raw if self.softcap is None else self.softcap * jnp.tanh(raw / self.softcap)
-        return capped / self.temperature
-
-    def to_raw(
-        self, cotangent: Float32[Array, "x V"], logits: Float32[Array, "x V"]
-    ) -> Float32[Array, "x V"]:
-        """Take a gradient by the logits back through temperature and soft-cap."""
-        cotangent = cotangent / self.temperature
-        if self.softcap is None:
-            return cotangent
-        return cotangent * (1.0 - jnp.square(logits * (self.temperature / self.softcap)))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_stats(
-    projection: _Projection,
+    projection: HeadProjection,
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     targets: Int[Array, " X"],
@@ -204,14 +166,14 @@ def _token_stats(
 
 
 def _forward(
-    projection: _Projection,
+    projection: HeadProjection,
     hidden: Float[Array, "X D"],
     head: Float[Array, "d V"],
     targets: Int[Array, " X"],
     needed: Bool[Array, " X"] | None,
 ) -> tuple[TokenStats, tuple[Any, ...]]:
     narrow = projection.gather(head, hidden.dtype)
-    chunks = _Chunks(hidden.shape[0], _count(hidden.shape[0], projection.chunk), needed)
+    chunks = TokenChunks(hidden.shape[0], chunk_count(hidden.shape[0], projection.chunk), needed)
     if chunks.count <= 1:
         logits = projection.logits(hidden, narrow)
         stats, residual = _stats_and_residual(logits, targets, projection.vocab_axes)
@@ -232,7 +194,7 @@ def _forward(
 
 
 def _backward(
-    projection: _Projection, saved: tuple[Any, ...], cotangents: TokenStats
+    projection: HeadProjection, saved: tuple[Any, ...], cotangents: TokenStats
 ) -> tuple[Float[Array, "X D"], Float[Array, "d V"], None, None]:
     hidden, head, narrow, targets, needed, residual, logits = saved
     over = projection.vocab_axes
@@ -261,7 +223,7 @@ def _backward(
     def nothing(total: Float32[Array, "D V"], block: Any) -> Any:
         return total, jnp.zeros_like(block[0])
 
-    chunks = _Chunks(hidden.shape[0], _count(hidden.shape[0], projection.chunk), needed)
+    chunks = TokenChunks(hidden.shape[0], chunk_count(hidden.shape[0], projection.chunk), needed)
     blocks = jax.tree.map(chunks.cut, (hidden, targets, residual, cotangents))
     step, zero = chunks.if_needed(add, nothing), jnp.zeros(narrow.shape, jnp.float32)
     to_head, to_hidden = jax.lax.scan(step, zero, (chunks.is_needed, blocks))
@@ -269,53 +231,6 @@ def _backward(
 
 
 _token_stats.defvjp(_forward, _backward)
-
-
-def _count(tokens: int, chunk: int) -> int:
-    """Return how many chunks to take, at best of equal size: padding is hard to share evenly."""
-    least = -(-tokens // chunk)
-    return next((n for n in range(least, 2 * least + 1) if n and tokens % n == 0), least)
-
-
-class _Chunks:
-    """X tokens in chunks of equal size: needed ones first, or each chunk every n-th of them."""
-
-    def __init__(self, tokens: int, count: int, needed: Bool[Array, " X"] | None) -> None:
-        self.tokens, self.count = tokens, count
-        self.order, self.is_needed = None, None
-        if needed is not None:
-            padding = -tokens % count
-            order = jnp.argsort(~needed, stable=True)
-            self.order = jnp.pad(order, (0, padding), constant_values=tokens)
-            firsts = jnp.arange(count) * ((tokens + padding) // count)
-            self.is_needed = firsts < jnp.sum(needed)
-
-    def cut(self, x: Array) -> Array:
-        """Return [chunks, x, …] of values [X, …]."""
-        if self.order is not None:
-            taken = x.at[self.order].get(mode="fill", fill_value=0)
-            return taken.reshape(self.count, -1, *x.shape[1:])
-        x = jnp.pad(x, [(0, -x.shape[0] % self.count)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(-1, self.count, *x.shape[1:]).swapaxes(0, 1)
-
-    def join(self, x: Array) -> Array:
-        """Return [X, …] of values [chunks, x, …]; the inverse of `cut`."""
-        if self.order is not None:
-            flat = x.reshape(-1, *x.shape[2:])
-            zeros = jnp.zeros((self.tokens, *flat.shape[1:]), flat.dtype)
-            return zeros.at[self.order].set(flat, mode="drop")
-        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[: self.tokens]
-
-    def if_needed(self, compute: Callable[..., Any], skip: Callable[..., Any]) -> Any:
-        """Return a function of (…, (is_needed, block)) that computes needed chunks only."""
-
-        def run(*given: Any) -> Any:
-            *carry, (is_needed, block) = given
-            if is_needed is None:
-                return compute(*carry, block)
-            return jax.lax.cond(is_needed, compute, skip, *carry, block)
-
-        return run
 
 
 class _Residual(NamedTuple):

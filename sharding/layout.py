@@ -97,14 +97,14 @@ class Layout:
         self,
         function: Callable[..., Any],
         *,
-        in_specs: Sequence[PartitionSpec],
+        in_specs: Sequence[Any],
         axes: tuple[str, ...] = TOKENS,
     ) -> Callable[..., Any]:
         """Map a function over the parts that tokens are split into, by `jax.shard_map`.
 
         Args:
             function: arrays -> arrays whose first axis is split as tokens are.
-            in_specs: how its arguments are split over the mesh.
+            in_specs: how its arguments are split over the mesh, one or a tree of partitions each.
             axes: the mesh axes over which tokens are split.
         """
         return jax.shard_map(

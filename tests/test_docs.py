@@ -20,6 +20,7 @@ import yaml
 from jaxrl_llm.algorithms import (
     advantages,
     correction,
+    divergences,
     kl,
     logprobs,
     losses,
@@ -39,10 +40,13 @@ from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.sections.log import LogConfig
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.trackers import functions as trackers
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
@@ -66,6 +70,7 @@ KINDS = {
     "Losses": losses,
     "Reductions": reduce,
     "KL": kl,
+    "Divergences": divergences,
     "Penalties and filters": shaping,
     "Off-policy corrections": correction,
     "Value and reward-model losses": values,
@@ -208,12 +213,16 @@ PRODUCERS = {  # what a function needs besides its name, by the field that it as
     "high_covariance": "algorithm.high_covariance=select_kl_cov",
     "score_components": "reward.components=[a]",
     "teacher_logprobs": "teacher.path=t",
+    "teacher_ids": "teacher={path: t, top_k: 4}",
+    "teacher_top_logprobs": "teacher={path: t, top_k: 4}",
 }
 READERS = {  # what makes a run read a section
     "critic": "algorithm.advantage=gae_whitened",
     "implicit_reward_model": "algorithm.advantage=prime",
     "reward.components": "algorithm.advantage=gdpo",
     "teacher": "algorithm.advantage=reverse_kl",
+    "teacher.top_k": "algorithm.distillation=forward_kl_divergence",
+    "algorithm.distillation": "teacher.path=t",
     "algorithm.high_covariance": "algorithm.loss=kl_cov",
 }
 
@@ -294,8 +303,9 @@ def test_trls_arguments_exist():
     if find_spec("trl") is None or version("trl") not in read("docs/coming_from_trl.md"):
         pytest.skip("the page's version of trl is not installed")
     files = ("grpo_config", "grpo_trainer", "rloo_config", "sft_config", "sft_trainer")
-    files += ("dpo_config", "kto_config", "reward_config")
+    files += ("dpo_config", "kto_config", "reward_config", "distillation_config")
     paths = [f"trl.trainer.{name}" for name in files] + ["transformers.training_args"]
+    paths += ["trl.experimental.gkd.gkd_config"]
     folders = {
         name: find_spec(name).submodule_search_locations[0] for name in ("trl", "transformers")
     }
@@ -597,7 +607,8 @@ def written(tmp_path_factory):
         rollout.agent={folder}/playing.py:play rollout.tools=[{folder}/playing.py:go_wrong]
         rollout.environment={folder}/playing.py:listen rollout.max_new_tokens=64
         rollout.tool_process.timeout_s=1 rollout.tool_process.retries=0
-        reward.workers=0 teacher.path.arithmetic={folder}/model
+        reward.workers=0 teacher.path.arithmetic={folder}/model teacher.top_k=2
+        algorithm.distillation=generalized_jsd
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1
@@ -645,10 +656,16 @@ def ages():
     return set(age_metrics(Batch(np.ones((1, 2), np.int32), np.array([2], np.int32), rows)))
 
 
+def unscored():
+    """Return the names that a validation logs whose answers have no score."""
+    prompt, score = Prompt(0, (1,), data_source="x"), Score(math.nan, {}, "unscored: no verdict")
+    return set(validation_metrics([prompt], [score], samples=1))
+
+
 def test_every_metric_is_documented(written):
     assert len(written) > 80
     patterns = documented().values()
-    everything = written | diagnostics() | ages()
+    everything = written | diagnostics() | ages() | unscored()
     assert [name for name in everything if not any(p.fullmatch(name) for p in patterns)] == []
 
 
@@ -679,7 +696,7 @@ def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
 
 
 def test_every_documented_metric_exists(written):
-    everything = written | diagnostics() | ages()
+    everything = written | diagnostics() | ages() | unscored()
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
     files += ("training/window", "training/stages/models")

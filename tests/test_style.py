@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MANY_PARAMETERS = {
     ("jaxrl_llm/data/prepare.py", "arithmetic"): "each is a key of a config",
     ("jaxrl_llm/data/prepare.py", "reasoning_gym"): "each is a key of a config",
+    ("jaxrl_llm/rewards/judge.py", "judge"): "each is a key of a config",
 }
 LONG_FILES: dict[str, str] = {}
 """Tables of data, and why they stand in one file."""

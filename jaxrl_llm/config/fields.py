@@ -34,7 +34,7 @@ class BatchField(NamedTuple):
 
     Attributes:
         name: of the parameter.
-        axes: B sequences, T tokens, C components of the score.
+        axes: B sequences, T tokens, C components of the score, K likeliest tokens.
         dtype: of its elements.
         stage: from which it exists.
         meaning: what it holds.
@@ -42,7 +42,7 @@ class BatchField(NamedTuple):
     """
 
     name: str
-    axes: Literal["B", "B T", "B C"]
+    axes: Literal["B", "B T", "B C", "B T K"]
     dtype: Literal["float32", "int32", "bool"]
     stage: Stage
     meaning: str
@@ -156,6 +156,22 @@ FIELDS: Mapping[str, BatchField] = {
             model="teacher",
         ),
         BatchField(
+            "teacher_ids",
+            "B T K",
+            "int32",
+            Stage.INFERRED,
+            "the teacher.top_k tokens that the teacher finds likeliest in each token's place",
+            model="teacher",
+        ),
+        BatchField(
+            "teacher_top_logprobs",
+            "B T K",
+            "float32",
+            Stage.INFERRED,
+            "their log-probs under the teacher; −∞ for one that is missing",
+            model="teacher",
+        ),
+        BatchField(
             "reward_logprobs",
             "B T",
             "float32",
@@ -225,7 +241,7 @@ FIELDS: Mapping[str, BatchField] = {
             "float32",
             Stage.SCORED,
             "the numbers of reward.components; reward.on_error for each where a reward function "
-            "failed",
+            "failed, 0 where the answer is unscored",
         ),
     )
 }

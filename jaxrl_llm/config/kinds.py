@@ -3,6 +3,7 @@
 ADVANTAGES = "jaxrl_llm.algorithms.advantages"
 LOSSES = "jaxrl_llm.algorithms.losses"
 REDUCTIONS = "jaxrl_llm.algorithms.reduce"
+DIVERGENCES = "jaxrl_llm.algorithms.divergences"
 KLS = "jaxrl_llm.algorithms.kl"
 CORRECTIONS = "jaxrl_llm.algorithms.correction"
 SHAPING = "jaxrl_llm.algorithms.shaping"

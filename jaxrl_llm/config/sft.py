@@ -6,7 +6,8 @@ from pathlib import Path
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.keys import STRICT, Number, Section
+from jaxrl_llm.config import kinds
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, function_key
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.sections.batch import SftBatchConfig
 from jaxrl_llm.config.sections.checkpoint import CheckpointConfig
@@ -26,6 +27,28 @@ from jaxrl_llm.config.shared import (
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SftTeacherConfig(Section):
+    """A teacher whose distributions are learned on the examples' answers."""
+
+    path: str | None = Field(
+        default=None,
+        description="Hugging Face directory of a teacher with the model's tokens; null: none",
+    )
+    divergence: Function = function_key(
+        kinds.DIVERGENCES,
+        "forward_kl_divergence",
+        "divergence of the model from the teacher, over the whole vocabulary: "
+        "algorithms.divergences",
+    )
+    share: Number = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share a of the divergence in the loss (1 - a) * -log π + a * divergence",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftConfig(Section):
     """A whole run of `jaxrl_llm.sft`."""
 
@@ -39,6 +62,7 @@ class SftConfig(Section):
         default=1, ge=1, description="passes over the examples, where steps is null"
     )
     model: ModelConfig
+    teacher: SftTeacherConfig = Field(default_factory=SftTeacherConfig)
     data: SftDataConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
     batch: SftBatchConfig = Field(default_factory=SftBatchConfig)
@@ -54,6 +78,7 @@ class SftConfig(Section):
             self,
             longest_example_fits,
             folders_are_two,
+            divergence_has_a_teacher,
             profiled_steps_are_steps,
             adapter_is_new_or_given,
             adapter_has_a_kept_base,
@@ -75,3 +100,9 @@ def folders_are_two(config: SftConfig) -> Iterator[str]:
     """Refuse to export into the folder of the run."""
     if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
         yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
+
+
+def divergence_has_a_teacher(config: SftConfig) -> Iterator[str]:
+    """Refuse keys of a teacher where there is none."""
+    if config.teacher.path is None and config.teacher != SftTeacherConfig():
+        yield "teacher is set, but there is no teacher.path: name one, or remove the section"

@@ -198,12 +198,12 @@ def pack(
 
 
 def unpack(
-    packed: Shaped[Array, "R L"],
+    packed: Shaped[Array, "R L *K"],
     row: Int[Array, " b"],
     start: Int[Array, " b"],
     size: Int[Array, " b"],
     width: int | None = None,
-) -> Shaped[Array, "b T"]:
+) -> Shaped[Array, "b T *K"]:
     """Gather every sequence back from the rows, padded to T with 0: the inverse of `pack`.
 
     T is `width`, by default L.
@@ -215,5 +215,6 @@ def unpack(
     """
     steps = jnp.arange(width or packed.shape[1])
     column = jnp.minimum(start[:, None] + steps, packed.shape[1] - 1)
+    inside = jnp.expand_dims(steps < size[:, None], range(2, packed.ndim))
     zero = jnp.zeros((), packed.dtype)
-    return jnp.where(steps < size[:, None], packed[row[:, None], column], zero)
+    return jnp.where(inside, packed[row[:, None], column], zero)

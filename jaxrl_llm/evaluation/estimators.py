@@ -1,7 +1,8 @@
 """What k answers to each of P prompts say of a model, and how sure that is.
 
 Estimators give one number for each prompt; the prompts are the independent draws. Values are the
-answers' scores, 0 or 1 where answers are right or wrong.
+answers' scores, 0 or 1 where answers are right or wrong, and NaN where nobody knows. An estimate is
+NaN of a prompt with too few answers that have a value.
 """
 
 import math
@@ -23,7 +24,8 @@ class Answers(NamedTuple):
 
     Attributes:
         quantity: "acc" where every reward function that did not fail reports one, else "reward".
-        values: of the answers; 0 for the `acc` of one whose reward function failed.
+        values: of the answers; 0 for the `acc` of one whose reward function failed, NaN where an
+            answer is unscored.
         votes: what was answered, None where the reward function failed; no array without `pred`s.
     """
 
@@ -50,7 +52,20 @@ def read_scores(groups: Sequence[Sequence[Score]]) -> Answers:
 def _value(score: Score, name: str) -> float:
     if name == "reward":
         return score.score
+    if score.is_unscored:
+        return math.nan
     return float(score.extra["acc"]) if score.error is None else 0.0
+
+
+def mean_of_each(values: Float[np.ndarray, "P n"]) -> Float[np.ndarray, " P"]:
+    """Return the mean of each prompt's answers that have a value.
+
+    >>> mean_of_each(np.array([[1.0, 0.0], [1.0, np.nan], [np.nan, np.nan]]))
+    array([0.5, 1. , nan])
+    """
+    known = ~np.isnan(values)
+    sums, counts = np.where(known, values, 0).sum(1), known.sum(1)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def best_at(values: Float[np.ndarray, "P n"], k: int) -> Float[np.ndarray, " P"]:
@@ -62,21 +77,25 @@ def best_at(values: Float[np.ndarray, "P n"], k: int) -> Float[np.ndarray, " P"]
     https://arxiv.org/abs/2107.03374.
 
     Args:
-        values: of the answers.
-        k: answers that one has, 1 to n.
+        values: of the answers; n is the number of those of a prompt that are not NaN.
+        k: answers that one has, at least 1.
 
     Returns:
-        An estimate for each prompt.
+        An estimate for each prompt; NaN where n is below k.
 
     Raises:
-        ValueError: k is not in 1 to n.
+        ValueError: there are not k answers to a prompt.
 
     >>> best_at(np.array([[1.0, 0.0, 0.0, 0.0]]), 2)  # 3 of the 6 pairs
     array([0.5])
     """
-    n = _check(values, k)
-    weights = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
-    return np.sort(values, 1) @ np.array(weights)
+    _check(values, k)
+    known, ordered = (~np.isnan(values)).sum(1), np.sort(values, 1)  # NaN comes last
+    best = np.full(len(values), np.nan)
+    for n in np.unique(known[known >= k]).tolist():
+        weights = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
+        best[known == n] = ordered[known == n, :n] @ np.array(weights)
+    return best
 
 
 def majority_at(
@@ -89,34 +108,37 @@ def majority_at(
     came first wins. Votes of None count together.
 
     Args:
-        values: of the answers.
+        values: of the answers; one of NaN has no vote.
         votes: what was answered.
-        k: answers that vote, 1 to n.
+        k: answers that vote, at least 1.
 
     Returns:
-        An estimate for each prompt.
+        An estimate for each prompt; NaN where fewer than k have a vote.
 
     Raises:
-        ValueError: k is not in 1 to n.
+        ValueError: there are not k answers to a prompt.
 
     >>> majority_at(np.array([[0.0, 1.0, 1.0]]), [["5", "4", "4"]], 3)
     array([1.])
     """
-    n = _check(values, k)
-    best = np.zeros((len(values), n // k))
+    _check(values, k)
+    means = np.full(len(values), np.nan)
     for row, answers in enumerate(votes):
-        for block in range(n // k):
-            voters = answers[block * k : (block + 1) * k]
+        known = np.flatnonzero(~np.isnan(values[row]))
+        best = list[float]()
+        for first in range(0, len(known) - k + 1, k):
+            block = known[first : first + k]
+            voters = [answers[i] for i in block]
             winner = voters.index(Counter(voters).most_common(1)[0][0])
-            best[row, block] = values[row, block * k + winner]
-    return best.mean(1)
+            best.append(values[row, block[winner]])
+        means[row] = np.mean(best) if best else np.nan
+    return means
 
 
-def _check(values: np.ndarray, k: int) -> int:
+def _check(values: np.ndarray, k: int) -> None:
     n = values.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"got k={k} for {n} answers to each prompt, expected 1 to {n}")
-    return n
 
 
 def interval(values: Float[np.ndarray, " P"]) -> tuple[float, float] | None:

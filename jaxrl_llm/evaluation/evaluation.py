@@ -21,7 +21,14 @@ from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
-from jaxrl_llm.evaluation.estimators import LEVEL, best_at, interval, majority_at, read_scores
+from jaxrl_llm.evaluation.estimators import (
+    LEVEL,
+    best_at,
+    interval,
+    majority_at,
+    mean_of_each,
+    read_scores,
+)
 from jaxrl_llm.evaluation.policy import Policy, load_policy
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -61,7 +68,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
         stack.enter_context(use_compilation_cache())
         stack.enter_context(reporting_compilation())
         stack.enter_context(compiling_on_demand())
-        score = make_function_scoring(config.reward, config.reward.function, stack)
+        score = make_function_scoring(config.reward, config.reward.function, stack, out)
         with activity("opening the devices"):
             layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         log.info("loading %s", config.model)
@@ -249,31 +256,33 @@ def table(
     """Return mean@n, pass@k and maj@k with their intervals, and what went wrong.
 
     pass@k is called best@k where scores are not all 0 or 1. maj@k needs the reward functions'
-    `pred`.
+    `pred`. Answers that are unscored are left out, and so are prompts with fewer than k others.
     """
     groups = [scores[first : first + samples] for first in range(0, len(scores), samples)]
     quantity, values, votes = read_scores(groups)
-    best = "pass" if np.isin(values, (0, 1)).all() else "best"
-    by_name = {f"mean@{samples}": values.mean(1)}
+    best = "pass" if np.isin(values[~np.isnan(values)], (0, 1)).all() else "best"
+    by_name = {f"mean@{samples}": mean_of_each(values)}
     by_name |= {f"{best}@{k}": best_at(values, k) for k in ks}
     if votes is not None:
         by_name |= {f"maj@{k}": majority_at(values, votes, k) for k in ks}
-    failures = (score.error.partition(":")[0] for score in scores if score.error is not None)
+    failures = [str(score.error).partition(":")[0] for score in scores if score.has_failed]
     return {
         "quantity": quantity,
         "prompts": len(groups),
         "samples": samples,
         "metrics": {name: estimate(by_prompt) for name, by_prompt in by_name.items()},
         "reward_errors": dict(Counter(failures)),
+        "unscored": sum(score.is_unscored for score in scores),
         "cut_off": float(np.mean([answer.finish == "length" for answer in answers])),
         "mean_tokens": float(np.mean([np.sum(answer.drawn) for answer in answers])),
     }
 
 
 def estimate(by_prompt: np.ndarray) -> Report:
-    """Return a mean over prompts with its interval; a single prompt has none."""
-    low, high = interval(by_prompt) or (None, None)
-    return {"value": float(by_prompt.mean()), "low": low, "high": high}
+    """Return a mean over prompts that have a value, with its interval; a single one has none."""
+    known = by_prompt[~np.isnan(by_prompt)]
+    low, high = interval(known) or (None, None)
+    return {"value": float(known.mean()) if known.size else None, "low": low, "high": high}
 
 
 def rows(config: EvaluateConfig, rollouts: Rollouts, scores: Sequence[Score]) -> list[Report]:
@@ -310,9 +319,13 @@ def _part(name: str, part: Report) -> str:
             if estimated["low"] is None
             else f"  [{estimated['low']:.4f}, {estimated['high']:.4f}]"
         )
-        lines.append(f"  {metric:<10} {estimated['value']:.4f}{ends}")
+        value = "unknown" if estimated["value"] is None else f"{estimated['value']:.4f}"
+        lines.append(f"  {metric:<10} {value}{ends}")
     lines.append(f"  answers of {part['mean_tokens']:.0f} tokens, {part['cut_off']:.1%} cut off")
     if part["reward_errors"]:
         counts = ", ".join(f"{count} {kind}" for kind, count in part["reward_errors"].items())
         lines.append(f"  the reward function failed: {counts}")
+    if part["unscored"]:
+        total = part["prompts"] * part["samples"]
+        lines.append(f"  {part['unscored']} of {total} answers are unscored, and left out")
     return "\n".join(lines) + "\n"

@@ -36,6 +36,9 @@ def validation_metrics(
     a tie the one that came first). The quantity is the reward function's `acc` where it gives one;
     an answer whose reward function failed has `acc` 0 and no `pred`.
 
+    Answers that are unscored are left out, and so are prompts with fewer than k others from best@k
+    and maj@k. `val-aux/<source>/unscored` counts them where there are any.
+
     Args:
         prompts: of all answers; the k answers of a prompt lie side by side.
         scores: one for each answer.
@@ -44,12 +47,17 @@ def validation_metrics(
     metrics = {}
     for source, groups in group_by_source(prompts, scores, samples=samples).items():
         name, values, votes = read_scores(groups)
-        prefix = f"val-core/{source}/{name}"
-        metrics[f"{prefix}/mean@{samples}"] = float(values.mean())
+        found = {"mean": values}
         if samples > 1:
-            metrics[f"{prefix}/best@{samples}"] = float(best_at(values, samples).mean())
+            found["best"] = best_at(values, samples)
         if samples > 1 and votes is not None:
-            metrics[f"{prefix}/maj@{samples}"] = float(majority_at(values, votes, samples).mean())
+            found["maj"] = majority_at(values, votes, samples)
+        for kind, estimates in found.items():
+            known = estimates[~np.isnan(estimates)]
+            if known.size:
+                metrics[f"val-core/{source}/{name}/{kind}@{samples}"] = float(known.mean())
+        if unscored := float(np.isnan(values).sum()):
+            metrics[f"val-aux/{source}/unscored"] = unscored
     return metrics
 
 

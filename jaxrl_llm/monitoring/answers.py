@@ -17,23 +17,26 @@ def choose_answers(scores: Sequence[float], samples: int) -> list[int]:
     """Return at most four answers to show, of one or two groups, in their order.
 
     They are the best and the worst answer to the prompt that has the best one, and the same of the
-    prompt that has the worst one.
+    prompt that has the worst one. Answers without a score are shown if there are no others.
 
     Args:
-        scores: of the answers [B].
+        scores: of the answers [B]; NaN of one that is unscored.
         samples: answers to each prompt, which lie side by side.
 
     >>> choose_answers([0.0, 0.5, 1.0, 0.0, 0.0, 0.0], 2)
     [0, 1, 2, 3]
     >>> choose_answers([1.0, 1.0, 1.0, 1.0], 2)
     [0]
+    >>> choose_answers([float("nan"), 1.0, 0.0, float("nan")], 2)
+    [1, 2]
     """
-    values = np.asarray(scores)
-    chosen = {int(values.argmax()), int(values.argmin())}
+    values = np.asarray(scores, float)
+    high, low = np.nan_to_num(values, nan=-np.inf), np.nan_to_num(values, nan=np.inf)
+    chosen = {int(high.argmax()), int(low.argmin())}
     for answer in tuple(chosen):
         first = answer - answer % samples
-        group = values[first : first + samples]
-        chosen |= {first + int(group.argmax()), first + int(group.argmin())}
+        group = slice(first, first + samples)
+        chosen |= {first + int(high[group].argmax()), first + int(low[group].argmin())}
     return sorted(chosen)
 
 
@@ -47,16 +50,25 @@ def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterato
     for row in rows:
         messages = json.loads(row["prompt"])
         prompt = messages[-1]["content"] if messages else ""
-        score = f"{row['score']:.4g}"
+        parts = [] if row["score"] is None else [f"{row['score']:.4g}"]
         if row["error"] is not None:
-            score += f"\nfailed: {shorten(printable(row['error']), ERROR_CHARS)}"
+            parts.append(shorten(printable(explained(row["error"])), ERROR_CHARS))
         advantage = row["advantage"]
         yield [
             shorten(printable(str(prompt)), PROMPT_LINES * width),
             shorten(printable(row["answer"]), ANSWER_LINES * width),
-            score,
+            "\n".join(parts),
             "" if advantage is None else f"{advantage:.3g}",
         ]
+
+
+def explained(error: str) -> str:
+    """Return what is shown of why an answer has no score of its own.
+
+    >>> explained("timeout: no answer within 5 s"), explained("unscored: no verdict")
+    ('failed: timeout: no answer within 5 s', 'unscored: no verdict')
+    """
+    return error if error.startswith("unscored:") else f"failed: {error}"
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.monitoring.answers import choose_answers, printable
+from jaxrl_llm.monitoring.answers import choose_answers, explained, printable
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
 from jaxrl_llm.monitoring.writer import Outages
@@ -70,7 +70,7 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
             "finish": episode.finish,
             "data_source": prompt.data_source,
             "ground_truth": json.dumps(prompt.ground_truth, ensure_ascii=False),
-            "score": score.score,
+            "score": None if score.is_unscored else score.score,
             "extra": json.dumps(score.extra, ensure_ascii=False),
             "error": score.error if episode.usable else f"broken: {episode.error}",
         }
@@ -131,7 +131,7 @@ def example_lines(rollouts: Rollouts, scores: Sequence[Score], *, samples: int) 
         messages, score = rollouts.prompts[index].messages, scores[index]
         asked = (messages[-1]["content"] if messages else None) or ""
         mark = "" if "acc" not in score.extra else "✓ " if score.extra["acc"] else "✗ "
-        result = f"failed: {score.error}" if score.error is not None else f"{mark}{score.score:.4g}"
+        result = f"{mark}{score.score:.4g}" if score.error is None else explained(score.error)
         prompt, answer = (
             shorten(printable(" ".join(text.split())), EXAMPLE_CHARS)
             for text in (asked, rollouts.texts[index])

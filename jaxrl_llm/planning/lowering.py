@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
+from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.model import Model, model_of
@@ -35,7 +37,9 @@ from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
-from jaxrl_llm.training.roles import inference_of, learner_of
+from jaxrl_llm.training.objective import COEFS
+from jaxrl_llm.training.roles import inference_of, learner_of, taught_by
+from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.types import Rows
 
 
@@ -175,10 +179,13 @@ def plan_role(
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
     shape = microbatch_shape(config, settings, layout)
+    coefs: dict[str, Any] = dict(COEFS)
+    if name == "actor" and functions.runs_teacher_in_update:
+        teacher = abstract_teacher(config, spec, layout)
+        update, coefs["teacher"] = taught_by(teacher, update, shape), teacher.params
     learner = learner_of(update, settings, shape, layout, params, frozen)
     state = learner.state_like()
     infer = inference_of(name, functions, settings, shape, layout, frozen)
-    coefs: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0}
     if spec.moe is not None and config.model.router_loss_coef:
         everywhere: Any = replicated(layout.mesh)
         weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
@@ -205,6 +212,17 @@ def plan_role(
     return AbstractModel(
         spec, settings, layout, shape, params, state.opt_state, frozen, needed
     ), trace
+
+
+def abstract_teacher(config: TrainConfig, student: ModelSpec, layout: Layout) -> TeacherModel:
+    """Return the teacher that the actor's update runs, as shapes."""
+    assert isinstance(config.teacher.path, str), "an update runs one teacher"
+    with config_errors_at("teacher.path"):
+        spec = read_spec(config.teacher.path)
+    is_same = spec.vocab_size == student.vocab_size
+    vocab = None if is_same else min(spec.vocab_size, student.vocab_size)  # but for padding
+    forward = forward_config(config.model, model_of(spec), layout)
+    return TeacherModel(abstract_params(spec, layout, config.model.dtype), forward, vocab)
 
 
 def needs_inference(name: str, functions: AlgorithmFunctions, *, has_adapter: bool) -> bool:
@@ -253,7 +271,12 @@ def abstract_microbatch(
     names: set[str], config: TrainConfig, shape: RowShape, mesh: Mesh
 ) -> MicroBatch:
     """Return a micro-batch with the fields that a loss asks for, as shapes."""
-    known = abstract_fields(shape.sequences, shape.width, len(config.reward.components))
+    known = abstract_fields(
+        shape.sequences,
+        shape.width,
+        len(config.reward.components),
+        config.teacher.top_k or 1,
+    )
     per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
     known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
     fields = {name: known[name] for name in names | {"mask"}}

@@ -20,6 +20,7 @@ from jaxrl_llm.planning.lowering import (
     StepId,
     StepKind,
     abstract_params,
+    abstract_teacher,
     bytes_per_device,
     plan_engine,
     plan_reference,
@@ -124,6 +125,9 @@ def plan_shapes(
         sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
         for array, tree in sizes.items():
             throughout.append(Allocation(name, array, bytes_per_device(tree), layout))
+    if functions.runs_teacher_in_update and not functions.needs_teacher:
+        weights = abstract_teacher(config, spec, layouts.train).params
+        throughout.append(Allocation(TEACHER, "weights", bytes_per_device(weights), layouts.train))
     for name, of, where, apart in untrained(config, functions, layouts, base):
         role, trace[StepId(name, StepKind.INFER)] = plan_reference(
             config, functions, of, where, apart=apart
@@ -206,10 +210,17 @@ def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int
         waits = offloaded.get(array, False)
         waits |= role == "reference" and offload.reference
         waits |= role.startswith(TEACHER) and offload.teacher
-        needed = role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
+        is_updating = step.role == "actor" and step.kind is StepKind.ACCUMULATE
+        needed = is_updating and role == TEACHER and is_run_in_update(shapes.config)
+        needed |= role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
         if here & set(where.mesh.devices.flat) and (needed or not waits):
             held[allocation.label] = size
     return held
+
+
+def is_run_in_update(config: TrainConfig) -> bool:
+    """Return whether the actor's update runs the teacher, rather than a pass before it."""
+    return config.algorithm.distillation is not None and config.teacher.top_k is None
 
 
 def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:

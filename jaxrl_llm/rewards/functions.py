@@ -8,6 +8,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from jaxrl_llm.rewards.judge import judge as judge
+
 Result = dict[str, Any]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}")

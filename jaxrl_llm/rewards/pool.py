@@ -6,6 +6,7 @@ jax with it), share no lock that a crash could leave held, send no pickle, and a
 shows as a closed pipe.
 """
 
+import functools
 import logging
 import math
 import selectors
@@ -16,12 +17,24 @@ from collections import deque
 from collections.abc import Sequence
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
+from jaxrl_llm.rewards.calls import BEAT, BEAT_S, outcomes_in_thread
+from jaxrl_llm.rewards.runner import (
+    OnError,
+    Outcomes,
+    RewardError,
+    RewardRunner,
+    check_open,
+    chunk_size,
+)
 from jaxrl_llm.rewards.worker import (
+    DEFAULT_CALLS,
+    FAILURES,
+    AsyncCalls,
     Outcome,
     RewardItem,
+    RewardJob,
     call_function,
-    decode_answer,
+    decode_numbered,
     failed_outcome,
 )
 from jaxrl_llm.workers import process
@@ -39,31 +52,31 @@ from jaxrl_llm.workers.process import (
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
-PROGRAM = WorkerProgram("jaxrl_llm.rewards.worker:run_worker", keys="reward.")
+SILENCE_S = 3 * BEAT_S  # in which a worker that calls an async function may be late
+PROGRAM = WorkerProgram("jaxrl_llm.rewards.calls:run_worker", keys="reward.")
 
 
 class WorkerPool:
     """Worker processes of a reward function, started when there is work, replaced when they die.
 
     Args:
-        spec: the reward function.
+        job: the reward function, and the seconds that one call may take.
         size: the number of processes.
-        timeout_s: seconds that one call may take.
         closed: set by another thread to end `outcomes`, before it calls `kill`.
         launch: how workers start.
     """
 
     def __init__(
         self,
-        spec: FunctionSpec,
+        job: RewardJob,
         size: int,
-        timeout_s: float,
         *,
         closed: threading.Event,
         launch: LaunchOptions = LAUNCH_HERE,
     ) -> None:
-        self._spec, self._size, self._timeout_s = spec, size, timeout_s
+        self._job, self._size = job, size
         self._closed, self._launch = closed, launch
+        self._patience_s = job.timeout_s + (SILENCE_S if job.calls else 0)
         self.workers: list[WorkerProcess] = []
         self.stop = weakref.finalize(self, stop_all, self.workers)  # at exit, too
 
@@ -85,13 +98,9 @@ class WorkerPool:
                 self._replace_idle()
                 while len(self.workers) < min(self._size, left):
                     self.workers.append(
-                        WorkerProcess(PROGRAM, self._spec, self._timeout_s, self._launch)
+                        WorkerProcess(PROGRAM, self._job, self._patience_s, self._launch)
                     )
-                for worker in self.workers:
-                    if worker.ready and not worker.pending and waiting:
-                        size = min(chunk_size(len(waiting), self._size), len(waiting))
-                        numbers = [waiting.popleft() for _ in range(size)]
-                        worker.submit([(number, items[number]) for number in numbers])
+                self._hand_out(items, waiting)
                 for numbered in self._wait(waiting):
                     left -= 1
                     yield numbered
@@ -99,13 +108,23 @@ class WorkerPool:
             for worker in [w for w in self.workers if w.pending]:
                 self._stop_worker(worker)
 
+    def _hand_out(self, items: Sequence[RewardItem], waiting: deque[int]) -> None:
+        """Give waiting items to workers that have nothing to do."""
+        for worker in self.workers:
+            if worker.ready and not worker.pending and waiting:
+                size = min(chunk_size(len(waiting), self._size), len(waiting))
+                numbers = [waiting.popleft() for _ in range(size)]
+                worker.submit([(number, items[number]) for number in numbers])
+
     def _replace_idle(self) -> None:
         """Dismiss workers that ended, or wrote something, while they had nothing to do."""
         for worker in [w for w in self.workers if w.ready and not w.pending and w.has_activity()]:
             message = "reward %r: a process that had nothing to do %s; it is replaced"
             worker.channel.receive()
             log.warning(
-                message, self._spec.fn, worker.end_reason() if worker.has_ended() else BAD_OUTPUT
+                message,
+                self._job.spec.fn,
+                worker.end_reason() if worker.has_ended() else BAD_OUTPUT,
             )
             self._stop_worker(worker)
 
@@ -137,16 +156,23 @@ class WorkerPool:
             if not worker.ready:
                 self._check_loaded(worker, waiting, line)
                 continue
-            outcome = decode_answer(line, worker.pending[0]) if worker.pending else None
-            if outcome is None:
+            read = self._read(worker, line)
+            if read is None:
                 return outcomes + self._fail(worker, waiting, "invalid", BAD_OUTPUT)
-            outcomes.append((worker.pending.popleft(), outcome))
+            for numbered in read:
+                worker.pending.remove(numbered[0])
+                outcomes.append(numbered)
             worker.restart_deadline()
         if worker.channel.is_overfull:
             outcomes += self._fail(worker, waiting, "invalid", BAD_OUTPUT)
         elif not lines and worker.has_ended():
             outcomes += self._fail(worker, waiting, "died", worker.end_reason())
         return outcomes
+
+    def _read(self, worker: WorkerProcess, line: bytes) -> list[tuple[int, Outcome]] | None:
+        """Return what a line says of an item, if anything; None where it should not be there."""
+        numbered = decode_numbered(line, [*worker.pending][:1])
+        return numbered and [numbered]
 
     def _check_loaded(self, worker: WorkerProcess, waiting: deque[int], line: bytes) -> None:
         try:
@@ -156,7 +182,9 @@ class WorkerPool:
         else:
             if load_error is not None:
                 self._stop_worker(worker)
-                raise RewardError(f"reward: a worker can't load {self._spec.fn!r}: {load_error}")
+                raise RewardError(
+                    f"reward: a worker can't load {self._job.spec.fn!r}: {load_error}"
+                )
             worker.ready = True
 
     def _fail(
@@ -176,8 +204,11 @@ class WorkerPool:
             raise RewardError(f"reward: no worker came up within {process.START_TIMEOUT_S:g} s")
         if not worker.pending:
             return []
-        message = f"no answer within {self._timeout_s:g} s"
-        return self._give_up(worker, waiting, failed_outcome("timeout", message))
+        return self._give_up(worker, waiting, failed_outcome("timeout", self._overdue))
+
+    @property
+    def _overdue(self) -> str:
+        return f"no answer within {self._job.timeout_s:g} s"
 
     def _give_up(
         self, worker: WorkerProcess, waiting: deque[int], outcome: Outcome
@@ -193,6 +224,82 @@ class WorkerPool:
         worker.stop()
 
 
+class AsyncWorkerPool(WorkerPool):
+    """Worker processes of an `async def`, each with several calls at once.
+
+    When one of them ends, or its event loop stands still, nobody knows which of its calls is to
+    blame. Those are all tried again, each alone in a worker.
+
+    Args:
+        job: the reward function, and how it is called.
+        size: the number of processes.
+        closed: set by another thread to end `outcomes`, before it calls `kill`.
+        launch: how workers start.
+    """
+
+    def __init__(
+        self, job: RewardJob, size: int, *, closed: threading.Event, launch: LaunchOptions
+    ) -> None:
+        super().__init__(job, size, closed=closed, launch=launch)
+        self._suspects = set[int]()
+
+    def outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
+        """Yield the number and the outcome of every item, as they come in.
+
+        Raises:
+            RewardError: a worker can't start; `closed` is set.
+        """
+        self._suspects.clear()
+        yield from super().outcomes(items)
+
+    def _hand_out(self, items: Sequence[RewardItem], waiting: deque[int]) -> None:
+        """Give waiting items to the workers that have the fewest, suspects to those without any."""
+        assert self._job.calls is not None, "it is an async function"
+        room = self._job.calls.concurrency - sum(len(worker.pending) for worker in self.workers)
+        ready = [w for w in self.workers if w.ready and self._suspects.isdisjoint(w.pending)]
+        while waiting and room > 0 and ready:
+            worker = min(ready, key=lambda w: len(w.pending))
+            if waiting[0] in self._suspects:
+                if worker.pending:
+                    return
+                ready.remove(worker)
+            number = waiting.popleft()
+            worker.submit([(number, items[number])])
+            room -= 1
+
+    def _read(self, worker: WorkerProcess, line: bytes) -> list[tuple[int, Outcome]] | None:
+        if line == BEAT.strip():
+            return []
+        numbered = decode_numbered(line, worker.pending, (*FAILURES, "timeout"))
+        return numbered and [numbered]
+
+    def _give_up(
+        self, worker: WorkerProcess, waiting: deque[int], outcome: Outcome
+    ) -> list[tuple[int, Outcome]]:
+        if len(worker.pending) > 1:
+            waiting.extendleft(reversed(worker.pending))
+            self._suspects |= set(worker.pending)
+            self._stop_worker(worker)
+            return []
+        return super()._give_up(worker, waiting, outcome)
+
+    @property
+    def _overdue(self) -> str:
+        return (
+            f"no sign of life within {self._patience_s:g} s: it keeps its event loop from going on "
+            "(expected no call that blocks)"
+        )
+
+
+def make_worker_pool(
+    job: RewardJob, size: int, *, closed: threading.Event, launch: LaunchOptions
+) -> WorkerPool:
+    """Return the worker processes for a reward function, which may be an `async def`."""
+    if job.calls is None:
+        return WorkerPool(job, size, closed=closed, launch=launch)
+    return AsyncWorkerPool(job, min(size, job.calls.concurrency), closed=closed, launch=launch)
+
+
 class RewardPool(RewardRunner):
     """Score replies in worker processes, with a time limit that really ends a hung call.
 
@@ -201,7 +308,10 @@ class RewardPool(RewardRunner):
     number under `score` and more keys to keep. A call that raises (`exception`), takes too long
     (`timeout`), ends its process (`died`) or returns anything else, NaN and infinity included
     (`invalid`), is counted in `counts` and logged; then the reply gets `on_error`, or `RewardError`
-    is raised.
+    is raised. One that raises `Unscored` has not failed: its reply gets no reward.
+
+    It may be an `async def`: then several calls run at once in each process, each with its own time
+    limit, and those that fail for what may pass are tried again.
 
     Workers start at the first `score` and live until `close`; one that dies is replaced. The reward
     function's time limit starts when its item does, so it covers imports inside the reward
@@ -212,7 +322,9 @@ class RewardPool(RewardRunner):
         workers: number of processes; 0 calls the reward function in this process, which is handy in
             a notebook but has no time limit and no protection from a crash.
         timeout_s: seconds that one call may take.
-        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`.
+        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`,
+            "unscored" leaves it without a reward.
+        calls: how an `async def` is called.
         limits: of each process, and its environment; `workers=0` has none of them.
 
     Raises:
@@ -230,7 +342,8 @@ class RewardPool(RewardRunner):
         *,
         workers: int,
         timeout_s: int | float = 30.0,
-        on_error: int | float | None = None,
+        on_error: OnError = None,
+        calls: AsyncCalls = DEFAULT_CALLS,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         check_limits(limits)
@@ -239,11 +352,9 @@ class RewardPool(RewardRunner):
                 "reward: expected workers >= 0 and a positive time limit, got"
                 f" workers={workers}, timeout_s={timeout_s}"
             )
-        super().__init__(spec, on_error=on_error)
+        super().__init__(spec, timeout_s=timeout_s, on_error=on_error, calls=calls)
         launch = LaunchOptions(limits=limits)
-        self._worker_pool = WorkerPool(
-            spec, workers, float(timeout_s), closed=self._closed, launch=launch
-        )
+        self._worker_pool = make_worker_pool(self._job, workers, closed=self._closed, launch=launch)
         self._in_process = workers == 0
 
     def close(self) -> None:
@@ -256,4 +367,7 @@ class RewardPool(RewardRunner):
     def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
         if not self._in_process:
             return self._worker_pool.outcomes(items)
+        if self._job.calls is not None:
+            still_open = functools.partial(check_open, self._closed)
+            return outcomes_in_thread(self._function, items, self._job, still_open)
         return ((number, call_function(self._function, item)) for number, item in enumerate(items))

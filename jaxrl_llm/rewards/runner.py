@@ -1,5 +1,6 @@
 """What all ways to run a reward function share: checks, scores in order, and failures."""
 
+import functools
 import inspect
 import logging
 import math
@@ -8,21 +9,34 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, load_reward_function
+from jaxrl_llm.rewards.calls import is_async
+from jaxrl_llm.rewards.judge import check_judge, judge
+from jaxrl_llm.rewards.worker import (
+    DEFAULT_CALLS,
+    UNSCORED,
+    AsyncCalls,
+    Outcome,
+    RewardItem,
+    RewardJob,
+    load_reward_function,
+)
 from jaxrl_llm.workers.answers import shorten
 
 log = logging.getLogger(__name__)
 
 MAX_CHUNK_ITEMS = 16
+FAILED = "reward %r failed on %d of %d answers (%s); the first: %s"
+GAVE_NO_SCORE = "reward %r gave no score to %d of %d answers (%s); the first: %s"
 FUNCTION_COMPONENT = "function"
 """Name of a reward function's own score among what it reports, where a reward model scores."""
 
 Outcomes = Generator[tuple[int, Outcome], None, None]
+OnError = int | float | None | Literal["unscored"]
 
 
 class RewardError(RunError):
@@ -30,11 +44,32 @@ class RewardError(RunError):
 
 
 class Score(NamedTuple):
-    """The reward of one reply, what else was reported of it, and what went wrong, if anything."""
+    """The reward of one reply, what else was reported of it, and what went wrong, if anything.
+
+    The reward is NaN where nobody knows it: such a reply is left out of its group.
+    """
 
     score: float
     extra: dict[str, Any]
     error: str | None
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether nobody knows the reward.
+
+        >>> Score(math.nan, {}, "unscored: no verdict").is_unscored
+        True
+        """
+        return math.isnan(self.score)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its reward function failed, rather than to say itself that it is unscored.
+
+        >>> Score(math.nan, {}, "unscored: no verdict").has_failed
+        False
+        """
+        return self.error is not None and not self.error.startswith(f"{UNSCORED}:")
 
 
 class RewardRunner(ABC):
@@ -42,21 +77,37 @@ class RewardRunner(ABC):
 
     Args:
         spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
-        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`.
+        timeout_s: seconds that one call may take.
+        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`,
+            "unscored" leaves it without a reward.
+        calls: how an `async def` is called.
 
     Raises:
-        ValueError: `on_error` is no finite number; `ConfigError` (a ValueError) when the reward
-            function can't be found, or can't be called with the four parameters and its keywords.
+        ValueError: a number out of range; `ConfigError` (a ValueError) when the reward function
+            can't be found, or can't be called with the four parameters and its keywords.
     """
 
-    def __init__(self, spec: FunctionSpec, *, on_error: int | float | None) -> None:
-        if on_error is not None and not math.isfinite(on_error):
+    def __init__(
+        self,
+        spec: FunctionSpec,
+        *,
+        timeout_s: int | float,
+        on_error: OnError,
+        calls: AsyncCalls = DEFAULT_CALLS,
+    ) -> None:
+        number = math.nan if on_error == UNSCORED else on_error
+        if number is not None and not (on_error == UNSCORED or math.isfinite(number)):
             raise ValueError(
-                f"reward: expected on_error to be a finite number or nothing, got {on_error}"
+                f"reward: expected on_error to be a finite number or nothing, got {on_error!r}; "
+                f"{UNSCORED!r} leaves replies without a score"
             )
+        if calls.concurrency < 1 or calls.retries < 0:
+            raise ValueError(f"reward: expected concurrency >= 1 and retries >= 0, got {calls}")
         self._function = check_reward_function(spec)
+        asynchronous = is_async(self._function)
+        self._job = RewardJob(spec, float(timeout_s), calls if asynchronous else None)
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
-        self._spec, self._on_error = spec, on_error
+        self._spec, self._on_error = spec, number
         self._first = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -82,7 +133,8 @@ class RewardRunner(ABC):
             items: the replies; the strings, and whatever else they hold, must be picklable.
             first: the first one's row, for messages.
 
-        Failures are logged on one line, with the first of them and one that is another.
+        Failures are logged on one line, with the first of them and one that is another; so are
+        replies that the reward function leaves unscored.
 
         Raises:
             RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
@@ -102,19 +154,25 @@ class RewardRunner(ABC):
                 scores[number] = self._to_score(number, items[number], outcome)
                 if outcome.failure is not None:
                     failures[number] = outcome
-            if failures:
-                self._warn(items, failures)
+            unscored = {n: f for n, f in failures.items() if f.failure == UNSCORED}
+            failed = {n: f for n, f in failures.items() if n not in unscored}
+            self._warn(items, failed, FAILED)
+            self._warn(items, unscored, GAVE_NO_SCORE)
         return [scores[number] for number in range(len(items))]
 
-    def _warn(self, items: Sequence[RewardItem], failures: dict[int, Outcome]) -> None:
+    def _warn(
+        self, items: Sequence[RewardItem], failures: dict[int, Outcome], message: str
+    ) -> None:
         """Log on one line how many calls failed, and the first two ways in which they did."""
+        if not failures:
+            return
         kinds = Counter(outcome.failure for outcome in failures.values())
         ways: dict[str | None, int] = {}
         for number in sorted(failures):
             ways.setdefault(failures[number].message, number)
         described = [self._described(n, items[n], failures[n]) for n in [*ways.values()][:2]]
         log.warning(
-            "reward %r failed on %d of %d answers (%s); the first: %s",
+            message,
             *(self._spec.fn, len(failures), len(items)),
             ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
             "; another: ".join(described),
@@ -123,6 +181,8 @@ class RewardRunner(ABC):
     def _to_score(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
         if outcome.failure is None:
             return Score(outcome.score, outcome.extra, None)
+        if outcome.failure == UNSCORED:
+            return Score(math.nan, {}, f"{UNSCORED}: {outcome.message}")
         self.counts[outcome.failure] += 1
         if self._on_error is None:
             described = self._described(number, item, outcome)
@@ -158,6 +218,8 @@ def check_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
         ) from error
     except ValueError:
         pass  # a builtin without a signature: the call itself will check
+    if isinstance(function, functools.partial) and function.func is judge:
+        check_judge(function.keywords)
     return function
 
 

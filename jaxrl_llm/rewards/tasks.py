@@ -20,9 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.pool import WorkerPool
-from jaxrl_llm.rewards.runner import Outcomes, RewardError, RewardRunner, check_open, chunk_size
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, failed_outcome
+from jaxrl_llm.rewards.pool import AsyncWorkerPool, WorkerPool, make_worker_pool
+from jaxrl_llm.rewards.runner import (
+    OnError,
+    Outcomes,
+    RewardError,
+    RewardRunner,
+    check_open,
+    chunk_size,
+)
+from jaxrl_llm.rewards.worker import (
+    DEFAULT_CALLS,
+    AsyncCalls,
+    Outcome,
+    RewardItem,
+    failed_outcome,
+)
 from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
 from jaxrl_llm.workers.process import LaunchOptions
 
@@ -46,7 +59,9 @@ class RewardTasks(RewardRunner):
         tasks: the most tasks at once; there are fewer while the cluster has fewer CPUs free.
         timeout_s: seconds that one call may take.
         retries: how often an item whose process died is tried again before it counts as `died`.
-        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`.
+        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`,
+            "unscored" leaves it without a reward.
+        calls: how an `async def` is called; the tasks share its concurrency.
         limits: of each process below a Ray worker, and its environment.
 
     Raises:
@@ -62,7 +77,8 @@ class RewardTasks(RewardRunner):
         tasks: int,
         timeout_s: int | float = 30.0,
         retries: int = 2,
-        on_error: int | float | None = None,
+        on_error: OnError = None,
+        calls: AsyncCalls = DEFAULT_CALLS,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         check_limits(limits)
@@ -71,11 +87,15 @@ class RewardTasks(RewardRunner):
                 "reward: expected tasks >= 1, retries >= 0 and a positive time limit, got"
                 f" tasks={tasks}, retries={retries}, timeout_s={timeout_s}"
             )
-        super().__init__(spec, on_error=on_error)
+        super().__init__(spec, timeout_s=timeout_s, on_error=on_error, calls=calls)
         self.counts["retried"] = 0
+        job = self._job
+        if job.calls is not None:
+            tasks = min(tasks, calls.concurrency)
+            job = job._replace(calls=calls._replace(concurrency=calls.concurrency // tasks))
         self._tasks, self._retries = tasks, retries
         launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), limits)
-        self._job = pickle.dumps((spec, float(timeout_s), launch))
+        self._pickled = pickle.dumps((job, launch))
         self._remote = _cluster().remote(num_cpus=1, max_retries=0)(_score_chunk)
 
     def close(self) -> None:
@@ -93,7 +113,7 @@ class RewardTasks(RewardRunner):
                 while queue and len(running) < self._tasks:
                     numbers = queue.take()
                     chunk = [items[number] for number in numbers]
-                    running[self._remote.remote(self._job, chunk)] = numbers
+                    running[self._remote.remote(self._pickled, chunk)] = numbers
                 done, _ = ray.wait(list(running), timeout=POLL_INTERVAL_S)
                 check_open(self._closed)
                 for ref in done:
@@ -205,8 +225,11 @@ def _cancel(ray: Any, refs: list[Any]) -> None:
 
 def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
     """Return the items' outcomes, in a Ray worker; the last may be one that ended the process."""
-    outcomes = []
-    with closing(_worker_pool(job).outcomes(items)) as numbered:
+    outcomes, pool = [], _worker_pool(job)
+    if isinstance(pool, AsyncWorkerPool):  # it has tried those again alone that may be to blame
+        by_number = dict(pool.outcomes(items))
+        return [by_number[number] for number in range(len(items))]
+    with closing(pool.outcomes(items)) as numbered:
         for _, outcome in numbered:  # in order, since one process takes them
             outcomes.append(outcome)
             if outcome.failure in ("timeout", "died"):
@@ -216,5 +239,5 @@ def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
 
 @functools.lru_cache(maxsize=1)
 def _worker_pool(job: bytes) -> WorkerPool:
-    spec, timeout_s, launch = pickle.loads(job)
-    return WorkerPool(spec, 1, timeout_s, closed=threading.Event(), launch=launch)
+    described, launch = pickle.loads(job)
+    return make_worker_pool(described, 1, closed=threading.Event(), launch=launch)

@@ -1,25 +1,54 @@
-"""The worker side of the reward pool: load a reward function, then score until told to stop.
+"""The worker side of the reward pool: a reward function, one call of it, and what came of it.
 
-A worker is the child of a fresh interpreter, its supervisor, and runs `run_worker`. It imports
-neither jax nor the program that started it, so it is up in a fraction of a second and touches no
-accelerator.
+A worker is the child of a fresh interpreter, its supervisor, and runs `calls.run_worker`. It
+imports neither jax nor the program that started it, so it is up in a fraction of a second and
+touches no accelerator.
 """
 
 import json
 import math
 import numbers
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.workers.answers import memory_limit, serve_requests, shorten, to_plain
+from jaxrl_llm.workers.answers import memory_limit, shorten, to_plain
 from jaxrl_llm.workers.limits import MAX_LINE_BYTES
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
 KEYS = "reward."  # how the config's keys for the limits begin
+
+
+class AsyncCalls(NamedTuple):
+    """How an `async def` reward function is called.
+
+    Args:
+        concurrency: calls at once.
+        retries: how often a call is tried again that fails for what may pass.
+    """
+
+    concurrency: int = 16
+    retries: int = 3
+
+
+DEFAULT_CALLS = AsyncCalls()
+
+
+class RewardJob(NamedTuple):
+    """What a worker is told first.
+
+    Args:
+        spec: the reward function.
+        timeout_s: seconds that one call may take.
+        calls: how it is called if it is an `async def`; None if it is not.
+    """
+
+    spec: FunctionSpec
+    timeout_s: float
+    calls: AsyncCalls | None = None
 
 
 class RewardItem(NamedTuple):
@@ -29,6 +58,21 @@ class RewardItem(NamedTuple):
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None
+
+
+class Unscored(Exception):
+    """A reward function raises it where it can't tell the score of a reply; the text says why.
+
+    The reply is left out of its group then, which is no failure of the reward function.
+
+    >>> raise Unscored("the judge said neither yes nor no")
+    Traceback (most recent call last):
+    jaxrl_llm.rewards.worker.Unscored: the judge said neither yes nor no
+    """
+
+
+UNSCORED = "unscored"
+"""The kind of an outcome without a score, and what `reward.on_error` is to make failures such."""
 
 
 class Outcome(NamedTuple):
@@ -72,8 +116,8 @@ def call_function(
         memory_gb: what this process may take, for messages; None where nothing limits it.
 
     Returns:
-        The score, or the failure: `exception` when the reward function raised, `invalid` when it
-        returned something else, NaN or infinity.
+        The score, or the failure: `unscored` when the reward function said so, `exception` when it
+        raised something else, `invalid` when it returned something else, NaN or infinity.
 
     >>> call_function(lambda **item: {"score": True, "pred": "4"}, RewardItem("", "4", "4", None))
     Outcome(failure=None, message='', score=1.0, extra={'pred': '4'})
@@ -81,8 +125,28 @@ def call_function(
     try:
         value = function(**item._asdict())
     except (Exception, SystemExit) as error:
-        traceback.clear_frames(error.__traceback__)  # they may hold all memory that we may take
-        return failed_outcome("exception", f"{_describe(error, memory_gb)} ({_raised_at(error)})")
+        return raised_outcome(error, memory_gb)
+    return returned_outcome(value)
+
+
+def raised_outcome(error: BaseException, memory_gb: float | None) -> Outcome:
+    """Return the outcome of a call that raised.
+
+    >>> raised_outcome(Unscored("no verdict"), None).failure
+    'unscored'
+    """
+    if isinstance(error, Unscored):
+        return failed_outcome(UNSCORED, str(error))
+    traceback.clear_frames(error.__traceback__)  # they may hold all memory that we may take
+    return failed_outcome("exception", f"{describe_error(error, memory_gb)} ({_raised_at(error)})")
+
+
+def returned_outcome(value: Any) -> Outcome:
+    """Return the outcome of a call that returned a value, which may be no score.
+
+    >>> returned_outcome(None).message
+    'expected a finite number as score, got None'
+    """
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in extra:
         return failed_outcome("invalid", f"expected a dict with 'score', got keys {list(extra)}")
@@ -120,11 +184,24 @@ def encode_answer(number: int, outcome: Outcome) -> bytes:
 def decode_answer(line: bytes, number: int) -> Outcome | None:
     """Return what a line tells of an item; None where it is no answer to this item.
 
-    Nothing is taken on trust: the reward function may have written the line itself.
-
     >>> decode_answer(encode_answer(3, Outcome(None, "", 1.0, {})), 3)
     Outcome(failure=None, message='', score=1.0, extra={})
     >>> decode_answer(b"garbage", 3)
+    """
+    numbered = decode_numbered(line, [number])
+    return numbered and numbered[1]
+
+
+FAILURES = ("exception", "invalid", UNSCORED)
+"""What a worker may say of a call; of what else ends one only the pool knows."""
+
+
+def decode_numbered(
+    line: bytes, pending: Collection[int], failures: Collection[str] = FAILURES
+) -> tuple[int, Outcome] | None:
+    """Return of which item a line tells what; None where it is no answer to one that is pending.
+
+    Nothing is taken on trust: the reward function may have written the line itself.
     """
     try:
         answer = json.loads(line)
@@ -133,39 +210,24 @@ def decode_answer(line: bytes, number: int) -> Outcome | None:
     if not isinstance(answer, dict) or answer.keys() != {"number", *Outcome._fields}:
         return None
     message, score, extra = answer["message"], answer["score"], answer["extra"]
+    number = answer["number"]
     plain = isinstance(message, str) and type(score) is float and isinstance(extra, dict)
-    if not plain or type(answer["number"]) is not int or answer["number"] != number:
+    if not plain or type(number) is not int or number not in pending:
         return None
-    if answer["failure"] in ("exception", "invalid"):
-        return failed_outcome(answer["failure"], message)
+    if answer["failure"] in failures:
+        return number, failed_outcome(answer["failure"], message)
     sound = answer["failure"] is None and math.isfinite(score)
-    return Outcome(None, "", score, extra) if sound else None
+    return (number, Outcome(None, "", score, extra)) if sound else None
 
 
-def run_worker(fd: int, *, memory_gb: float | None) -> None:
-    """Answer chunks of `(number, RewardItem)` until the pool closes the connection.
-
-    The pool sends the reward function's spec first.
-
-    Args:
-        fd: the file descriptor of our end of the connection.
-        memory_gb: what this process may take, for messages.
-    """
-
-    def load(spec: FunctionSpec) -> Callable[[int, RewardItem], bytes]:
-        function = load_reward_function(spec)
-        return lambda number, item: encode_answer(
-            number, call_function(function, item, memory_gb=memory_gb)
-        )
-
-    def describe(error: Exception) -> str:
-        if isinstance(error, ConfigError):
-            text = str(error).removeprefix("reward.function: ")
-            return text + memory_limit(error.__cause__, memory_gb, KEYS)
-        return _describe(error, memory_gb)
-
-    serve_requests(fd, load, describe)
+def describe_load_error(error: Exception, memory_gb: float | None) -> str:
+    """Return what is told of a reward function that can't be loaded."""
+    if isinstance(error, ConfigError):
+        text = str(error).removeprefix("reward.function: ")
+        return text + memory_limit(error.__cause__, memory_gb, KEYS)
+    return describe_error(error, memory_gb)
 
 
-def _describe(error: BaseException, memory_gb: float | None) -> str:
+def describe_error(error: BaseException, memory_gb: float | None) -> str:
+    """Return the type and message of an error, and the memory limit where that is its cause."""
     return f"{type(error).__name__}: {error}{memory_limit(error, memory_gb, KEYS)}"

@@ -336,7 +336,15 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
 def usable_rows(rollouts: Rollouts, samples: int, *, compares: bool) -> np.ndarray:
     """Return which episodes can be trained on [B]; the arguments are those of `lay_out`."""
     usable = np.array([episode.usable for episode in rollouts.episodes], bool)
-    if compares and samples > 1:
-        groups = usable.reshape(-1, samples)  # a view
-        groups[groups.sum(1) < 2] = False
-    return usable
+    return without_lone(usable, samples) if compares else usable
+
+
+def without_lone(usable: np.ndarray, samples: int) -> np.ndarray:
+    """Return which episodes [B] are usable, but for those that alone are left of their group.
+
+    >>> without_lone(np.array([True, True, False, True]), 2)
+    array([ True,  True, False, False])
+    """
+    groups = usable.reshape(-1, samples)
+    enough = (groups.sum(1) > 1) | (samples == 1)
+    return (groups & enough[:, None]).reshape(-1)

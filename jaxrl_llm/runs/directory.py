@@ -54,6 +54,8 @@ CHANGEABLE = (
     "optim.max_skipped",
     "reward.workers",
     "reward.timeout_s",
+    "reward.concurrency",
+    "reward.retries",
     "reward.max_error_share",
     "reward.memory_gb",
     "reward.max_processes",

@@ -56,7 +56,19 @@ def batch_metrics(
         **(correction_metrics(batch) if "correction" in batch.fields else {}),
         **extra_metrics(scores),
         **balance(batch),
-        "reward/errors": float(sum(score.error is not None for score in scores)),
+        **scoring_counts(scores),
+    }
+
+
+def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:
+    """Return on how many answers a reward function failed, and how many have no score.
+
+    >>> scoring_counts([Score(1.0, {}, None), Score(0.0, {}, "timeout: 5 s")])
+    {'reward/errors': 1.0, 'reward/unscored': 0.0}
+    """
+    return {
+        "reward/errors": float(sum(score.has_failed for score in scores)),
+        "reward/unscored": float(sum(score.is_unscored for score in scores)),
     }
 
 

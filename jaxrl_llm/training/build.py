@@ -37,7 +37,12 @@ from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
 from jaxrl_llm.training.stages.run import build_run, make_validation
 from jaxrl_llm.training.stages.scoring import ScoringStage, build_scoring, open_scoring_model
-from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers, teacher_passes
+from jaxrl_llm.training.teachers import (
+    check_teacher_sources,
+    open_teachers,
+    run_in_update,
+    teacher_passes,
+)
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -69,10 +74,10 @@ def build_stages(
     check_longest_sequence(config, model.model)
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
-    models, trainable = build_models(config, functions, model, layouts)
-    compile_first_step(config, functions, model.model, models, layouts)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
     teachers = open_teachers(config, functions, tokenizer, model.model, layouts.teacher)
+    models, trainable = build_models(config, functions, model, layouts, run_in_update(teachers))
+    compile_first_step(config, functions, model.model, models, layouts)
     models = dataclasses.replace(models, passes=(*models.passes, *teacher_passes(teachers)))
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
@@ -99,7 +104,7 @@ def build_stages(
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
-    coefs = Coefs(config.algorithm.kl_coef, config.algorithm.entropy_coef).restored(opened.extra)
+    coefs = Coefs.of(config.algorithm).restored(opened.extra)
     window = open_window(config, opened, rollout, scoring, prompts, folder, stack)
     stages = Stages(rollout, scoring, models, algorithm, run)
     return stages, Progress(opened.step, opened.states, coefs), window

@@ -17,6 +17,7 @@ from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.fields import FIELDS, call, name_of
 from jaxrl_llm.config.functions import described_failure
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.training.distillation import Distillation
 from jaxrl_llm.training.experience import (
     ScoreError,
     check_per_answer,
@@ -24,7 +25,7 @@ from jaxrl_llm.training.experience import (
     correction_weights,
 )
 from jaxrl_llm.training.load_functions import AlgorithmFunctions, Function
-from jaxrl_llm.training.objective import as_token_loss, per_token
+from jaxrl_llm.training.objective import PolicyObjective, as_token_loss, per_token
 from jaxrl_llm.training.optimizer import check_learning_rates
 from jaxrl_llm.training.stages.algorithm import checked_controller
 
@@ -43,9 +44,13 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
         config.batch.prompts_per_step * config.rollout.samples_per_prompt,
         config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         len(config.reward.components),
+        config.teacher.top_k or 1,
     )
     for key, function, run in trials(config, functions):
         check_function(key, function, functools.partial(jax.eval_shape, run, fields))
+    actor = functions.updates["actor"].objective
+    if isinstance(actor, PolicyObjective) and actor.distillation:
+        check_divergence("algorithm.distillation", actor.distillation.divergence)
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
         control = functools.partial(
@@ -92,7 +97,8 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
         section = "algorithm" if name == "actor" else name
         learned = "values" if name == "critic" else "logprobs"
         loss, reduce = update.objective.loss, update.reduce
-        yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
+        if loss is not None:
+            yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
         yield f"{section}.reduce", reduce, functools.partial(_weights, reduce)
 
 
@@ -130,9 +136,9 @@ def _weights(reduce: Function, fields: Fields) -> Any:
     return per_token(reduce(fields["mask"]), reduce, "reduce", fields["mask"].shape)
 
 
-def abstract_fields(size: int, length: int, components: int) -> Fields:
-    """Return shape and dtype of every field of a batch [B T]."""
-    sizes = {"B": size, "T": length, "C": components}
+def abstract_fields(size: int, length: int, components: int, top: int) -> Fields:
+    """Return shape and dtype of every field of a batch [B T], with C components and K tokens."""
+    sizes = {"B": size, "T": length, "C": components, "K": top}
     shapes = {name: tuple(sizes[axis] for axis in f.axes.split()) for name, f in FIELDS.items()}
     return {
         name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
@@ -156,6 +162,21 @@ def check_function(key: str, function: Function, run: Callable[[], Any]) -> None
         if isinstance(error, jax.errors.JAXTypeError):
             text += " (jax compiles this function: take jax.numpy for numpy, and jnp.where for if)"
         raise ConfigError(text) from error
+
+
+def check_divergence(key: str, divergence: Function) -> None:
+    """Call a divergence as an update does, and differentiate it.
+
+    Raises:
+        ConfigError: it raises, or returns something else than a number per token.
+    """
+    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
+    how = Distillation(divergence=divergence)
+
+    def total(student: Any, teacher: Any) -> Any:
+        return jnp.sum(how.checked(student, teacher))
+
+    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
 
 
 def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Array:

@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_s
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
+from jaxrl_llm.rollout.sampling import without_lone
 from jaxrl_llm.types import Batch
 
 
@@ -20,20 +21,33 @@ class ScoreError(RunError):
     """A reward function that does not report what the config says it does."""
 
 
-def with_scores(batch: Batch, scores: Sequence[Score], *, components: Sequence[str] = ()) -> Batch:
+def with_scores(
+    batch: Batch,
+    scores: Sequence[Score],
+    *,
+    samples: int = 1,
+    compares: bool = True,
+    components: Sequence[str] = (),
+) -> Batch:
     """Add the scores of a batch's answers to the rewards of their turns.
 
-    `scores` are the sums of the rewards, `raw_scores` are what was given.
+    `scores` are the sums of the rewards, `raw_scores` are what was given. Answers that are unscored
+    are not usable.
 
     Args:
         batch: B answers, with the `rewards` of their turns.
         scores: of each answer.
+        samples: G, the answers to each prompt.
+        compares: whether these are compared with each other. Then one that alone is left of its
+            group is not usable, either.
         components: names of the reward functions' numbers that become `score_components` [B C];
             where a reward function failed, reward.on_error stands for each.
 
     Raises:
         ScoreError: a reward function did not report one of the components.
     """
+    usable = batch["usable"] & ~np.array([score.is_unscored for score in scores], bool)
+    batch = without_rows(batch, ~(without_lone(usable, samples) if compares else usable))
     usable = batch["usable"]
     values = np.where(usable, [score.score for score in scores], 0).astype(np.float32)
     of_turns = batch["rewards"]
@@ -89,10 +103,13 @@ def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
 def without_rows(batch: Batch, rows: np.ndarray) -> Batch:
     """Return a batch in which some answers [B] are not usable, as `lay_out` has them."""
     usable = batch["usable"] & ~rows
+    if (usable == batch["usable"]).all():
+        return batch
     own = len(usable) + np.arange(len(usable), dtype=np.int32)
     return batch.add(
         usable=usable,
         mask=batch["mask"] & usable[:, None],
+        rewards=np.where(usable[:, None], batch["rewards"], 0),
         group_ids=np.where(usable, batch["group_ids"], own),
     )
 

@@ -73,8 +73,8 @@ def token_stats_from_hidden(
     once, not once a chunk. Where stages hold the layers, they share the scoring too."""
     layout = Layout(mesh, config.context)
     targets = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
-    axes = TOKENS if targets.size % (layout.shards * layout.stages) else (*TOKENS, "stage")
-    head = config.model.head_matrix(params, layout)
+    axes = token_axes(layout, targets.size)
+    head = split_head(params, config, layout)
     by_token = PartitionSpec(axes)
     places = [hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)]
     if rows.scored is not None:
@@ -83,18 +83,28 @@ def token_stats_from_hidden(
     if head is None:  # hidden states are logits
         score = functools.partial(token_stats_from_logits, temperature=config.temperature)
     else:
-        split = head if isinstance(head, SplitMatrix) else SplitMatrix(head, (), ())
         score = functools.partial(
             token_stats,
             temperature=config.temperature,
             softcap=config.model.logit_softcap,
             chunk=config.logprob_chunk,
-            head_axes=(split.embed_axes, split.vocab_axes),
+            head_axes=(head.embed_axes, head.vocab_axes),
         )
-        places.insert(1, split.array)
-        specs.insert(1, PartitionSpec(split.embed_axes, split.vocab_axes))
+        places.insert(1, head.array)
+        specs.insert(1, PartitionSpec(head.embed_axes, head.vocab_axes))
     stats = layout.by_tokens(score, in_specs=specs, axes=axes)(*places)
-    return _by_sequence(stats, rows, config)
+    return by_sequence(stats, rows, config)
+
+
+def token_axes(layout: Layout, tokens: int) -> tuple[str, ...]:
+    """Return the mesh axes over which scored tokens are split: the stages' too, if they can be."""
+    return TOKENS if tokens % (layout.shards * layout.stages) else (*TOKENS, "stage")
+
+
+def split_head(params: Params, config: ForwardConfig, layout: Layout) -> SplitMatrix | None:
+    """Return the output projection, and how devices hold it; None where hidden states are logits"""
+    head = config.model.head_matrix(params, layout)
+    return head if head is None or isinstance(head, SplitMatrix) else SplitMatrix(head, (), ())
 
 
 def value_fields(
@@ -145,17 +155,28 @@ def hidden_states(
 def values_from_hidden(
     params: Params, hidden: Float[Array, "P l D"], rows: Rows, config: ForwardConfig
 ) -> Float32[Array, "b T"]:
-    return _by_sequence(config.model.token_values(params, hidden), rows, config)
+    return by_sequence(config.model.token_values(params, hidden), rows, config)
 
 
-def _by_sequence(tree: Any, rows: Rows, config: ForwardConfig) -> Any:
-    """Gather [b T] what the model says at each token as what it says of the next one."""
+def by_sequence(tree: Any, rows: Rows, config: ForwardConfig, *, axes: int = 0) -> Any:
+    """Gather [b T …] what the model says at each token as what it says of the next one.
+
+    Entry (i, 0) is 0, and so is what lies beyond a sequence.
+
+    Args:
+        tree: arrays for the places of the rows, in their order.
+        rows: packed.
+        config: how the model is run.
+        axes: of what there is at each place; 0 for a number.
+    """
     length = jnp.shape(rows.tokens)[1]
     width = min(config.longest or length, length)
+    inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
+    inside = jnp.expand_dims(inside, range(2, 2 + axes))
 
-    def gather(x: Float[Array, "..."]) -> Float[Array, "b T"]:
-        shifted = unpack(x.reshape(-1, length), *map(jnp.asarray, rows.places), width=width)
-        inside = jnp.arange(width) < jnp.asarray(rows.size)[:, None]
-        return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0.0), 0.0)
+    def gather(x: Array) -> Array:
+        by_row = x.reshape(-1, length, *x.shape[x.ndim - axes :])
+        shifted = unpack(by_row, *map(jnp.asarray, rows.places), width=width)
+        return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0), 0)
 
     return jax.tree.map(gather, tree)

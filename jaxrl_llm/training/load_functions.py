@@ -84,6 +84,13 @@ class AlgorithmFunctions(BatchFunctions):
         return bool(self.needs & fields_of_model("teacher"))
 
     @property
+    def runs_teacher_in_update(self) -> bool:
+        """Return whether the actor's update runs the teacher, over the whole vocabulary."""
+        objective = self.updates["actor"].objective
+        how = objective.distillation if isinstance(objective, PolicyObjective) else None
+        return how is not None and not how.of_top
+
+    @property
     def on_policy(self) -> bool:
         """Return whether the update itself computes the old log-probs; see `is_on_policy`."""
         objective = self.updates["actor"].objective
@@ -93,7 +100,7 @@ class AlgorithmFunctions(BatchFunctions):
     def learns_labels(self) -> bool:
         """Return whether the reward model learns from scores as labels."""
         update = self.updates.get("implicit_reward_model")
-        return update is not None and "raw_scores" in asks_for(update.objective.loss)
+        return update is not None and "raw_scores" in update.objective.asks_for()
 
 
 def find(
@@ -182,6 +189,13 @@ def find_covariance_selector(spec: FunctionSpec) -> Function:
     name = "algorithm.high_covariance"
     function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, available=fields_at(Stage.UPDATING))
+    return function
+
+
+def find_divergence(spec: FunctionSpec, key: str) -> Function:
+    """Return a divergence of a student from its teacher."""
+    function = load_function(spec, kinds.DIVERGENCES, passed=None, key=key)
+    takes(function, ("student_logprobs", "teacher_logprobs"), key)
     return function
 
 

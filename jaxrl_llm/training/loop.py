@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.evaluation.validation import headline
@@ -19,7 +20,7 @@ from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.sharding.offload import to_device, to_host
+from jaxrl_llm.sharding.offload import on_device, to_device, to_host
 from jaxrl_llm.training.batch_metrics import batch_metrics, check_agreement, system_metrics
 from jaxrl_llm.training.experience import with_ages
 from jaxrl_llm.training.layouts import minibatch_size
@@ -51,6 +52,12 @@ class Coefs(NamedTuple):
 
     kl_coef: float
     entropy_coef: float
+    distillation_coef: float
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig) -> "Coefs":
+        """Return those of a config."""
+        return cls(**{name: getattr(config, name) for name in cls._fields})
 
     def restored(self, extra: Mapping[str, Any]) -> "Coefs":
         """Return those of a checkpoint, where it has them."""
@@ -193,8 +200,8 @@ def make_experience(
     batch, errors = stages.scoring.add_greedy_scores(batch, rollouts, step, clock)
     if not batch["usable"].any():
         raise TrainingError(
-            f"step {step}: no answer can be trained on: all are broken, or alone are left of their "
-            "groups (episode/broken)"
+            f"step {step}: no answer can be trained on: all are broken (episode/broken), unscored "
+            "(reward/unscored), or alone are left of their groups"
         )
     return batch, scores, metrics | errors
 
@@ -253,7 +260,9 @@ def update_role(
             if not minibatch["mask"].any():
                 continue  # none of its answers is usable
             annotated = role.annotate_minibatch(state, minibatch)
-            state, metrics = role.learner.update(state, annotated, coefs._asdict())
+            with on_device(role.teacher) as teacher:
+                given = coefs._asdict() | ({} if teacher is None else {"teacher": teacher})
+                state, metrics = role.learner.update(state, annotated, given)
             policy_stats = metrics.pop("policy", {})
             updates.append(metrics)
     updates = jax.device_get(updates)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -17,6 +18,9 @@ from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.types import Batch, Rows
 
 Fields = dict[str, Any]
+
+EXTREMES = {"largest": (-jnp.inf, jnp.maximum), "smallest": (jnp.inf, jnp.minimum)}
+"""Names of an objective's metrics that do not add up: what to begin with, and how to merge them."""
 
 
 class MicroBatch(NamedTuple):
@@ -91,6 +95,7 @@ def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
     if values.ndim > 1:
         values = values[:, : shape.width]
         widths.append((0, shape.width - values.shape[1]))
+    widths += [(0, 0)] * (values.ndim - 2)
     return np.pad(values, widths)
 
 
@@ -198,7 +203,35 @@ def merge_microbatches(
     merged: dict[str, np.ndarray] = {}
     for indices, results in list(parts):
         for name, values in distributed.fetch(results).items():
-            whole = merged.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+            shape = *batch.tokens.shape, *values.shape[2:]
+            whole = merged.setdefault(name, np.zeros(shape, values.dtype))
             width = min(values.shape[1], whole.shape[1])
             whole[indices, :width] = values[: len(indices), :width]
     return merged
+
+
+def empty_total(like: tuple[Params, Fields]) -> tuple[Params, Fields]:
+    """Return gradients and metrics of no micro-batches, by their shapes."""
+
+    def start(path: Any, leaf: Any) -> Array:
+        value, _ = EXTREMES.get(path[0].key, (0.0, jnp.add))
+        return jnp.full(leaf.shape, value, leaf.dtype)
+
+    grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like[0])
+    return grads, jax.tree.map_with_path(start, like[1])
+
+
+def merge_metrics(total: Fields, metrics: Fields) -> Fields:
+    """Add the metrics of a micro-batch to those of others, or keep their extremes."""
+
+    def merge(path: Any, total: Array, value: Array) -> Array:
+        _, function = EXTREMES.get(path[0].key, (0.0, jnp.add))
+        return function(total, value)
+
+    return jax.tree.map_with_path(merge, total, metrics)
+
+
+def with_extremes(metrics: Fields) -> Fields:
+    """Return metrics in which the extremes stand among the others."""
+    sums = {name: value for name, value in metrics.items() if name not in EXTREMES}
+    return sums | {name: x for kind in EXTREMES for name, x in metrics.get(kind, {}).items()}

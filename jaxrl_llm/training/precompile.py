@@ -28,10 +28,12 @@ from jaxrl_llm.planning.lowering import (
 )
 from jaxrl_llm.planning.memory import RunShapes, plan_shapes
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.microbatches import MicroBatch
+from jaxrl_llm.training.objective import COEFS, PolicyObjective
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.models import ModelsStage
 
@@ -143,5 +145,14 @@ def compile_first_step(
         infer_ahead(actor, abstract_weights(model, layouts.reference, config.model.dtype))
     for role in models.to_update(1):
         if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
-            coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+            coefs = COEFS | teacher_like(role, layouts.train, config.model.dtype)
             role.learner.compile_ahead(functools.partial(micro_like, role), coefs)
+
+
+def teacher_like(role: Role, layout: Layout, dtype: str) -> dict[str, Any]:
+    """Return as shapes, by name, the weights of a teacher that a role's update runs."""
+    objective = role.learner.objective
+    how = objective.distillation if isinstance(objective, PolicyObjective) else None
+    if how is None or how.teacher is None:
+        return {}
+    return {"teacher": abstract_weights(how.teacher.model, layout, dtype)}

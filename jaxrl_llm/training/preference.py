@@ -57,6 +57,7 @@ from jaxrl_llm.training.load_model import (
     open_scorer,
 )
 from jaxrl_llm.training.microbatches import BucketPrograms
+from jaxrl_llm.training.objective import COEFS
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.preference_data import (
     PreferenceData,
@@ -70,8 +71,6 @@ from jaxrl_llm.training.update import Learner, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
-
-NO_COEFS = {"kl_coef": 0.0, "entropy_coef": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +235,7 @@ def _train(
         updates = int(state.updates)
         batch = _batch(run, items, state, clock)
         with clock("update_actor"):
-            state, updated = learner.update(state, batch, NO_COEFS)
+            state, updated = learner.update(state, batch, COEFS)
             updated = jax.device_get(updated)
         check_skipped(int(updated["skipped"]), config.optim.max_skipped)
         metrics = _named("train", updated) | {"train/lr": float(run.schedule(updates))}

@@ -7,7 +7,7 @@ from jaxrl_llm.config.fields import asks_for, name_of
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
-from jaxrl_llm.rewards.runner import check_reward_function
+from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.vllm.environment import find_python
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
@@ -24,7 +24,7 @@ def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     """
     data, rollout = config.data, config.rollout
     if config.reward.function:
-        check_reward_function(config.reward.function)
+        check_scoring(config.reward, config.reward.function)
     load_function(data.dataset, kinds.DATASETS, passed=("paths",), key="data.dataset")
     if data.prepare:
         load_function(data.prepare, kinds.PREPARATIONS, key="data.prepare")

@@ -22,6 +22,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.training.advantage_sum import terms_of
 from jaxrl_llm.training.check_functions import check_functions
+from jaxrl_llm.training.distillation import OF_TOP, Distillation
 from jaxrl_llm.training.load_functions import (
     AlgorithmFunctions,
     BatchFunctions,
@@ -31,6 +32,7 @@ from jaxrl_llm.training.load_functions import (
     find_advantage,
     find_controller,
     find_covariance_selector,
+    find_divergence,
     find_kl,
     update_spec,
 )
@@ -47,7 +49,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
             its keywords are out of range, or it does not return what is expected of it.
     """
     batch_functions = load_batch_functions(config)
-    policy = load_policy_objective(config.algorithm, batch_functions)
+    policy = load_policy_objective(config, batch_functions)
     updates, needs = load_updates(config, batch_functions, policy)
     check_sections(config, updates)
     if is_on_policy(config, batch_functions, updates):
@@ -58,6 +60,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     check_skipped_pass(config.algorithm, needs)
     check_staleness(config, needs, policy)
     check_teacher(config, needs)
+    check_distillation(config)
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
@@ -85,10 +88,17 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
     )
 
 
-def load_policy_objective(algorithm: AlgorithmConfig, functions: BatchFunctions) -> PolicyObjective:
-    """Load the policy's loss."""
+def load_policy_objective(config: TrainConfig, functions: BatchFunctions) -> PolicyObjective:
+    """Load the policy's loss, and the divergence from its teacher."""
+    algorithm, distillation = config.algorithm, None
+    if algorithm.distillation:
+        divergence = find_divergence(algorithm.distillation, "algorithm.distillation")
+        of_top = config.teacher.top_k is not None
+        distillation = Distillation(divergence=divergence, of_top=of_top)
     return PolicyObjective(
-        loss=find(algorithm.loss, kinds.LOSSES, "algorithm.loss", Stage.SELECTED),
+        loss=algorithm.loss
+        and find(algorithm.loss, kinds.LOSSES, "algorithm.loss", Stage.SELECTED),
+        distillation=distillation,
         kl=functions.kl if algorithm.kl_loss else None,
         entropy=algorithm.entropy_coef != 0,
         corrected=bool(functions.corrections),
@@ -252,21 +262,67 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
 def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
     """Refuse a teacher that no function asks for, none where one does, and tempered samples."""
     asked = sorted(needs & fields_of_model("teacher"))
-    if asked and config.teacher.path is None:
-        raise ConfigError(f"teacher.path is not set, but a function asks for {asked[0]!r}")
-    if not asked and config.teacher != TeacherConfig():
-        fields = " or ".join(sorted(fields_of_model("teacher")))
+    if config.algorithm.distillation:
+        asked.append("algorithm.distillation")
+    of_top = sorted(needs & set(OF_TOP))
+    if bool(of_top) != (config.teacher.top_k is not None):
         raise ConfigError(
-            f"teacher is set, but no function asks for {fields}: remove it, or name an advantage "
-            "that does, as reverse_kl"
+            f"teacher.top_k is not set, but a function asks for {of_top[0]!r}"
+            if of_top
+            else f"teacher.top_k is set, but no function asks for {' or '.join(OF_TOP)}, and there "
+            "is no algorithm.distillation: remove it"
+        )
+    if asked and config.teacher.path is None:
+        by = f"a function asks for {asked[0]!r}"
+        by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
+        raise ConfigError(f"teacher.path is not set, but {by}")
+    if not asked and config.teacher != TeacherConfig():
+        raise ConfigError(
+            "teacher is set, but no function asks for teacher_logprobs, and there is no "
+            "algorithm.distillation: remove it, or name an advantage that does, as reverse_kl, or "
+            "a divergence"
         )
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampled = {key: getattr(config.rollout, key) for key in plain}
     changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]
-    if asked and changed:
+    if "teacher_logprobs" in needs and changed:
         raise ConfigError(
             f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
             "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
+        )
+
+
+def check_distillation(config: TrainConfig) -> None:
+    """Refuse contradictions between the teacher's keys and what is distilled from it."""
+    algorithm, teacher = config.algorithm, config.teacher
+    spec, of_top = algorithm.distillation, teacher.top_k is not None
+    if spec is None:
+        if algorithm.loss is None:
+            raise ConfigError("algorithm.loss is null, and so is algorithm.distillation: set one")
+        if algorithm.distillation_coef != AlgorithmConfig().distillation_coef:
+            raise ConfigError(
+                "algorithm.distillation_coef is set, but algorithm.distillation is null: remove it"
+            )
+        return
+    default = AlgorithmConfig().advantage
+    if algorithm.loss is None and (algorithm.advantage != default or algorithm.correction):
+        key = "advantage" if algorithm.advantage != default else "correction"
+        raise ConfigError(
+            f"algorithm.loss is null, so that nothing is learned by algorithm.{key}: remove it"
+        )
+    if of_top and spec.kwargs.get("temperature", 1) != 1:
+        raise ConfigError(
+            f"algorithm.distillation.temperature={spec.kwargs['temperature']}, but of the tokens "
+            "beyond teacher.top_k only the sum is known, and not at another temperature: "
+            "set it to 1, or teacher.top_k to null"
+        )
+    if not of_top and (isinstance(teacher.path, dict) or config.mesh.teacher is not None):
+        key = (
+            "teacher.path has several" if isinstance(teacher.path, dict) else "mesh.teacher is set"
+        )
+        raise ConfigError(
+            f"{key}, but over the whole vocabulary algorithm.distillation runs one teacher where "
+            "the policy is trained: set teacher.top_k, or name one teacher without a mesh"
         )
 
 
@@ -279,6 +335,8 @@ def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.correction is not None:
         return algorithm.correction
+    if algorithm.loss is None:
+        return ()
     differs = rollout.engine == "vllm" or is_low_precision(rollout) or rollout.staleness > 0
     if not differs or algorithm.use_rollout_logprobs:
         return ()

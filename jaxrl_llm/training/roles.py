@@ -28,7 +28,9 @@ from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.load_functions import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.router import router_hooks
+from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 
@@ -53,6 +55,7 @@ class Role:
         max_skipped: updates in a row that may be skipped.
         annotate_minibatch: (state, mini-batch) -> the mini-batch with fields that are computed
             from the whole of it.
+        teacher: weights of the teacher that an update runs; None: it runs none.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Role:
     learning_rate: Callable[[int], Any]
     max_skipped: int
     annotate_minibatch: Callable[[TrainState, Batch], Batch] = unannotated
+    teacher: Any = None
 
 
 def make_roles(
@@ -69,6 +73,7 @@ def make_roles(
     actor: LoadedModel,
     layouts: Layouts,
     shape_on: Callable[[ForwardConfig, Layout], RowShape],
+    teacher: TeacherModel | None = None,
 ) -> tuple[dict[str, Role], dict[str, TrainableModel]]:
     """Build every model that is trained, and say what it starts from.
 
@@ -78,6 +83,7 @@ def make_roles(
         actor: the policy's model.
         layouts: where each model stands.
         shape_on: shape of micro-batches of a model in a layout.
+        teacher: that the actor's update runs; None: it runs none.
     """
     roles, trainable = {}, {}
     paths = {
@@ -100,7 +106,9 @@ def make_roles(
             model = as_critic(model, key, layout)
         settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
         shape = shape_on(settings, layout)
-        learner = learner_of(update, settings, shape, layout, model.like, model.frozen)
+        own_teacher = teacher if name == "actor" else None
+        spec = taught_by(own_teacher, update, shape) if own_teacher else update
+        learner = learner_of(spec, settings, shape, layout, model.like, model.frozen)
         infer = inference_of(name, functions, settings, shape, layout, model.frozen)
         roles[name] = Role(
             name=name,
@@ -108,18 +116,33 @@ def make_roles(
             infer=infer,
             learning_rate=update.schedule,
             max_skipped=update.max_skipped,
+            teacher=own_teacher and own_teacher.params,
         )
         trainable[name] = TrainableModel(model, learner, key)
+    return annotating(roles, functions, config.seed), trainable
+
+
+def annotating(roles: dict[str, Role], functions: AlgorithmFunctions, seed: int) -> dict[str, Role]:
+    """Return roles that compute fields from whole mini-batches, where functions ask for such."""
+    annotate = {}
     if functions.select_covariant:
-        annotate = covariance_annotator(
-            functions.select_covariant, roles["actor"].infer, config.seed
-        )
-        roles["actor"] = dataclasses.replace(roles["actor"], annotate_minibatch=annotate)
+        infer = roles["actor"].infer
+        annotate["actor"] = covariance_annotator(functions.select_covariant, infer, seed)
     if functions.learns_labels:
-        roles["implicit_reward_model"] = dataclasses.replace(
-            roles["implicit_reward_model"], annotate_minibatch=check_labels
-        )
-    return roles, trainable
+        annotate["implicit_reward_model"] = check_labels
+    changed = {
+        name: dataclasses.replace(roles[name], annotate_minibatch=function)
+        for name, function in annotate.items()
+    }
+    return roles | changed
+
+
+def taught_by(teacher: TeacherModel, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
+    """Return the actor's update with the teacher that it runs."""
+    objective = update.objective
+    assert isinstance(objective, PolicyObjective) and objective.distillation is not None
+    how = teacher.compared_by(objective.distillation.divergence, shape)
+    return update._replace(objective=dataclasses.replace(objective, distillation=how))
 
 
 def learner_of(

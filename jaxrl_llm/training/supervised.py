@@ -14,10 +14,11 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
-from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.sft import SftConfig, SftTeacherConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.rows import check_example_row, load_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.model import Model, decoder_spec, model_of
@@ -39,11 +40,16 @@ from jaxrl_llm.runs.resume import (
 )
 from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.check_functions import check_divergence
 from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
+from jaxrl_llm.training.load_functions import find_divergence
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.microbatches import Fields
+from jaxrl_llm.training.objective import COEFS, PolicyObjective
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
+from jaxrl_llm.training.teacher_model import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
@@ -67,6 +73,9 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         quiet_libraries()
         check_trackers(config)
         optimizer, schedule = make_optimizer(config.optim)
+        if config.teacher.path is not None:
+            key = "teacher.divergence"
+            check_divergence(key, find_divergence(config.teacher.divergence, key))
         if config.steps is not None:
             check_learning_rates(schedule, config.optim, config.steps)
         prepare_files(config.data.prepare, config.data.train)
@@ -98,7 +107,7 @@ def _train(
     All other arrays are let go of, so that merging and saving hold the model once.
     """
     watchdog = stack.enter_context(open_watchdog(config))
-    learner, opened, model, base = _start(config, optimizer, folder, stack)
+    learner, coefs, opened, model, base = _start(config, optimizer, folder, stack)
     state, stream = opened.states["actor"], opened.stream
     log, total = opened.log, opened.total_steps
     step, compiled, has_line = opened.step, CompileCounter(), Pace(total)
@@ -110,17 +119,13 @@ def _train(
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
         with clock("update_actor"):
-            state, update_metrics = learner.update(
-                state, batch, {"kl_coef": 0.0, "entropy_coef": 0.0}
-            )
+            state, update_metrics = learner.update(state, batch, coefs)
             update_metrics = jax.device_get(update_metrics)
         check_skipped(int(update_metrics["skipped"]), config.optim.max_skipped)
-        router = {name: x for name, x in update_metrics.items() if name.startswith("router_")}
         metrics = {
-            "train/loss": float(update_metrics["pg_loss"]),
+            **_loss_metrics(update_metrics, config.teacher),
             "train/grad_norm": float(update_metrics["grad_norm"]),
             "train/lr": float(schedule(updates)),
-            **{f"train/{name}": float(value) for name, value in router.items()},
             **clock.metrics(),
             **compiled.metrics(),
         }
@@ -144,6 +149,20 @@ def _train(
     return state.params, model, base, opened.display
 
 
+def _loss_metrics(updated: Fields, teacher: SftTeacherConfig) -> dict[str, float]:
+    """Return the metrics of an update's loss by the names that the log has."""
+    loss = float(updated["pg_loss"])
+    metrics = {
+        f"train/{name}": float(value)
+        for name, value in updated.items()
+        if name.startswith(("router_", "divergence/")) or name == "top1_agreement"
+    }
+    if teacher.path is None:
+        return {"train/loss": loss} | metrics
+    whole = (1 - teacher.share) * loss + teacher.share * float(updated["distillation_loss"])
+    return {"train/loss": whole, "train/nll": loss} | metrics
+
+
 @activity("saving")
 def _save(step: int, state: TrainState, opened: ResumedRun) -> None:
     extra = {
@@ -159,7 +178,8 @@ def _start(
     optimizer: optax.GradientTransformation,
     folder: RunFolder,
     stack: contextlib.ExitStack,
-) -> tuple[Learner, ResumedRun, Model, Any]:
+) -> tuple[Learner, Fields, ResumedRun, Model, Any]:
+    """Return the updates and their coefficients, where the run stands, the model and its base."""
     stack.enter_context(reporting_compilation())
     stack.enter_context(compiling_on_demand())
     weights = "random weights of" if config.model.random_init else "weights of"
@@ -179,8 +199,9 @@ def _start(
         long_rows=takes_long_rows(forward, layout, config.data.max_tokens),
     )
     forward = forward.over(shape)
+    objective, coefs = _objective(config, model.model, layout, shape)
     learner = Learner(
-        PolicyObjective(loss=negative_log_likelihood),
+        objective,
         forward,
         optimizer,
         reduce=token_mean,
@@ -191,11 +212,41 @@ def _start(
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     opened = resume_run(
-        config, folder.path, {"actor": TrainableModel(model, learner)}, examples, stack
+        config,
+        folder.path,
+        {"actor": TrainableModel(model, learner)},
+        examples,
+        stack,
+        frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
     )
     folder.record()
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
-    return learner, opened, model.model, base
+    return learner, coefs, opened, model.model, base
+
+
+def _objective(
+    config: SftConfig, model: Model, layout: Layout, shape: RowShape
+) -> tuple[PolicyObjective, Fields]:
+    """Return what an update minimises, and its coefficients with the teacher's weights in them."""
+    if config.teacher.path is None:
+        return PolicyObjective(loss=negative_log_likelihood), dict(COEFS)
+    share = config.teacher.share
+    with config_errors_at("teacher.path"):
+        teacher = open_teacher_model(
+            config.teacher.path,
+            config.model,
+            load_tokenizer(config.model.path),
+            model,
+            layout,
+            longest=config.data.max_tokens,
+        )
+    divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
+    objective = PolicyObjective(
+        loss=negative_log_likelihood,
+        share=1 - share,
+        distillation=teacher.compared_by(divergence, shape),
+    )
+    return objective, COEFS | {"distillation_coef": share, "teacher": teacher.params}
 
 
 @activity("reading the data")

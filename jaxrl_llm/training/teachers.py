@@ -11,23 +11,17 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import VOCABULARIES
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.parameters import compute_dtypes, declare
-from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
-from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.training.distillation import top_pass
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.load_model import forward_config, read_model
-from jaxrl_llm.training.reward_model import check_same_tokens
 from jaxrl_llm.training.stages.models import ModelPass, States
+from jaxrl_llm.training.teacher_model import TeacherModel, open_teacher_model
 from jaxrl_llm.types import Batch
 
 log = logging.getLogger(__name__)
@@ -47,17 +41,21 @@ class Teacher:
     Attributes:
         path: Hugging Face directory that it was loaded from.
         params: in the compute dtype; on the host, where it waits there.
-        infer: (params, batch) -> `logprobs` [B T] at temperature 1.
+        infer: (params, batch) -> `logprobs` [B T] at temperature 1, and what else the batch gets.
         vocab_size: tokens that it knows.
+        model: what the policy's update runs; None where it runs none.
+        is_asked: whether a function asks for what it says of the answers.
     """
 
     path: str
     params: Params
     infer: Callable[[Params, Batch], dict[str, np.ndarray]]
     vocab_size: int
+    model: TeacherModel | None = None
+    is_asked: bool = True
 
     def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
-        """Return fields of a batch of answers: `teacher_logprobs` [B T].
+        """Return fields of a batch of answers: `teacher_logprobs` [B T], and of top tokens.
 
         Raises:
             TeacherError: a token is beyond the teacher's vocabulary.
@@ -70,7 +68,8 @@ class Teacher:
                 f"{self.vocab_size} tokens"
             )
         with on_device(self.params) as params:
-            return {"teacher_logprobs": self.infer(params, batch)["logprobs"]}
+            results = self.infer(params, batch)
+        return {"teacher_logprobs": results.pop("logprobs"), **results}
 
 
 def open_teachers(
@@ -92,51 +91,42 @@ def open_teachers(
     Raises:
         ConfigError: there is no such model, or it does not know the policy's tokens.
     """
-    if not functions.needs_teacher or config.teacher.path is None:
+    is_asked = functions.needs_teacher or functions.runs_teacher_in_update
+    if not is_asked or config.teacher.path is None:
         return {}
     paths = config.teacher.path
     by_source = {EVERYTHING: paths} if isinstance(paths, str) else paths
-    opened = {
-        path: open_teacher(config, path, tokenizer, actor, layout)
-        for path in dict.fromkeys(by_source.values())
-    }
+    opened = {}
+    for path in dict.fromkeys(by_source.values()):
+        teacher = open_teacher(config, path, tokenizer, actor, layout)
+        model = teacher.model if functions.runs_teacher_in_update else None
+        opened[path] = dataclasses.replace(teacher, model=model, is_asked=functions.needs_teacher)
     return {source: opened[path] for source, path in by_source.items()}
 
 
-@activity("loading a teacher")
 def open_teacher(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
 ) -> Teacher:
     """Load a teacher in the compute dtype; see `open_teachers`."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     with config_errors_at("teacher.path"):
-        spec = read_spec(path)
-        if spec.value_head or spec.reward_head:
-            raise ValueError(f"{path} ends in a value head, expected a language model")
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        if spec.max_positions is not None and spec.max_positions < longest:
-            raise ValueError(
-                f"{path} has {spec.max_positions} positions, but the longest sequence is "
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
-            )
-        if any((resolve(path) / name).is_file() for name in VOCABULARIES):
-            check_same_tokens(path, tokenizer)  # the number of padded ones may differ
-        elif spec.vocab_size != actor.vocab_size:
-            raise ValueError(
-                f"{path} has no tokenizer and vocab_size={spec.vocab_size}, expected the policy's "
-                f"{actor.vocab_size}"
-            )
-        model = read_model(path, spec, layout)
-    params = model.params
-    if config.model.dtype != "float32":
-        dtypes = compute_dtypes(spec, config.model.dtype)
-        params = reshard(params, layout.of(declare(spec)), dtype=dtypes)
+        model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
     if config.offload.teacher:
-        params = to_host(params)
-    plain = dataclasses.replace(config.model, router_loss_coef=0.0)
-    forward = forward_config(plain, model.model, layout)
-    shape = microbatch_shape(config, forward, layout)
-    infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
-    return Teacher(path=path, params=params, infer=infer, vocab_size=spec.vocab_size)
+        model = model._replace(params=to_host(model.params))
+    shape = microbatch_shape(config, model.forward, layout)
+    forward, count = model.forward.over(shape), config.teacher.top_k
+    infer = (
+        logprob_pass(forward, shape, layout.mesh, ("logprobs",))
+        if count is None
+        else top_pass(forward, shape, layout.mesh, count=count, vocab=model.vocab)
+    )
+    size = model.forward.model.vocab_size
+    return Teacher(path=path, params=model.params, infer=infer, vocab_size=size, model=model)
+
+
+def run_in_update(teachers: Mapping[str, Teacher]) -> TeacherModel | None:
+    """Return the teacher that the policy's update runs, if it runs one."""
+    return next((teacher.model for teacher in teachers.values() if teacher.model), None)
 
 
 def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
@@ -150,7 +140,7 @@ def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
     ) -> tuple[Batch, dict[str, float]]:
         del states, step
         sources = np.array([prompt.data_source for prompt in rollouts.prompts], object)
-        fields = {"teacher_logprobs": np.zeros(batch.tokens.shape, np.float32)}
+        fields: dict[str, np.ndarray] = {}
         metrics = {}
         for source, teacher in teachers.items():
             rows = np.flatnonzero((sources == source) | (source == EVERYTHING))
@@ -159,7 +149,8 @@ def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
             part = batch.take(rows)
             results = teacher(part, rollouts.take(rows.tolist()))
             for name, values in results.items():
-                fields[name][rows] = values
+                shape = *batch.tokens.shape, *values.shape[2:]
+                fields.setdefault(name, np.zeros(shape, values.dtype))[rows] = values
             apart = part["rollout_logprobs"] - results["teacher_logprobs"]
             if part["mask"].any() and source != EVERYTHING:
                 metrics[f"teacher/reverse_kl/{source}"] = float(apart[part["mask"]].mean())
@@ -168,7 +159,8 @@ def teacher_passes(teachers: Mapping[str, Teacher]) -> list[ModelPass]:
         metrics["teacher/reverse_kl"] = float(apart.mean()) if apart.size else 0.0
         return batch, metrics
 
-    return [ModelPass("teacher", run)] if teachers else []
+    is_asked = any(teacher.is_asked for teacher in teachers.values())
+    return [ModelPass("teacher", run)] if is_asked else []
 
 
 def check_teacher_sources(config: TrainConfig, sources: Iterable[str]) -> None:

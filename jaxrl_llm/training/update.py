@@ -32,8 +32,11 @@ from jaxrl_llm.training.microbatches import (
     BucketPrograms,
     Fields,
     MicroBatch,
+    empty_total,
     layout_and_dtypes,
+    merge_metrics,
     merge_microbatches,
+    with_extremes,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
@@ -128,9 +131,8 @@ class Learner:
 
         def zeros(*inputs: Any) -> Any:
             if not made:  # they are the same in every bucket
-                like = self.total_like(*inputs)
-                zero = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), like)
-                made.append(jax.jit(zero, out_shardings=self._total_shardings))
+                total = functools.partial(empty_total, self.total_like(*inputs))
+                made.append(jax.jit(total, out_shardings=self._total_shardings))
             return made[0]()
 
         return zeros
@@ -217,7 +219,7 @@ class Learner:
             sums = jax.tree.map(jax.new_ref, total[0])
             backward.with_refs(sums)(jnp.ones_like(value))
             policy_stats = metrics.pop("policy", {})
-            metrics = jax.tree.map(jnp.add, total[1], metrics)
+            metrics = merge_metrics(total[1], metrics)
             return (jax.tree.map(jax.freeze, sums), metrics), policy_stats
 
         return accumulate
@@ -283,7 +285,7 @@ class Learner:
         apply.result()
         state, applied = self.apply(state, grads, statistics)
         policy = merge_microbatches(parts, batch)
-        return state, metrics | applied | ({"policy": policy} if policy else {})
+        return state, with_extremes(metrics) | applied | ({"policy": policy} if policy else {})
 
     @functools.cached_property
     def _rest(self) -> Params:

@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.groups import Group, GroupScores
 from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
@@ -68,10 +69,10 @@ class OverlappedSampling(NamedTuple):
 
 @dataclass
 class Dropped:
-    """What the group filter has refused in a step: groups, and answers without a score."""
+    """What the group filter has refused in a step: groups, and the scores of their answers."""
 
     groups: int = 0
-    errors: int = 0
+    scores: list[Score] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -332,7 +333,7 @@ class Window:
         refused = [group for group in undecided if not group.kept]
         self._groups = [group for group in self._groups if group not in refused]
         dropped.groups += len(refused)
-        dropped.errors += sum(s.error is not None for g in refused for s in g.result())
+        dropped.scores += [score for group in refused for score in group.result()]
         limit = self.config.algorithm.max_generation_batches
         if dropped.groups > (limit - 1) * size:
             whole = sum(group.kept for group in self._groups)
@@ -349,8 +350,8 @@ class Window:
         if self.scoring.keep is not None:
             metrics["batch/generation_batches"] = 1 + dropped.groups / len(taken)
             metrics["batch/dropped_groups"] = float(dropped.groups)
-            errors = sum(score.error is not None for g in taken for score in g.result())
-            metrics["reward/errors"] = float(errors + dropped.errors)
+            kept = [score for group in taken for score in group.result()]
+            metrics |= scoring_counts(kept + dropped.scores)
         return metrics
 
     def _waiting_metrics(self) -> Metrics:

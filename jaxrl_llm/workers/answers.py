@@ -5,9 +5,12 @@ import numbers
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_LOAD_ERROR_CHARS = 2000
+
+Serve = Callable[[BinaryIO, BinaryIO], None]
+"""Reads requests and writes answers until there are no more, which is an EOFError or an OSError."""
 
 
 def shorten(text: str, limit: int = 300) -> str:
@@ -77,7 +80,7 @@ def decode_load_error(line: bytes) -> str | None:
 
 def serve_requests(
     fd: int,
-    load: Callable[[Any], Callable[[int, Any], bytes]],
+    load: Callable[[Any], Serve],
     describe_load_error: Callable[[Exception], str],
 ) -> None:
     """Answer lists of `(number, request)` until the pool closes the connection.
@@ -88,7 +91,7 @@ def serve_requests(
 
     Args:
         fd: the file descriptor of our end of the connection.
-        load: from the spec to the function that answers: (number, request) -> a line.
+        load: from the spec to what answers.
         describe_load_error: returns what is told of an error of `load`.
     """
     with (
@@ -96,16 +99,30 @@ def serve_requests(
         open(fd, "rb") as requests,
         open(fd, "wb", closefd=False) as out,
     ):
-        answer, load_error = None, None
+        serve, load_error = None, None
         try:
-            answer = load(pickle.load(requests))
+            serve = load(pickle.load(requests))
         except EOFError:
             raise
         except Exception as error:  # also of a function given from Python, which is unpickled
             load_error = describe_load_error(error)
         out.write(encode_load_error(load_error))
         out.flush()
-        while answer is not None:
+        if serve is not None:
+            serve(requests, out)
+
+
+def answering_in_turn(answer: Callable[[int, Any], bytes]) -> Serve:
+    """Return what answers one request after another.
+
+    Args:
+        answer: (number, request) -> a line.
+    """
+
+    def serve(requests: BinaryIO, out: BinaryIO) -> None:
+        while True:
             for number, request in pickle.load(requests):
                 out.write(answer(number, request))
                 out.flush()
+
+    return serve

@@ -110,8 +110,9 @@ def test_fields_are_named_once_and_stand_in_the_table_by_their_name():
 
 
 def test_shapes_of_fields_are_those_of_the_table():
-    shapes = abstract_fields(3, 5, 2)
+    shapes = abstract_fields(3, 5, 2, 4)
     assert (shapes["scores"].shape, shapes["scores"].dtype) == ((3,), "float32")
     assert (shapes["mask"].shape, shapes["mask"].dtype) == ((3, 5), "bool")
     assert (shapes["score_components"].shape, shapes["group_ids"].dtype) == ((3, 2), "int32")
+    assert (shapes["teacher_ids"].shape, shapes["teacher_ids"].dtype) == ((3, 5, 4), "int32")
     assert list(shapes) == list(FIELDS)

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxrl_llm.evaluation.estimators import best_at, interval, majority_at, read_scores
+from jaxrl_llm.evaluation.estimators import (
+    best_at,
+    interval,
+    majority_at,
+    mean_of_each,
+    read_scores,
+)
 from jaxrl_llm.rewards.runner import Score
 
 VALUES = arrays(
@@ -118,3 +124,29 @@ def test_a_reward_function_that_failed_is_a_wrong_answer_without_a_vote():
     assert readings.values.tolist() == [[1.0, 0.0]]
     assert readings.votes == [["4", None]]
     assert read_scores([[Score(0.5, {}, None)]]).votes is None
+
+
+@given(VALUES, st.integers(0, 3), st.integers(0, 10**6))
+def test_unscored_answers_change_no_estimate(values, unscored, seed):
+    """Each is that of the other answers, wherever the unscored ones lie."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.permutation([*row, *[np.nan] * unscored]) for row in values]
+    shuffled = np.array(rows)
+    rest = np.array([row[~np.isnan(row)] for row in rows])
+    votes = [[None if np.isnan(v) else str(v) for v in row] for row in rows]
+    for k in range(1, values.shape[1] + 1):
+        np.testing.assert_allclose(best_at(shuffled, k), best_at(rest, k))
+        left = [[vote for vote in row if vote is not None] for row in votes]
+        np.testing.assert_allclose(majority_at(shuffled, votes, k), majority_at(rest, left, k))
+    np.testing.assert_allclose(mean_of_each(shuffled), rest.mean(1))
+    if unscored:
+        assert np.isnan(best_at(shuffled, values.shape[1] + 1)).all()
+        assert np.isnan(majority_at(shuffled, votes, values.shape[1] + 1)).all()
+
+
+def test_an_unscored_answer_has_no_value():
+    unscored = Score(math.nan, {}, "unscored: no verdict")
+    readings = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), unscored]])
+    assert readings.quantity == "acc" and readings.votes == [["4", None]]
+    np.testing.assert_array_equal(readings.values, [[1.0, np.nan]])
+    assert np.isnan(read_scores([[unscored]]).values).all()

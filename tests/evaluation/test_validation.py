@@ -1,5 +1,7 @@
 """Validation metrics against a loop that counts on its fingers."""
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -97,6 +99,22 @@ def test_by_hand():
             "val-core/math/acc/mean@3": 2 / 3,
             "val-core/math/acc/best@3": 1.0,
             "val-core/math/acc/maj@3": 1.0,
+        }
+    )
+
+
+def test_unscored_answers_are_counted_and_left_out():
+    prompts = [prompt("gsm8k")] * 4 + [prompt("math")] * 2
+    scores = scores_of(("4", 0.0), ("4", 1.0), ("5", 1.0), ("5", 1.0), ("7", 1.0), ("7", 1.0))
+    for unscored in (2, 4, 5):
+        scores[unscored] = Score(math.nan, {}, "unscored: no verdict")
+    assert validation_metrics(prompts, scores, samples=2) == pytest.approx(
+        {
+            "val-core/gsm8k/acc/mean@2": 2 / 3,
+            "val-core/gsm8k/acc/best@2": 1.0,  # of the only prompt with two
+            "val-core/gsm8k/acc/maj@2": 0.0,
+            "val-aux/gsm8k/unscored": 1.0,
+            "val-aux/math/unscored": 2.0,  # of which nothing is known
         }
     )
 

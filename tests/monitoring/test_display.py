@@ -1,13 +1,14 @@
 """What a run shows on a terminal, and elsewhere."""
 
 import io
+import math
 import re
 import sys
 
 import pytest
 
 from jaxrl_llm.compilation import PendingProgram
-from jaxrl_llm.monitoring.answers import choose_answers, printable
+from jaxrl_llm.monitoring.answers import answer_cells, choose_answers, printable
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.display import Display
 from tests.waiting import wait_until
@@ -128,8 +129,17 @@ def test_a_terminal_too_narrow_for_tables_has_lines(terminal):
     assert "┃" not in shown
 
 
+def test_an_answer_without_a_score_says_why():
+    unscored = {"prompt": "[]", "answer": "4", "score": None, "advantage": None}
+    rows = [unscored | {"error": error} for error in ("unscored: no verdict", "timeout: 5 s")]
+    cells = [row[2] for row in answer_cells(rows)]
+    assert cells == ["unscored: no verdict", "failed: timeout: 5 s"]
+
+
 def test_the_best_and_the_worst_answers_of_one_or_two_groups_are_chosen():
     scores = [0.0, 0.2, 0.9, 0.1, 0.5, 0.5, 0.0, -1.0]
     assert choose_answers(scores, 4) == [0, 2, 4, 7]
     assert choose_answers([0.0, 1.0, 0.5], 1) == [0, 1]
     assert choose_answers([1.0] * 8, 4) == [0]
+    assert choose_answers([math.nan, 0.5, 1.0, math.nan], 2) == [1, 2]
+    assert choose_answers([math.nan] * 4, 2) == [0]

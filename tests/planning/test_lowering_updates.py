@@ -72,7 +72,7 @@ def test_updates_of_recipes(path, tmp_path, jitted, lowered):
     jitted.clear()
     advantage_step(functions.advantage, with_returns="critic" in functions.updates)
     correction_step(functions.corrections)
-    fields = abstract_fields(8, 4, 1)
+    fields = abstract_fields(8, 4, 1, 1)
     for compute in jitted:
         assert not lower(compute.trace(fields)).calls
 

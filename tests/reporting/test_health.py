@@ -182,6 +182,16 @@ def test_a_fault_is_found_in_the_steps_that_have_it(name):
     assert finding.steps or name == "no_learning"
 
 
+@pytest.mark.parametrize("on_error", [0.0, "unscored"])
+def test_unscored_answers_are_said_to_be_left_out(on_error):
+    """Failures that are unscored, too, are said once."""
+    failures = {"reward/errors": 20.0} if on_error == "unscored" else {}
+    config = CONFIG | {"reward": CONFIG.get("reward", {}) | {"on_error": on_error}}
+    rows = simulated({"reward/unscored": 20.0, **failures})
+    (finding,) = check_history(RunHistory(rows, config))
+    assert "are unscored and left out of their groups" in finding.detail
+
+
 # --------------------------------------------------------------------------------- near misses
 
 

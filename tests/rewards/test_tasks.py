@@ -14,14 +14,14 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.tasks import RewardTasks
-from jaxrl_llm.rewards.worker import RewardItem
+from jaxrl_llm.rewards.worker import DEFAULT_CALLS, AsyncCalls, RewardItem
 from jaxrl_llm.workers.limits import Limits
 from tests.waiting import ended, wait_until
 
 ray = pytest.importorskip("ray")
 
 FUNCTIONS = """
-import os, re, resource, signal, subprocess, sys, time
+import asyncio, os, re, resource, signal, subprocess, sys, time
 
 def above(pid):
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
@@ -70,6 +70,18 @@ def act(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
 
 def three(data_source, solution_str, ground_truth):
     return 0.0
+
+running = 0
+
+async def act_async(data_source, solution_str, ground_truth, extra_info):
+    global running
+    if solution_str == "die": os._exit(3)
+    if solution_str == "hang": await asyncio.sleep(600)
+    running += 1
+    at_once = running
+    await asyncio.sleep(0.05)
+    running -= 1
+    return {"score": float(solution_str), "at_once": at_once}
 """
 
 
@@ -87,9 +99,17 @@ def cluster(ray_nodes):
 def make(functions_file):
     made = []
 
-    def build(tasks=2, timeout_s=20.0, retries=1, on_error=-1.0, name="act", **keywords):
+    def build(
+        tasks=2,
+        timeout_s=20.0,
+        retries=1,
+        on_error=-1.0,
+        name="act",
+        calls=DEFAULT_CALLS,
+        **keywords,
+    ):
         spec = FunctionSpec(f"{functions_file}:{name}", keywords)
-        limits = {"tasks": tasks, "timeout_s": timeout_s, "retries": retries}
+        limits = {"tasks": tasks, "timeout_s": timeout_s, "retries": retries, "calls": calls}
         made.append(RewardTasks(spec, **limits, on_error=on_error))
         return made[-1]
 
@@ -126,6 +146,18 @@ def test_scores_come_in_order(make):
     assert tasks.counts == none_failed()
     with pytest.raises(RewardError, match="closed"):
         tasks.score(items("1"))
+
+
+def test_async_functions_run_several_calls_in_each_task(make):
+    tasks = make(name="act_async", timeout_s=0.5, calls=AsyncCalls(6, 1))
+    scores = tasks.score(items(*map(str, range(60))))
+    assert values(scores) == list(range(60))
+    assert max(score.extra["at_once"] for score in scores) == 3  # of the 6, in each of two tasks
+    scores = tasks.score(items("1", "hang", "2", "die", "3"))
+    assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
+    assert [score.error and score.error.partition(":")[0] for score in scores[1:4]] == [
+        *("timeout", None, "died")
+    ]
 
 
 def test_processes_are_kept_and_have_no_jax(make):

@@ -19,6 +19,7 @@ from jaxrl_llm.training.experience import (
     advantage_step,
     penalize,
     with_scores,
+    without_rows,
 )
 
 
@@ -38,14 +39,17 @@ def completion(*tokens, stopped_by=None):
 # ---------------------------------------------------------------------------------------- layout
 
 
-@pytest.fixture
-def batch():
+def answered():
     prompts = [prompt(11, 12), prompt(11, 12), prompt(13), prompt(13)]
     answers = [completion(1, 2, 3), completion(4), completion(5, 6), completion(1, 2, 3, 4, 5)]
-    scores = [Score(s, {}, None) for s in (1.0, -0.5, 0.0, 2.0)]
     episodes = [Episode.of(p.tokens, a) for p, a in zip(prompts, answers, strict=True)]
-    rollouts = Rollouts(prompts, episodes, ["", "", "", ""])
-    return with_scores(lay_out(rollouts, samples=2, max_tokens=6), scores)
+    return Rollouts(prompts, episodes, ["", "", "", ""])
+
+
+@pytest.fixture
+def batch():
+    scores = [Score(s, {}, None) for s in (1.0, -0.5, 0.0, 2.0)]
+    return with_scores(lay_out(answered(), samples=2, max_tokens=6), scores)
 
 
 def test_layout(batch):
@@ -239,3 +243,42 @@ def test_the_step_compiles_once(batch):
     for seed in range(3):
         scores = np.random.default_rng(seed).normal(size=4).astype(np.float32)
         jax.block_until_ready(step(batch.add(scores=scores))["advantages"])
+
+
+# -------------------------------------------------------------------------------------- unscored
+
+UNSCORED = Score(np.nan, {}, "unscored: no verdict")
+
+
+def test_the_rest_of_a_group_is_as_without_the_unscored_answer():
+    rollouts = answered().take([0, 1, 2, 3, 0, 1, 2, 3])
+    given = [1.0, None, 0.25, -2.0, 0.5, 0.5, None, 3.0]
+    scores = [UNSCORED if s is None else Score(s, {}, None) for s in given]
+    batch = lay_out(rollouts, samples=4, max_tokens=6)
+    batch = with_scores(batch, scores, samples=4, components=("score",))
+    batch = advantage_step(grpo)(batch)
+    assert batch["usable"].tolist() == [s is not None for s in given]
+    for rows in ([0, 2, 3], [4, 5, 7]):
+        rest = np.array([given[row] for row in rows])
+        expected = (rest - rest.mean()) / (rest.std(ddof=1) + 1e-6)
+        for row, advantage in zip(rows, expected, strict=True):
+            mask = batch["mask"][row]
+            assert mask.any()
+            np.testing.assert_allclose(batch["advantages"][row][mask], advantage, rtol=1e-5)
+    for name in ("mask", "advantages", "rewards", "scores", "raw_scores", "score_components"):
+        assert not batch[name][[1, 6]].any(), name
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_an_answer_that_alone_is_left_of_its_group_is_compared_with_nothing(compares):
+    batch = lay_out(answered(), samples=2, max_tokens=6)
+    scores = [UNSCORED, *(Score(s, {}, None) for s in (1.0, 2.0, 3.0))]
+    batch = with_scores(batch, scores, samples=2, compares=compares)
+    assert batch["usable"].tolist() == [False, not compares, True, True]
+    assert batch["scores"].tolist() == [0.0, 0.0 if compares else 1.0, 2.0, 3.0]
+    assert np.isfinite(batch["rewards"]).all()
+
+
+def test_without_unscored_answers_nothing_is_changed(batch):
+    again = without_rows(batch, np.zeros(4, bool))
+    assert again is batch

@@ -391,6 +391,7 @@ def test_every_model_has_its_own_mesh_and_devices():
         ({"stage": 2, "fsdp": 4}, [*range(8)]),
         ({"fsdp": 2}, [6, 7]),
         ({"expert": 8}, [*range(8)]),
+        ({"fsdp": 2, "tensor": 2}, [0, 1, 2, 3]),  # teachers stand where the policy is trained
     ]
     assert all(layout.context == "keys" for layout in layouts)
     assert layouts.critic.rules["ff"] == ("tensor", "context")

@@ -25,7 +25,11 @@ class AlgorithmConfig(Section):
         "function in algorithms.advantages; of a list the sum, each times its keyword `weight` (1)",
         several=True,
     )
-    loss: Function = function_key(kinds.LOSSES, "ppo_clip", "function in algorithms.losses")
+    loss: Function | None = function_key(
+        kinds.LOSSES,
+        "ppo_clip",
+        "function in algorithms.losses; null, where distillation is all that is learned",
+    )
     reduce: Function = function_key(kinds.REDUCTIONS, "token_mean", "function in algorithms.reduce")
     kl_loss: Function | None = function_key(
         kinds.KLS, None, "KL to the reference in the loss: algorithms.kl"
@@ -36,6 +40,15 @@ class AlgorithmConfig(Section):
     kl_coef: Number = Field(default=0.001, ge=0, description="weight of the KL term")
     kl_controller: Function = function_key(
         kinds.KLS, "fixed", "how kl_coef changes from step to step: algorithms.kl"
+    )
+    distillation: Function | None = function_key(
+        kinds.DIVERGENCES,
+        None,
+        "divergence from the teacher in the loss, over the whole vocabulary or the tokens of "
+        "teacher.top_k: algorithms.divergences",
+    )
+    distillation_coef: Number = Field(
+        default=1.0, ge=0, description="weight of the divergence from the teacher"
     )
     entropy_coef: Number = Field(default=0.0, description="weight of the entropy bonus")
     correction: Several[Function] | None = function_key(

@@ -1,10 +1,28 @@
 """The keys of scoring."""
 
-from pydantic import Field
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, function_key
+
+
+def _as_score(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "unscored" and not (is_number and math.isfinite(value)):
+        raise PydanticCustomError("score_type", "a finite number or unscored")
+    return float(value) if is_number else value
+
+
+ErrorScore = Annotated[
+    float | Literal["unscored"],
+    PlainValidator(_as_score, json_schema_input_type=float | Literal["unscored"]),
+]
+"""A score, or that there is none. One validator for both: a union would have errors for each."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,12 +58,27 @@ class ScoringConfig(ProcessConfig):
         ge=0,
         description="scoring processes; 0 scores in this process, without a time limit",
     )
-    timeout_s: Number = Field(default=10.0, gt=0, description="seconds for one response")
-    on_error: Number | None = Field(
+    timeout_s: Number = Field(
+        default=10.0,
+        gt=0,
+        description="seconds for one response; of an async function, for each try",
+    )
+    concurrency: int = Field(
+        default=16, ge=1, description="calls of an async reward function at once, in the whole run"
+    )
+    retries: int = Field(
+        default=3,
+        ge=0,
+        description=(
+            "how often a call of an async reward function is tried again after HTTP 408, 425, 429 "
+            "or 500 and above, a lost connection or timeout_s"
+        ),
+    )
+    on_error: ErrorScore | None = Field(
         default=0.0,
         description=(
             "score of a response whose reward function raises or hangs, or whose "
-            "score is not finite; null stops the run"
+            "score is not finite; unscored leaves the response out, null stops the run"
         ),
     )
 
@@ -65,8 +98,8 @@ class RewardConfig(ScoringConfig):
         ge=0,
         le=1,
         description=(
-            "stop when a reward function fails on more than this share of the responses that are "
-            "scored together; 1 never stops"
+            "stop when a reward function fails on, or leaves unscored, more than this share of the "
+            "responses that are scored together; 1 never stops"
         ),
     )
     classifier: str | None = Field(

@@ -45,19 +45,26 @@ def not_finite(run: RunHistory) -> Iterator[Sign]:
 def reward_errors(run: RunHistory) -> Iterator[Sign]:
     """Find 1 % of the answers without a score of their own, over the newest ten steps.
 
-    Their reward function raised, took too long, crashed or returned no finite number. From 10 % on
-    it is an error.
+    Their reward function raised, took too long, crashed or returned no finite number, or it said
+    itself that they are unscored. From 10 % on it is an error.
     """
-    failed = run.series("reward/errors").newest(NEWEST_STEPS)
-    share = sum(failed.values) / max(_sampled(run, failed), 1)
-    if share >= 0.01:
-        yield Sign(
-            f"{sum(failed.values):.0f} answers of the newest {len(failed.steps)} steps, "
-            f"{share:.1%} of all, have no score but reward.on_error="
-            f"{run.key('reward.on_error', 0.0)}.",
-            failed.where(value > 0 for value in failed.values),
-            is_error=share >= 0.1,
-        )
+    on_error = run.key("reward.on_error", 0.0)
+    found = {
+        "reward/errors": f"have no score but reward.on_error={on_error}",
+        "reward/unscored": "are unscored and left out of their groups",
+    }
+    if on_error == "unscored":
+        del found["reward/errors"]  # the others count these, too
+    for name, what in found.items():
+        failed = run.series(name).newest(NEWEST_STEPS)
+        share = sum(failed.values) / max(_sampled(run, failed), 1)
+        if share >= 0.01:
+            yield Sign(
+                f"{sum(failed.values):.0f} answers of the newest {len(failed.steps)} steps, "
+                f"{share:.1%} of all, {what}.",
+                failed.where(value > 0 for value in failed.values),
+                is_error=share >= 0.1,
+            )
 
 
 def _sampled(run: RunHistory, of: Series) -> float:

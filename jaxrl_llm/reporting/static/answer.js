@@ -38,7 +38,7 @@ function openAnswer(kept, row, among) {
 }
 
 function facts(row) {
-  const pairs = [["score", number(row.score)], ["advantage", row.advantage === null ? "–" : signed(row.advantage)],
+  const pairs = [["score", row.score === null ? "unscored" : number(row.score)], ["advantage", row.advantage === null ? "–" : signed(row.advantage)],
     ["finish", row.finish], ["source", row.data_source]];
   return [h("dl", { class: "facts" }, pairs.filter(([, v]) => v).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     row.error ? h("p", { class: "note bad" }, row.error) : null];

@@ -147,7 +147,7 @@ function answerRow(kept, row, columns, largest, found) {
   const cells = {
     step: () => String(row.step),
     prompt: () => shorten(promptText(kept, row), 160),
-    answer: () => [row.error ? h("span", { class: "tag bad", title: row.error }, "error") : null, shorten(row.answer, 220) || h("i", {}, "(empty)")],
+    answer: () => [row.error ? h("span", { class: "tag bad", title: row.error }, row.score === null ? "unscored" : "error") : null, shorten(row.answer, 220) || h("i", {}, "(empty)")],
     score: () => number(row.score),
     advantage: () => (row.advantage === null ? "–" : h("span", { class: "shade", style: { background: diverging(row.advantage / largest) } }, signed(row.advantage))),
     finish: () => row.finish,

@@ -6,7 +6,6 @@ neither jax nor the program that started it.
 
 import json
 import math
-from collections.abc import Callable
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rollout.tools.answers import (
@@ -18,7 +17,7 @@ from jaxrl_llm.rollout.tools.answers import (
     ToolRequest,
 )
 from jaxrl_llm.rollout.tools.toolbox import Toolbox
-from jaxrl_llm.workers.answers import memory_limit, serve_requests
+from jaxrl_llm.workers.answers import Serve, answering_in_turn, memory_limit, serve_requests
 
 FAILURES = (None, "failed", "broken", "retry")
 
@@ -76,9 +75,13 @@ def run_tools(fd: int, *, memory_gb: float | None) -> None:
         memory_gb: what this process may take, for messages.
     """
 
-    def load(spec: ToolboxSpec) -> Callable[[int, ToolRequest], bytes]:
+    def load(spec: ToolboxSpec) -> Serve:
         toolbox = Toolbox(spec, memory_gb=memory_gb)
-        return lambda number, request: encode_tool_answer(number, toolbox.answer(request))
+
+        def answer(number: int, request: ToolRequest) -> bytes:
+            return encode_tool_answer(number, toolbox.answer(request))
+
+        return answering_in_turn(answer)
 
     def describe(error: Exception) -> str:
         if isinstance(error, ConfigError):

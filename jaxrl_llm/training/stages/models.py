@@ -23,6 +23,7 @@ from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import LoadedModel, forward_config
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
+from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
 from jaxrl_llm.types import Batch
 
@@ -65,7 +66,11 @@ class ModelsStage:
 
 @activity("building the models")
 def build_models(
-    config: TrainConfig, functions: AlgorithmFunctions, model: LoadedModel, layouts: Layouts
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    model: LoadedModel,
+    layouts: Layouts,
+    teacher: TeacherModel | None = None,
 ) -> tuple[ModelsStage, dict[str, TrainableModel]]:
     """Build every model that is trained and the reference; return also what training starts from.
 
@@ -74,9 +79,10 @@ def build_models(
         functions: that it names.
         model: the policy's.
         layouts: where each model stands.
+        teacher: that the policy's update runs; None: it runs none.
     """
     shape_on = functools.partial(microbatch_shape, config)
-    roles, trainable = make_roles(config, functions, model, layouts, shape_on)
+    roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
     passes = []
     if not functions.on_policy:
         passes.append(old_logprob_pass(config, roles["actor"]))

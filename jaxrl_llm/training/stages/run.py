@@ -110,8 +110,11 @@ class RunStage:
         self.watchdog.beat()
         self.log.write(step, metrics, answers=answers, histograms=histograms)
         parts = [f"{label} {metrics[k]:.4g}" for label, k in SHOWN.items() if k in metrics]
-        if metrics.get("reward/errors"):
-            parts.append(f"errors {metrics['reward/errors']:.4g}")
+        parts += [
+            f"{name} {metrics[f'reward/{name}']:.4g}"
+            for name in ("errors", "unscored")
+            if metrics.get(f"reward/{name}")
+        ]
         parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
         line = f"step {step}/{self.total_steps}  " + "  ".join(parts)
         self.display.advance(line) if step else self.display.line(line)

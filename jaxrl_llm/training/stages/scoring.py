@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,15 +77,18 @@ def build_scoring(
         stack: ends the scoring processes at the run's end.
     """
     score, score_validation = make_scoring(
-        config.reward, reward_model.score if reward_model else None, stack
+        config.reward, reward_model.score if reward_model else None, stack, Path(config.run_dir)
     )
+    groups = {
+        "samples": config.rollout.samples_per_prompt,
+        "compares": "group_ids" in functions.needs,
+    }
     arrange = functools.partial(
         lay_out,
-        samples=config.rollout.samples_per_prompt,
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        compares="group_ids" in functions.needs,
+        **groups,
     )
-    add_scores = functools.partial(with_scores, components=config.reward.components)
+    add_scores = functools.partial(with_scores, components=config.reward.components, **groups)
     # elsewhere than on the devices, and not together with other processes
     in_background = (
         reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
@@ -95,7 +99,7 @@ def build_scoring(
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
 
     def scored_batch(rollouts: Rollouts, scores: list[Score], **layout: Any) -> Batch:
-        return add_scores(arrange(rollouts, **layout), scores)
+        return add_scores(arrange(rollouts, **layout), scores, **layout)
 
     return ScoringStage(
         start=functools.partial(start, executor, score),
@@ -231,10 +235,13 @@ def greedy_scorer(
             scores = score(greedy)
             scored = scored_batch(greedy, scores, samples=1)
             added = penalty(scored) if penalty else np.float32(0)
-            errors = sum(score.error is not None for score in scores)
+            counts = {
+                "reward/greedy_errors": float(sum(score.has_failed for score in scores)),
+                "reward/greedy_unscored": float(sum(score.is_unscored for score in scores)),
+            }
             greedy_scores = np.repeat(scored["scores"] + added, samples)
             batch = without_rows(batch, np.repeat(~scored["usable"], samples))
-            return batch.add(greedy_scores=greedy_scores), {"reward/greedy_errors": float(errors)}
+            return batch.add(greedy_scores=greedy_scores), counts
 
     return add
 

@@ -1,0 +1,165 @@
+"""Divergences against float64, TRL, and what is known of them."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from jaxrl_llm.algorithms.distillation import with_tail
+from jaxrl_llm.algorithms.divergences import (
+    forward_kl_divergence,
+    generalized_jsd,
+    reverse_kl_divergence,
+)
+
+BETAS = [0.0, 0.1, 0.5, 1.0]
+ALL = {
+    "forward": forward_kl_divergence,
+    "reverse": reverse_kl_divergence,
+    **{f"jsd {b}": lambda s, t, b=b, **kw: generalized_jsd(s, t, beta=b, **kw) for b in BETAS},
+}
+
+
+def draw(seed, shape=(4, 9), scale=2.0):
+    rng = np.random.default_rng(seed)
+    return [scale * rng.normal(size=shape) for _ in range(2)]
+
+
+def softmax(logits, temperature=1.0):
+    weights = np.exp(logits / temperature - (logits / temperature).max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def kl(p, q):
+    terms = np.zeros_like(p)
+    some = p > 0
+    terms[some] = p[some] * np.log(p[some] / q[some])
+    return terms.sum(-1)
+
+
+def by_hand(name, s, t):
+    """The definitions, on probabilities in float64."""
+    if name in ("forward", "jsd 0.0"):
+        return kl(t, s)
+    if name in ("reverse", "jsd 1.0"):
+        return kl(s, t)
+    beta = float(name.removeprefix("jsd "))
+    m = beta * t + (1 - beta) * s
+    return beta * kl(t, m) + (1 - beta) * kl(s, m)
+
+
+def logs(*logits):
+    return [jax.nn.log_softmax(jnp.asarray(x, jnp.float32)) for x in logits]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_definitions_in_float64(name, temperature):
+    student, teacher = draw(0)
+    s, t = (softmax(x, temperature) for x in (student, teacher))
+    got = ALL[name](*logs(student, teacher), temperature=temperature)
+    assert got.dtype == jnp.float32
+    assert_allclose(got, temperature**2 * by_hand(name, s, t), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_value_and_gradient_are_those_of_trl(beta, temperature):
+    """TRL has no factor τ²; all else is the same, the ends included."""
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gkd = pytest.importorskip("trl.experimental.gkd")
+        student, teacher = draw(1)
+        theirs = torch.tensor(student, requires_grad=True)
+        loss = gkd.GKDTrainer.generalized_jsd_loss(
+            theirs, torch.tensor(teacher), beta=beta, temperature=temperature, reduction="sum"
+        )
+        loss.backward()
+
+    def total(logits):
+        own, given = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(teacher))
+        return generalized_jsd(own, given, beta=beta, temperature=temperature).sum()
+
+    value, gradient = jax.value_and_grad(total)(jnp.asarray(student, jnp.float32))
+    assert_allclose(value, temperature**2 * loss.item(), rtol=1e-5)
+    assert_allclose(gradient, temperature**2 * theirs.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_student_that_is_its_teacher_has_neither_loss_nor_gradient(name):
+    logits = jnp.asarray(draw(2)[0], jnp.float32)
+    teacher = jax.nn.log_softmax(logits)
+    value, gradient = jax.value_and_grad(lambda x: ALL[name](jax.nn.log_softmax(x), teacher).sum())(
+        logits
+    )
+    assert float(value) == 0.0
+    assert_allclose(gradient, 0.0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_probabilities_of_zero(name):
+    """What is certain or impossible for one or both of them leaves values and gradients finite."""
+    zero = -jnp.inf
+    cases = jnp.array(
+        [
+            [[zero, 0.0, 0.0], [zero, 0.0, 1.0]],  # impossible for both
+            [[0.0, 1.0, 2.0], [zero, 0.0, 0.0]],  # for the teacher
+            [[zero, 0.0, 0.0], [0.0, 1.0, 2.0]],  # for the student
+            [[1e4, 0.0, -1e4], [-1e4, 0.0, 1e4]],
+        ]
+    )
+    logits, given = cases[:, 0], jax.nn.log_softmax(cases[:, 1])
+    values = ALL[name](jax.nn.log_softmax(logits), given)
+    gradient = jax.grad(lambda x: ALL[name](jax.nn.log_softmax(x), given).sum())(logits)
+    assert np.isfinite(values).all() and np.isfinite(gradient).all()
+    s, t = (softmax(np.asarray(x, float)) for x in (logits, cases[:, 1]))
+    with np.errstate(divide="ignore"):
+        exact = by_hand(name, s, t)
+    for own, true in zip(values[:3], exact[:3], strict=True):  # the last one has log-probs of -2e4
+        if np.isfinite(true):
+            assert_allclose(own, true, rtol=1e-5)
+        else:
+            assert own > 1e6
+
+
+@pytest.mark.parametrize(("beta", "end"), [(1e-3, "forward"), (1 - 1e-3, "reverse")])
+def test_near_its_ends_the_jsd_is_a_small_part_of_a_kl(beta, end):
+    pair = logs(*draw(3, scale=0.3))
+    ratio = generalized_jsd(*pair, beta=beta) / ALL[end](*pair)
+    assert_allclose(ratio, 1e-3, rtol=2e-2)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000), st.integers(1, 11), st.floats(0.1, 6.0), st.sampled_from([*ALL]))
+def test_no_divergence_grows_when_tokens_become_one_class(seed, k, scale, name):
+    student, teacher = logs(*draw(seed, (8, 12), scale))
+    whole = ALL[name](student, teacher)
+    ids = jnp.argsort(-teacher)[:, :k]
+    tops = [with_tail(jnp.take_along_axis(x, ids, -1)) for x in (student, teacher)]
+    some = ALL[name](*tops)
+    assert (some <= whole * (1 + 1e-4) + 2e-5).all()
+    assert (some >= -2e-6).all()
+
+
+def test_the_tail_is_the_rest_and_has_a_floor():
+    probs = jnp.array([[0.5, 0.3], [0.6, 0.4]])
+    assert_allclose(jnp.exp(with_tail(jnp.log(probs))), [[0.5, 0.3, 0.2], [0.6, 0.4, 1e-7]], 1e-5)
+    missing = with_tail(jnp.array([[jnp.log(0.5), -jnp.inf]]))
+    assert_allclose(jnp.exp(missing), [[0.5, 0.0, 0.5]], 1e-5)
+    top = jnp.log(jnp.array([0.5, 0.3]))
+    slope = jax.grad(lambda x: with_tail(x)[-1])(top)
+    assert_allclose(slope, [-0.5 / 0.2, -0.3 / 0.2], rtol=1e-5)
+
+
+def test_bad_keywords_are_named():
+    pair = logs(*draw(4))
+    with pytest.raises(ValueError, match=r"got beta 1\.5, expected a number from 0 to 1"):
+        generalized_jsd(*pair, beta=1.5)
+    with pytest.raises(ValueError, match=r"got temperature 0\.0, expected a positive one"):
+        forward_kl_divergence(*pair, temperature=0.0)

@@ -1,0 +1,262 @@
+"""Reward functions that are `async def`: several calls at once, and every way of failing."""
+
+import asyncio
+import datetime
+import logging
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import format_datetime
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rewards import pool as pool_module
+from jaxrl_llm.rewards.calls import MAX_WAIT_S, wait_before_retry
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+
+FUNCTIONS = """
+import asyncio, os, sys, time
+from jaxrl_llm.rewards import Unscored
+
+class Refused(Exception):
+    def __init__(self, status): self.status_code = status
+
+running = most = 0
+
+async def act(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
+    global running, most
+    running += 1
+    most = max(most, running)
+    try:
+        return await _act(solution_str, extra_info, bonus)
+    finally:
+        running -= 1
+
+async def _act(word, extra_info, bonus):
+    file = extra_info.get("file")
+    if file:
+        with open(file, "a") as marks: print(word, file=marks)
+    if word == "raise": raise KeyError("no such key")
+    if word == "refuse": raise Refused(503)
+    if word == "exit": sys.exit(3)
+    if word == "hang": await asyncio.sleep(600)
+    if word == "stubborn":
+        while True:
+            try: await asyncio.sleep(600)
+            except asyncio.CancelledError: pass
+    if word == "cancel": raise asyncio.CancelledError
+    if word == "block": time.sleep(600)
+    if word == "die": os._exit(3)
+    if word == "unscored": raise Unscored("nobody knows")
+    if word == "none": return None
+    if word == "most": await asyncio.sleep(0.05); return {"score": 1.0, "most": most}
+    if word == "long": await asyncio.sleep(0.5); return 1.0
+    return bonus + float(word)
+
+class Act:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info): return 2.0
+
+instance = Act()
+
+def sync(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "unscored": raise Unscored("nobody knows")
+    return float(solution_str)
+"""
+
+
+@pytest.fixture
+def make(functions_file):
+    pools = []
+
+    def build(workers, name="act", calls=(8, 0), timeout_s=20.0, on_error=-1.0, **keywords):
+        spec = FunctionSpec(f"{functions_file}:{name}", keywords)
+        options = {"workers": workers, "timeout_s": timeout_s, "on_error": on_error}
+        pools.append(RewardPool(spec, calls=AsyncCalls(*calls), **options))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def items(*replies, **extra_info):
+    return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_scores_come_in_order(make, workers):
+    pool = make(workers, bonus=0.5)
+    for count in (100, 0, 7):
+        scores = pool.score(items(*map(str, range(count))))
+        assert scores == [Score(number + 0.5, {}, None) for number in range(count)]
+    (score,) = make(workers, name="instance").score(items("1"))
+    assert score.score == 2.0
+
+
+@pytest.mark.parametrize(("workers", "concurrency"), [(0, 5), (1, 5), (2, 6)])
+def test_as_many_calls_run_at_once_as_may(make, workers, concurrency):
+    scores = make(workers, calls=(concurrency, 0)).score(items(*["most"] * 30))
+    most = max(score.extra["most"] for score in scores)  # in one process
+    assert most == concurrency if workers < 2 else 1 < most <= concurrency
+
+
+def test_a_notebooks_event_loop_is_left_alone(make):
+    async def cell():
+        return make(0).score(items("1", "2"))
+
+    assert [score.score for score in asyncio.run(cell())] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_failure_costs_one_reply(make, workers):
+    failures = {
+        "raise": "exception: KeyError: 'no such key'",
+        "exit": "exception: SystemExit: 3",
+        "hang": "timeout: no answer within 0.5 s",
+        "stubborn": "timeout: no answer within 0.5 s",
+        "cancel": "exception: CancelledError:",
+        "none": "invalid: expected a finite number as score, got None",
+    }
+    pool = make(workers, timeout_s=0.5)
+    scores = pool.score(items("1", *failures, "2"))
+    assert [score.score for score in scores] == [1.0, *[-1.0] * 6, 2.0]
+    for score, message in zip(scores[1:-1], failures.values(), strict=True):
+        assert score.error.startswith(message)
+    assert pool.counts == {"exception": 3, "timeout": 2, "died": 0, "invalid": 1}
+    assert pool.score(items("3"))[0].score == 3.0
+
+
+@pytest.mark.parametrize(("word", "kind"), [("die", "died"), ("block", "timeout")])
+def test_the_call_is_blamed_that_ends_or_stops_its_process(make, monkeypatch, word, kind):
+    """The others ran in the same process, and have their scores."""
+    monkeypatch.setattr(pool_module, "SILENCE_S", 1.5)
+    pool = make(1, timeout_s=0.7)
+    scores = pool.score(items("1", "long", word, "long", "2", "long"))
+    assert [score.score for score in scores] == [1.0, 1.0, -1.0, 1.0, 2.0, 1.0]
+    assert pool.counts[kind] == 1 and scores[2].error.startswith(f"{kind}: ")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_calls_are_tried_again_where_it_may_help(make, workers, tmp_path):
+    replies = items("refuse", "hang", "raise", "unscored", file=str(tmp_path / "tries"))
+    scores = make(workers, calls=(8, 2), timeout_s=0.3).score(replies)
+    tries = (tmp_path / "tries").read_text().split()
+    assert sorted(tries) == sorted(["refuse", "hang"] * 3 + ["raise", "unscored"])
+    assert [score.error.endswith("(try 3)") for score in scores] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_closed_pool_waits_for_ends(make, workers):
+    pool = make(workers, timeout_s=60.0)
+    pool.score(items("1"))
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(pool.score, items(*["hang"] * 4))
+        time.sleep(0.3)
+        begun = time.monotonic()
+        pool.close()
+        with pytest.raises(RewardError, match="closed"):
+            future.result(timeout=20)
+    assert time.monotonic() - begun < 10
+
+
+def test_after_an_error_that_stops_the_run_nothing_runs_on(make, tmp_path):
+    pool = make(1, timeout_s=60.0, on_error=None)
+    with pytest.raises(RewardError, match=r"row 1 .*KeyError"):
+        pool.score(items("hang", "raise", file=str(tmp_path / "tries")))
+    assert pool.score(items("1"))[0].score == 1.0
+
+
+# ----------------------------------------------------------------------------------------- unscored
+
+
+@pytest.mark.parametrize("name", ["act", "sync"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_may_leave_a_reply_unscored(make, workers, name, caplog):
+    pool = make(workers, name=name, on_error=None)  # it is no failure that stops a run
+    with caplog.at_level(logging.WARNING):
+        scores = pool.score(items("1", "unscored"))
+    assert scores[0] == Score(1.0, {}, None)
+    assert scores[1].is_unscored and scores[1].error == "unscored: nobody knows"
+    assert not scores[1].has_failed and set(pool.counts.values()) == {0}
+    assert "gave no score to 1 of 2 answers" in caplog.text
+
+
+def test_failures_are_unscored_where_the_config_says_so(make):
+    scores = make(1, on_error="unscored").score(items("raise", "2"))
+    assert scores[0].is_unscored and scores[0].has_failed and scores[1].score == 2.0
+
+
+def test_other_words_for_failures_are_refused(make):
+    for wrong in ("nothing", math.inf):
+        with pytest.raises((ValueError, TypeError), match=r"on_error|must be real"):
+            make(0, on_error=wrong)
+    for calls in ((0, 1), (1, -1)):
+        with pytest.raises(ValueError, match="expected concurrency >= 1 and retries >= 0"):
+            make(0, calls=calls)
+
+
+# ------------------------------------------------------------------------------------------ retries
+
+
+def refused(status, **headers):
+    error = Exception("refused")
+    error.response = SimpleNamespace(status_code=status, headers=headers)
+    return error
+
+
+def test_the_wait_doubles_and_differs():
+    waits = [[wait_before_retry(TimeoutError(), n) for _ in range(99)] for n in range(1, 9)]
+    for n, some in enumerate(waits):
+        assert 0.25 * 2**n <= min(some) < max(some) <= 0.75 * 2**n or max(some) == MAX_WAIT_S
+    assert max(waits[-1]) == wait_before_retry(TimeoutError(), 10**4) == MAX_WAIT_S
+
+
+def test_a_server_may_ask_for_a_wait():
+    soon = format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30))
+    assert wait_before_retry(refused(429, **{"retry-after": "7"}), 1) == 7.0
+    assert 25 < wait_before_retry(refused(503, **{"Retry-After": soon}), 1) <= 30
+    assert wait_before_retry(refused(429, **{"retry-after": "86400"}), 1) == MAX_WAIT_S
+    assert wait_before_retry(refused(429, **{"retry-after": "soon"}), 1) < 1.0
+    assert wait_before_retry(httpx2_refusal(503, "9"), 1) == 9.0
+
+
+def httpx2_refusal(status, seconds):
+    import httpx2
+
+    request = httpx2.Request("POST", "http://h")
+    response = httpx2.Response(status, headers={"Retry-After": seconds}, request=request)
+    with pytest.raises(httpx2.HTTPStatusError) as error:
+        response.raise_for_status()
+    return error.value
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_what_will_not_pass_is_not_tried_again(status):
+    assert wait_before_retry(refused(status), 1) is None
+
+
+def test_lost_connections_of_the_usual_clients_are_tried_again():
+    import aiohttp
+    import httpx2
+    import openai
+
+    errors = [
+        *(httpx2.ReadTimeout("x"), httpx2.RemoteProtocolError("x"), ConnectionRefusedError()),
+        openai.APIConnectionError(request=httpx2.Request("GET", "http://h")),
+        *(aiohttp.ServerDisconnectedError(), aiohttp.ClientPayloadError(), TimeoutError()),
+    ]
+    assert all(wait_before_retry(error, 1) for error in errors)
+    assert not wait_before_retry(FileNotFoundError(), 1)
+
+
+def test_signs_of_life_do_not_cost_a_worker(make):
+    """After its last answer they would be taken for what is written by one with nothing to do."""
+    pool, processes = make(1, calls=(4, 0)), set()
+    for _ in range(5):  # a sign comes every second
+        pool.score(items("long", "long"))
+        processes |= {worker._supervisor.pid for worker in pool._worker_pool.workers}
+    assert len(processes) == 1
