@@ -5,8 +5,8 @@
 The teacher is the quickstart after its 150 steps, the student the base that it began from. On the
 student's answers: `reverse_kl` is a policy gradient (configs/distillation.yaml), and
 `reverse_kl_divergence` compares the whole distributions of each token. `imitate` is supervised
-training on the teacher's own answers, drawn at temperature 1. All take 64 answers an update, each
-to another prompt, and run at several learning rates; a point of a curve is the greedy accuracy on the
+training on the teacher's own answers, drawn at temperature 1. An update takes 64 answers, each to
+another prompt. All run at several learning rates; a point of a curve is the greedy accuracy on the
 512 held-out sums after so many answers.
 
 A table goes to stdout; `--out` gets the curves (distillation.png) and the numbers behind them
@@ -32,7 +32,11 @@ ANSWERS = 64
 STEPS = 40
 EVALUATED = (1, 2, 3, 4, 5, 6, 8, 12, 20, 40)
 """Updates after which a checkpoint of `imitate` is evaluated; the others validate after each."""
-OVER_THE_VOCABULARY = ("algorithm.loss=null", "algorithm.distillation=reverse_kl_divergence")
+OVER_THE_VOCABULARY = (
+    "algorithm.loss=null",
+    "algorithm.distillation=reverse_kl_divergence",
+    "algorithm.advantage=grpo",
+)
 Curve = list[list[float]]
 
 
