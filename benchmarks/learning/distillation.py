@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.learning.preferences import ROOT, accuracy, read_lines, run
 
-RATES = (3e-4, 7e-4, 1.5e-3)
+RATES = (3e-4, 7e-4)
 ANSWERS = 64
 """Of an update."""
 STEPS = 40
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/distillation")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     options = parser.parse_args()
     work: Path = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
