@@ -9,6 +9,9 @@ training on the teacher's own answers, drawn at temperature 1. An update takes 6
 another prompt. All run at several learning rates; a point of a curve is the greedy accuracy on the
 512 held-out sums after so many answers.
 
+With `FEW` prompts, both pass over these 40 times: the student answers them anew each time, and
+`imitate` has one answer of the teacher to each.
+
 A table goes to stdout; `--out` gets the curves (distillation.png) and the numbers behind them
 (distillation.json). Finished runs are kept in the work folder and not repeated.
 """
@@ -39,6 +42,8 @@ OVER_THE_VOCABULARY = (
 )
 SHARES = (0.95, 0.98)
 """Of the teacher's accuracy, that are to be reached."""
+FEW = 16
+"""Prompts of the second comparison; each seed has others."""
 Curve = list[list[float]]
 
 
@@ -82,20 +87,7 @@ def teacher_answers(work: Path) -> None:
 def imitate(rate: float, seed: int, work: Path) -> Curve:
     """Train on the teacher's answers; return accuracy by answers."""
     name = f"imitate_{rate:g}_{seed}"
-    tree = {
-        "run_dir": f"runs/{name}",
-        "export_to": f"models/{name}",
-        "seed": seed,
-        "steps": STEPS,
-        "model": {"path": "runs/quickstart/base"},
-        "data": {"train": "teacher.jsonl", "max_tokens": 16},
-        "optim": {
-            "optimizer": {"fn": "adamw", "weight_decay": 0.01},
-            "schedule": {"fn": "constant_schedule", "value": rate},
-        },
-        "batch": {"examples_per_step": ANSWERS, "max_tokens_per_device": 4096},
-        "checkpoint": {"every": 1, "keep": STEPS},
-    }
+    tree = sft_config(name, "teacher.jsonl", rate, seed)
     (work / f"{name}.yaml").write_text(yaml.safe_dump(tree))
     if not (work / f"runs/{name}/checkpoints/{STEPS}").exists():
         run("sft", f"--config={work / name}.yaml", work=work)
@@ -104,6 +96,54 @@ def imitate(rate: float, seed: int, work: Path) -> Curve:
         model = f"runs/{name} step={step}".split()
         curve.append([step * ANSWERS, accuracy_at(model, f"{name}_{step}", work)])
     return curve
+
+
+def few_prompts(seed: int, work: Path) -> dict[str, float]:
+    """Return accuracy after 40 passes over a few prompts: over the vocabulary, and imitating."""
+    rows = pyarrow.parquet.read_table(work / "runs/quickstart/data/train.parquet")
+    some = rows.slice(seed * FEW, FEW)
+    pyarrow.parquet.write_table(some, work / f"few_{seed}.parquet")
+    asked = {json.dumps(row["prompt"]) for row in some.to_pylist()}
+    chosen: dict[str, str] = {}
+    for line in (work / "teacher.jsonl").read_text().splitlines():
+        prompt = json.dumps(json.loads(line)["prompt"])
+        if prompt in asked:
+            chosen.setdefault(prompt, line)
+    (work / f"few_{seed}.jsonl").write_text("\n".join(chosen.values()))
+    name, rate = f"few_{seed}", RATES[0]
+    if not (work / f"runs/{name}/checkpoints/{STEPS}").exists():
+        words = (f"run_dir=runs/{name}", f"data.train={name}.parquet", f"seed={seed}")
+        schedule = f"optim.schedule={{fn: constant_schedule, value: {rate}}}"
+        sizes = (f"batch.prompts_per_step={FEW}", f"batch.prompts_per_minibatch={FEW}")
+        words = (*words, *sizes, schedule, "rollout.samples_per_prompt=1", *OVER_THE_VOCABULARY)
+        run("train", "--config", "configs/distillation.yaml", *words, work=work)
+    tree = sft_config(f"imitate_{name}", f"{name}.jsonl", rate, seed)
+    tree["batch"] = tree["batch"] | {"examples_per_step": FEW}
+    (work / f"imitate_{name}.yaml").write_text(yaml.safe_dump(tree))
+    if not (work / f"models/imitate_{name}").exists():
+        run("sft", f"--config={work}/imitate_{name}.yaml", work=work)
+    return {
+        "reverse_kl_divergence": round(accuracy(f"runs/{name}", name, work), 4),
+        "imitate": round(accuracy(f"models/imitate_{name}", f"imitate_{name}", work), 4),
+    }
+
+
+def sft_config(name: str, answers: str, rate: float, seed: int) -> dict[str, Any]:
+    """Return the config of a run of `sft` on a teacher's answers."""
+    return {
+        "run_dir": f"runs/{name}",
+        "export_to": f"models/{name}",
+        "seed": seed,
+        "steps": STEPS,
+        "model": {"path": "runs/quickstart/base"},
+        "data": {"train": answers, "max_tokens": 16},
+        "optim": {
+            "optimizer": {"fn": "adamw", "weight_decay": 0.01},
+            "schedule": {"fn": "constant_schedule", "value": rate},
+        },
+        "batch": {"examples_per_step": ANSWERS, "max_tokens_per_device": 4096},
+        "checkpoint": {"every": 1, "keep": STEPS},
+    }
 
 
 def accuracy_at(words: list[str], name: str, work: Path) -> float:
@@ -181,6 +221,7 @@ def main() -> None:
         "goals": goals,
         "best": {name: best_rate(rates, goals[max(SHARES)]) for name, rates in runs.items()},
         "runs": runs,
+        "few_prompts": {str(seed): few_prompts(seed, work) for seed in options.seeds},
     }
     ends = " | ".join(f"answers until {share} of the teacher" for share in SHARES)
     print(f"| method | rate | seed | base | after | {ends} |")
@@ -191,6 +232,9 @@ def main() -> None:
                 reached = [answers_until(curve, goal) or "not reached" for goal in goals.values()]
                 told = " | ".join(map(str, reached))
                 print(f"| {name} | {rate} | {seed} | {base:.3f} | {curve[-1][1]:.3f} | {told} |")
+    for seed, after in results["few_prompts"].items():
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in after.items())
+        print(f"{FEW} prompts, seed {seed}: {shown}")
     (options.out / "distillation.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, options.out / "distillation.png")
 
