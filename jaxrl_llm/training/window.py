@@ -338,11 +338,11 @@ class Window:
         if dropped.groups > (limit - 1) * size:
             whole = sum(group.kept for group in self._groups)
             unscored = sum(score.is_unscored for score in dropped.scores)
-            other = f" ({unscored} of the other answers are unscored)" if unscored else ""
+            other = f" {unscored} of the dropped answers are unscored." if unscored else ""
             raise TrainingError(
                 f"step {step}: algorithm.group_filter kept {whole} of {whole + dropped.groups} "
-                f"groups{other}, expected {size} of at most {size * limit}: the prompts are too "
-                "easy or too hard for the policy. Raise algorithm.max_generation_batches and run "
+                f"groups, expected {size} of at most {size * limit}: the prompts are too easy or "
+                f"too hard for the policy.{other} Raise algorithm.max_generation_batches and run "
                 "the same command again, or begin a run with other prompts or more answers to each"
             )
         return not refused
