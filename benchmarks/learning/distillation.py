@@ -91,10 +91,10 @@ def imitate(rate: float, seed: int, work: Path) -> Curve:
     (work / f"{name}.yaml").write_text(yaml.safe_dump(tree))
     if not (work / f"runs/{name}/checkpoints/{STEPS}").exists():
         run("sft", f"--config={work / name}.yaml", work=work)
-    curve = [[0, accuracy("runs/quickstart/base", "base", work)]]
+    curve: Curve = [[0, round(accuracy("runs/quickstart/base", "base", work), 4)]]
     for step in EVALUATED:
-        model = f"runs/{name} step={step}".split()
-        curve.append([step * ANSWERS, accuracy_at(model, f"{name}_{step}", work)])
+        right = accuracy(f"runs/{name}", f"{name}_{step}", work, f"step={step}")
+        curve.append([step * ANSWERS, round(right, 4)])
     return curve
 
 
@@ -146,20 +146,10 @@ def sft_config(name: str, answers: str, rate: float, seed: int) -> dict[str, Any
     }
 
 
-def accuracy_at(words: list[str], name: str, work: Path) -> float:
-    """Return the greedy accuracy of a checkpoint on the held-out sums."""
-    out = work / f"evaluations/{name}"
-    if not (out / "metrics.json").exists():
-        data = "data=runs/quickstart/data/validation.parquet"
-        words = [f"model={words[0]}", *words[1:], data, f"out={out}", "max_new_tokens=4"]
-        run("evaluate", *words, work=work)
-    metrics = json.loads((out / "metrics.json").read_text())
-    return round(metrics["all"]["metrics"]["mean@1"]["value"], 4)
-
-
 def answers_until(curve: Curve, goal: float) -> int | None:
-    """Return after how many answers a curve has come to a goal."""
-    return next((int(answers) for answers, value in curve if value >= goal), None)
+    """Return after how many answers a curve has come to a goal, where all methods are looked at."""
+    places = {updates * ANSWERS for updates in (0, *EVALUATED)}
+    return next((int(n) for n, value in curve if n in places and value >= goal), None)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -55,12 +55,13 @@ def run(module: str, *words: str, work: Path) -> float:
     return time.perf_counter() - start
 
 
-def accuracy(model: str, name: str, work: Path) -> float:
-    """Return the greedy accuracy of a model on the held-out sums."""
+def accuracy(model: str, name: str, work: Path, *words: str) -> float:
+    """Return the greedy accuracy of a model, or of a run's `step=`, on the held-out sums."""
     out = work / f"evaluations/{name}"
     if not (out / "metrics.json").exists():
         data = "data=runs/quickstart/data/validation.parquet"
-        run("evaluate", f"model={model}", data, f"out={out}", "max_new_tokens=4", work=work)
+        words = (*words, data, f"out={out}", "max_new_tokens=4")
+        run("evaluate", f"model={model}", *words, work=work)
     metrics = json.loads((out / "metrics.json").read_text())
     return metrics["all"]["metrics"]["mean@1"]["value"]
 

@@ -72,8 +72,9 @@ FIELDS: Mapping[str, BatchField] = {
             "B T",
             "float32",
             Stage.SCORED,
-            "each turn's reward on the turn's last drawn token, the score and algorithm.penalty on "
-            "the last drawn token of all, less the KL penalty of each",
+            "each turn's reward on the turn's last drawn token, the score (or each step's, with "
+            "reward.step_rewards) and algorithm.penalty on the last drawn token of all, less the "
+            "KL penalty of each",
         ),
         BatchField(
             "group_ids",
@@ -105,7 +106,7 @@ FIELDS: Mapping[str, BatchField] = {
             "B",
             "bool",
             Stage.SCORED,
-            "false where the infrastructure of an episode failed",
+            "false where the infrastructure of an episode failed, or an answer has no score",
         ),
         BatchField(
             "versions",

@@ -59,8 +59,8 @@ def arithmetic(  # noqa: PLR0913 - each is a key of a config
         zero_pad: write every number with all its digits, as in "07+35=", and the responses of
             sft.parquet with one more, "042": small models learn aligned digits far sooner.
         mistakes: share of the responses in sft.parquet that add column by column and forget every
-            carry: a base model that has seen them knows both ways, and RL has to find out which
-            one is right. Only for sums.
+            carry: a base model that has seen them knows both ways. Only for sums.
+        shown: write each problem of sft.parquet again, with the right answer behind it.
         seed: of the choice of problems.
 
     Returns:

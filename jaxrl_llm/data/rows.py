@@ -161,7 +161,7 @@ def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[R
 
 
 def preference_rows(paths: Sequence[str]) -> list[Row]:
-    """Read pairs, or answers with a label, from parquet and jsonl files.
+    """Read pairs, or answers with a label each or one for each step, from parquet and jsonl.
 
     Args:
         paths: files of rows in any form that `jaxrl_llm.data.preference_rows.normalize_row` takes,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.rewards.worker import UNSCORED
 from jaxrl_llm.workers.answers import shorten
 
 COLUMNS = ("prompt", "answer", "score", "advantage")
@@ -68,7 +69,7 @@ def explained(error: str) -> str:
     >>> explained("timeout: no answer within 5 s"), explained("unscored: no verdict")
     ('failed: timeout: no answer within 5 s', 'unscored: no verdict')
     """
-    return error if error.startswith("unscored:") else f"failed: {error}"
+    return error if error.startswith(f"{UNSCORED}:") else f"failed: {error}"
 
 
 def printable(text: str) -> str:

@@ -175,6 +175,7 @@ def own_teacher(
     weights, where, offload = config.teacher.weights, layouts.teacher, config.offload
     shares = functions.needs_reference and where is layouts.reference
     shares &= offload.reference == offload.teacher and not actor.frozen
+    shares &= config.reference.refresh_every is None  # else the reference has a copy of its own
     if not functions.needs_teacher or weights in ("given", "live"):
         return []
     if weights == "initial" and shares:
@@ -235,6 +236,8 @@ def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int
         waits |= role.startswith(TEACHER) and offload.teacher
         is_updating = step.role == "actor" and step.kind is StepKind.ACCUMULATE
         needed = is_updating and role == TEACHER and is_run_in_update(shapes.config)
+        has_no_role = role == TEACHER and TEACHER not in shapes.roles  # the policy's own teacher
+        needed |= has_no_role and step == StepId("actor", StepKind.INFER)
         needed |= role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
         if here & set(where.mesh.devices.flat) and (needed or not waits):
             held[allocation.label] = size

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import dotted_items, read_yaml
-from jaxrl_llm.config.programs import program_of
+from jaxrl_llm.config.programs import learned_by, program_of
 from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_run
@@ -180,8 +180,7 @@ def run_facts(tree: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, str]:
         "model": model.get("path"),
         "first taught by": model.get("warm_start"),
         "data": _listed((tree.get("data") or {}).get("train")),
-        "advantage": _name(algorithm.get("advantage")),
-        "loss": _name(algorithm.get("loss")),
+        **{key.replace("_", " "): name for key, name in learned_by(algorithm).items()},
         "seed": tree.get("seed", 0),
         "tokens": f"{tokens:,.0f}" if tokens else None,
         "time of the steps": _duration(seconds) if seconds else None,
@@ -191,12 +190,6 @@ def run_facts(tree: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, str]:
 
 def _listed(value: Any) -> Any:
     return ", ".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _name(function: Any) -> str | None:
-    if isinstance(function, list):
-        return " + ".join(str(_name(term)) for term in function)
-    return function.get("fn") if isinstance(function, Mapping) else function
 
 
 def _duration(seconds: float) -> str:

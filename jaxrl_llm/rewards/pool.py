@@ -333,7 +333,7 @@ class RewardPool(RewardRunner):
 
     >>> with RewardPool(FunctionSpec("arithmetic"), workers=0, timeout_s=5, on_error=0.0) as pool:
     ...     pool.score([RewardItem("arithmetic", "2+2=4", "4", None)])
-    [Score(score=1.0, extra={'acc': 1.0, 'pred': '4'}, error=None)]
+    [Score(score=1.0, extra={'acc': 1.0, 'pred': '4'}, error=None, step_rewards=())]
     """
 
     def __init__(

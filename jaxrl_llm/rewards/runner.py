@@ -35,9 +35,9 @@ MAX_CHUNK_ITEMS = 16
 FAILED = "reward %r failed on %d of %d answers (%s); the first: %s"
 GAVE_NO_SCORE = "reward %r gave no score to %d of %d answers (%s); the first: %s"
 FUNCTION_COMPONENT = "function"
+"""Name of a reward function's own score among what it reports, where a reward model scores."""
 ASKING = (judge, classify)
 """The reward functions that ask a server."""
-"""Name of a reward function's own score among what it reports, where a reward model scores."""
 
 Outcomes = Generator[tuple[int, Outcome], None, None]
 OnError = int | float | None | Literal["unscored"]
@@ -105,8 +105,8 @@ class RewardRunner(ABC):
         on_error: OnError,
         calls: AsyncCalls = DEFAULT_CALLS,
     ) -> None:
-        number = math.nan if on_error == UNSCORED else on_error
-        if number is not None and not (on_error == UNSCORED or math.isfinite(number)):
+        is_finite = isinstance(on_error, int | float) and math.isfinite(on_error)
+        if not is_finite and on_error not in (None, UNSCORED):
             raise ValueError(
                 f"reward: expected on_error to be a finite number or nothing, got {on_error!r}; "
                 f"{UNSCORED!r} leaves replies without a score"
@@ -117,7 +117,8 @@ class RewardRunner(ABC):
         asynchronous = is_async(self._function)
         self._job = RewardJob(spec, float(timeout_s), calls if asynchronous else None)
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
-        self._spec, self._on_error = spec, number
+        self._spec = spec
+        self._on_error = math.nan if on_error == UNSCORED else on_error
         self._first = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()

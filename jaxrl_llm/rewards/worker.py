@@ -181,17 +181,6 @@ def encode_answer(number: int, outcome: Outcome) -> bytes:
     return encode_answer(number, failed_outcome("invalid", message))
 
 
-def decode_answer(line: bytes, number: int) -> Outcome | None:
-    """Return what a line tells of an item; None where it is no answer to this item.
-
-    >>> decode_answer(encode_answer(3, Outcome(None, "", 1.0, {})), 3)
-    Outcome(failure=None, message='', score=1.0, extra={})
-    >>> decode_answer(b"garbage", 3)
-    """
-    numbered = decode_numbered(line, [number])
-    return numbered and numbered[1]
-
-
 FAILURES = ("exception", "invalid", UNSCORED)
 """What a worker may say of a call; of what else ends one only the pool knows."""
 

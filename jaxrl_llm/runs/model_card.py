@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.config.load import read_yaml, to_yaml
-from jaxrl_llm.config.programs import program_of
+from jaxrl_llm.config.programs import function_name, learned_by, program_of
 from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.models.hf.hub import HUB_ID, repository
@@ -102,9 +102,11 @@ def _without_home(text: str) -> str:
 
 def _method(config: Mapping[str, Any]) -> str:
     """Return the name of the function that a training is about."""
-    named = {"train": lambda: config["algorithm"]["advantage"], "prefer": lambda: config["loss"]}
     program = program_of(config)
-    return _function(named[program]()) if program in named else program
+    if program == "train":
+        names = learned_by(config["algorithm"])
+        return names.get("pair_loss") or next(iter(names.values()))
+    return function_name(config["loss"]) if program == "prefer" else program
 
 
 def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence["_File"]) -> str:
@@ -129,12 +131,6 @@ def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence
     return data.to_yaml()
 
 
-def _function(named: Any) -> str:
-    if isinstance(named, list):
-        return " + ".join(map(_function, named))
-    return named["fn"] if isinstance(named, Mapping) else str(named)
-
-
 def _summary(config: Mapping[str, Any], exported: Exported) -> str:
     of = {
         "actor": "The policy",
@@ -146,10 +142,12 @@ def _summary(config: Mapping[str, Any], exported: Exported) -> str:
     what += "'s adapter (LoRA)" if exported.adapter else ""
     how = "supervised training"
     if program == "prefer":
-        how = f"training on preferences with the loss `{_function(config['loss'])}`"
+        how = f"training on preferences with the loss `{function_name(config['loss'])}`"
     if program == "train":
-        names = (_function(config["algorithm"][key]) for key in ("advantage", "loss"))
-        how = "reinforcement learning with the advantage `{}` and the loss `{}`".format(*names)
+        names = learned_by(config["algorithm"])
+        parts = [f"the {key.replace('_', ' ')} `{name}`" for key, name in names.items()]
+        kind = "reinforcement learning with " if len(parts) > 1 else ""
+        how = kind + " and ".join(parts)
     base = repository(exported.source)
     began = f"[{base[0]}](https://huggingface.co/{base[0]})" if base else f"`{exported.source}`"
     if config["model"].get("random_init"):

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import hmac
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -126,7 +126,9 @@ class Server:
 
     async def _answer(self, generation: GenerationRequest) -> dict[str, Any]:
         with engine_errors_as_api_errors():
-            scored = await asyncio.to_thread(self._score_prompts, generation)
+            scored, top = [], generation.prompt_logprobs
+            if top is not None:
+                scored = await asyncio.to_thread(self._score_prompts, generation.prompts, top)
             answers = await all_answers(self._engine, generation.requests())
         choices, tokens = [], 0
         for index, answer in enumerate(answers):
@@ -137,15 +139,12 @@ class Server:
             tokens += len(answer.tokens)
         return Envelope(generation, self._served.name).answer(choices, tokens)
 
-    def _score_prompts(self, generation: GenerationRequest) -> list[Any]:
-        """Return the log-probs of the prompts, if they are asked for."""
-        top = generation.prompt_logprobs
-        if top is None:
-            return []
+    def _score_prompts(self, prompts: Sequence[Any], top: int) -> list[Any]:
+        """Return the log-probs of prompts, and of the likeliest tokens in each place."""
         if not isinstance(self._engine, ScoringEngine):
             raise APIError("prompt_logprobs: this engine gives none", param="prompt_logprobs")
         told = []
-        for prompt in generation.prompts:
+        for prompt in prompts:
             scored = self._engine.score_tokens(prompt)
             told.append(prompt_logprobs(scored, prompt, top, self._vocabulary))
         return told

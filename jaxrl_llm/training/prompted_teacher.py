@@ -19,10 +19,15 @@ from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.training.layouts import longest_teacher_sequence
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.sequence_teacher import without_teacher
-from jaxrl_llm.training.stages.models import ModelPass, ModelsStage, ScoredPass, States
+from jaxrl_llm.training.stages.models import (
+    TEACHER_TIMER,
+    ModelPass,
+    ModelsStage,
+    ScoredPass,
+    States,
+)
 from jaxrl_llm.types import Batch
 
-TIMER = "teacher"
 """The timer of the passes of teachers."""
 
 
@@ -245,8 +250,9 @@ def with_teachers(
         max_prompt_tokens=longest - config.rollout.max_new_tokens,
         max_tokens=longest,
     )
+    taught = [one for one in passes if one.timer == TEACHER_TIMER]
     return dataclasses.replace(
         models,
-        passes=tuple(one for one in passes if one.timer != TIMER),
-        scored_passes=tuple(prompted_pass(one, prompts) for one in passes if one.timer == TIMER),
+        passes=tuple(one for one in passes if one.timer != TEACHER_TIMER),
+        scored_passes=tuple(prompted_pass(one, prompts) for one in taught),
     )

@@ -12,7 +12,7 @@ from jaxrl_llm.config.fields import asks_for, call
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_scores_from_hidden
 from jaxrl_llm.training.microbatches import Fields, MicroBatch
-from jaxrl_llm.training.objective import as_token_loss, with_balance
+from jaxrl_llm.training.objective import as_token_loss, weighted_total, with_balance
 
 LOGITS = "step_logits"
 OF_STEPS = frozenset({LOGITS, "step_labels"})
@@ -45,13 +45,11 @@ class StepObjective:
         z = jnp.where(mask, token_scores_from_hidden(params, hidden, micro.rows, model), 0.0)
         result = as_token_loss(call(self.loss, micro.fields | {LOGITS: z}), self.loss, mask.shape)
 
-        def mean(values: Array) -> Array:
-            return jnp.sum(weights * jnp.where(mask, values, 0.0))
-
         right_steps, right_answers = step_correctness(z, micro.fields["step_labels"], mask)
-        loss = mean(result.loss)
-        metrics = {"pg_loss": loss} | {n: mean(x) for n, x in result.diagnostics.items()}
-        metrics["accuracy/steps"] = mean(right_steps.astype(jnp.float32))
+        loss = weighted_total(result.loss, weights, mask)
+        shown = result.diagnostics | {"accuracy/steps": right_steps.astype(jnp.float32)}
+        metrics = {name: weighted_total(x, weights, mask) for name, x in shown.items()}
+        metrics |= {"pg_loss": loss}
         metrics["accuracy/answers"] = jnp.sum(micro.fields["answer_share"] * right_answers)
         loss, routed = with_balance(loss, router, coefs)
         return loss, metrics | routed | {"loss": loss}

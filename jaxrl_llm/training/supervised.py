@@ -225,12 +225,12 @@ def _objective(
     """Return what an update minimises, and its coefficients with the teacher's weights in them."""
     if config.teacher.path is None:
         return PolicyObjective(loss=negative_log_likelihood), dict(COEFS)
-    share = config.teacher.share
+    share, tokenizer = config.teacher.share, load_tokenizer(config.model.path)
     with config_errors_at("teacher.path"):
         teacher = open_teacher_model(
             config.teacher.path,
             config.model,
-            load_tokenizer(config.model.path),
+            tokenizer,
             model,
             layout,
             longest=config.data.max_tokens,

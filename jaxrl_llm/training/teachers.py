@@ -23,7 +23,7 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import longest_teacher_sequence, microbatch_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.sequence_teacher import SequenceTeacher
-from jaxrl_llm.training.stages.models import ModelPass, States
+from jaxrl_llm.training.stages.models import TEACHER_TIMER, ModelPass, States
 from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_model import TeacherModel, open_teacher_model
 from jaxrl_llm.training.teacher_server import (
@@ -76,16 +76,15 @@ class Teacher:
         del rollouts
         results = self._infer(batch)
         logprobs = results.pop("logprobs")
-        unknown = np.isnan(logprobs[batch["mask"]]).sum()
-        if unknown:
-            raise TeacherError(
-                f"teacher.path: {self.path} gave NaN as the log-probs of {unknown} of "
-                f"{batch['mask'].sum()} tokens"
-            )
+        self._refuse_nan(logprobs[batch["mask"]])
         return {"teacher_logprobs": logprobs, "teacher_mask": batch["mask"], **results}
 
     def score(self, sequences: Sequence[Sequence[int]], longest: int) -> list[ScoredTokens]:
-        """Return the log-probs of the tokens of sequences, none longer than so many tokens."""
+        """Return the log-probs of the tokens of sequences, none longer than so many tokens.
+
+        Raises:
+            TeacherError: as for answers.
+        """
         if not sequences:
             return []
         tokens = np.zeros((len(sequences), longest), np.int32)
@@ -93,10 +92,19 @@ class Teacher:
             row[: len(sequence)] = sequence
         sizes = np.array([len(sequence) for sequence in sequences], np.int32)
         logprobs = self._infer(Batch(tokens, sizes, {}))["logprobs"]
+        self._refuse_nan(logprobs[np.arange(longest) < sizes[:, None]])
         return [
             ScoredTokens(row[:size], np.zeros((size, 0), np.int32), np.zeros((size, 0), np.float32))
             for row, size in zip(logprobs, sizes.tolist(), strict=True)
         ]
+
+    def _refuse_nan(self, logprobs: np.ndarray) -> None:
+        unknown = np.isnan(logprobs).sum()
+        if unknown:
+            raise TeacherError(
+                f"teacher.path: {self.path} gave NaN as the log-probs of {unknown} of "
+                f"{logprobs.size} tokens"
+            )
 
     def _infer(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return what it says of a batch's tokens.
@@ -301,7 +309,7 @@ def teacher_passes(teachers: Mapping[str, AnyTeacher]) -> list[ModelPass]:
     """Return the pass of the teachers by data source, if there are any."""
     made = TeacherPass(teachers)
     asked = [t for t in teachers.values() if isinstance(t, SequenceTeacher) or t.is_asked]
-    return [ModelPass("teacher", made.run, made.begin)] if asked else []
+    return [ModelPass(TEACHER_TIMER, made.run, made.begin)] if asked else []
 
 
 def mean_apart(batch: Batch) -> float:

@@ -104,6 +104,8 @@ def test_what_a_policy_holds_to_be_its_own_teacher(configure):
     assert weights("teacher.weights=initial", "algorithm.kl_loss=k3") == (None, actor)
     alone = "offload.reference=true"  # one of both waits elsewhere
     assert weights("teacher.weights=initial", "algorithm.kl_loss=k3", alone)[0] == first
+    refreshed = "reference.refresh_every=5"  # it moves away from the teacher
+    assert weights("teacher.weights=initial", "algorithm.kl_loss=k3", refreshed)[0] == first
     average, adapter = weights(
         "teacher.weights=ema", "model.lora={rank: 2}", "model.random_init=false"
     )

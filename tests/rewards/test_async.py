@@ -192,7 +192,7 @@ def test_failures_are_unscored_where_the_config_says_so(make):
 
 def test_other_words_for_failures_are_refused(make):
     for wrong in ("nothing", math.inf):
-        with pytest.raises((ValueError, TypeError), match=r"on_error|must be real"):
+        with pytest.raises((ValueError, TypeError), match="on_error"):
             make(0, on_error=wrong)
     for calls in ((0, 1), (1, -1)):
         with pytest.raises(ValueError, match="expected concurrency >= 1 and retries >= 0"):

@@ -17,7 +17,7 @@ from jaxrl_llm.config.sections.reward import ScoringConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import open_pool
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_answer, encode_answer
+from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import cgroup, process
 from jaxrl_llm.workers.limits import Limits
 from tests.waiting import wait_until
@@ -518,8 +518,8 @@ def test_answers_are_read_exactly():
     extra = {"tiny": 5e-324, "third": 1 / 3, "text": "\ud800é\n", "none": None, "list": [1, 2.0]}
     outcome = Outcome(None, "", 0.1 + 0.2, extra)
     line = encode_answer(7, outcome)
-    assert line.count(b"\n") == 1 and decode_answer(line, 7) == outcome
-    assert decode_answer(line, 8) is None
+    assert line.count(b"\n") == 1 and decode_numbered(line, [7]) == (7, outcome)
+    assert decode_numbered(line, [8]) is None
 
 
 @pytest.mark.parametrize(
@@ -532,10 +532,10 @@ def test_answers_are_read_exactly():
 )
 def test_what_has_not_the_form_of_an_answer_is_none(changes):
     answer = json.loads(encode_answer(1, Outcome(None, "", 1.0, {})))
-    assert decode_answer(json.dumps(answer).encode(), 1) == Outcome(None, "", 1.0, {})
-    assert decode_answer(json.dumps(answer | changes).encode(), 1) is None
+    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Outcome(None, "", 1.0, {}))
+    assert decode_numbered(json.dumps(answer | changes).encode(), [1]) is None
     del answer["extra"]
-    assert decode_answer(json.dumps(answer).encode(), 1) is None
+    assert decode_numbered(json.dumps(answer).encode(), [1]) is None
 
 
 def test_a_signal_to_all_processes_of_a_job_loses_no_answer(make):

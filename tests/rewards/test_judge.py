@@ -290,11 +290,6 @@ def test_a_judge_whose_failures_would_be_scores_is_refused(monkeypatch):
     check_scoring(RewardConfig(on_error=None, pass_env=("JUDGE_KEY",)), spec)
 
 
-def test_a_score_without_a_number_is_not_zero():
-    score = Score(math.nan, {}, "unscored: no verdict")
-    assert score.is_unscored and not score.has_failed
-
-
 def test_one_small_group_without_scores_does_not_stop_a_run_but_several_do():
     good, bad = Score(1.0, {}, None), Score(math.nan, {}, "unscored: no verdict")
     answers, spec = Rollouts([], [], []), FunctionSpec("judge")

@@ -178,3 +178,27 @@ def test_other_roles_are_called_what_they_are(run_dir):
     own = make_card(run_dir, Exported("m", SOURCE, 4, has_config=False))["README.md"]
     assert "library_name" not in own
     assert "model:\n  path: .\n  function:\n    fn: m.py:f\n" in own
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tag", "told"),
+    [
+        (
+            {"pairs": {"fn": "all_pairs"}, "pair_loss": {"fn": "dpo"}},
+            "dpo",
+            "reinforcement learning with the pairs `all_pairs` and the pair loss `dpo`",
+        ),
+        (
+            {"loss": None, "distillation": {"fn": "generalized_jsd"}},
+            "generalized_jsd",
+            "the distillation `generalized_jsd`",
+        ),
+    ],
+)
+def test_it_names_what_the_policy_has_learned_by(run_dir, algorithm, tag, told):
+    tree = yaml.safe_load((run_dir / "config.yaml").read_text())
+    tree["algorithm"] |= algorithm
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
+    card = card_of(make_card(run_dir, Exported("adder", SOURCE, 2)))
+    assert f"The policy after step 2 of {told} by jaxrl_llm" in card.text
+    assert card.data.to_dict()["tags"] == ["jaxrl_llm", "reinforcement-learning", tag]

@@ -171,9 +171,14 @@ def test_pairs_go_to_the_mini_batch_of_their_prompts(batch):
 def prefers(params, batch):
     """The update of `prefer` on all pairs, which stand in its rows."""
     chosen, rejected = pair_maker(all_pairs)(batch)
-    items = preferences_of(batch, zip(chosen, rejected, strict=True))
-    wanted = preference_batch(items, 2 * WIDTH)
-    wanted = wanted.add(mask=pairs_of(batch, all_pairs).minibatches[0]["mask"][: len(items)])
+    pairs = [*zip(chosen, rejected, strict=True)]
+    wanted = preference_batch(preferences_of(batch, pairs), 2 * WIDTH)
+    mask = np.zeros_like(wanted["mask"])
+    for row, both in zip(mask, pairs, strict=True):  # holes and all
+        joined = [batch["mask"][i, : batch.sequence_lengths[i]] for i in both]
+        row[: sum(map(len, joined))] = np.concatenate(joined)
+    assert (mask != wanted["mask"]).any()
+    wanted = wanted.add(mask=mask)
     objective = PreferenceObjective(loss=DPO)
     return build(params, objective, sequence_mean_token_mean, width=2 * WIDTH)(wanted)
 

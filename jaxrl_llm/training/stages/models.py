@@ -36,6 +36,9 @@ from jaxrl_llm.types import Batch
 
 States = dict[str, TrainState]
 
+TEACHER_TIMER = "teacher"
+"""Timer of the passes that add what a teacher says."""
+
 
 class ModelPass(NamedTuple):
     """A pass of a model over a step's batch, before the advantages.
@@ -147,7 +150,7 @@ def build_models(
         passes.append(role_pass("values", critic, {"values": "values", "old_values": "values"}))
     if functions.needs_teacher and config.teacher.weights != "given":
         own = open_policy_teacher(config, model, layouts, roles["actor"], initial)
-        passes.append(ModelPass("teacher", own.run))
+        passes.append(ModelPass(TEACHER_TIMER, own.run))
         average = own.average
         trainable |= {AVERAGE: own.trainable} if own.trainable else {}
     order = ("implicit_reward_model", "critic", "actor")
