@@ -1,6 +1,6 @@
 """What runs code of a model, what bounds it, and what comes of it."""
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 Level = Literal["expression", "monty", "process", "service"]
 """How code is kept from the machine.
@@ -58,6 +58,7 @@ class CodeResult(NamedTuple):
     seconds: float = 0.0
 
 
+@runtime_checkable
 class Interpreter(Protocol):
     """Runs code at one level; a context manager. Use it from one thread at a time."""
 
