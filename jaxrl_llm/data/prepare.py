@@ -212,7 +212,7 @@ def agent_task(
 
     Args:
         out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
-        task: look_up, calculator, guess_number or grid.
+        task: look_up, calculator, guess_number, grid or code.
         settings: of the task and its teacher (jaxrl_llm.data.agent_tasks).
         train_rows: rows to train on.
         validation_rows: rows held out.

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.code_task import Code, program_of
 from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
@@ -74,6 +75,9 @@ def right(task, row, chat):
         ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0}, 1.0),
         # called again after half of the failures, so f(1/2)f(1/2)… more calls
         ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0, "failing": 0.2}, 0.8 / 0.9),
+        # half of the failures are followed by another program
+        ("code", {}, 0.5 * (0.8 * 0.6 * 0.75) / (1 - 0.2 / 2)),
+        ("code", {"guess": 0.0, "broken": 0.0, "wrong": 0.0, "forget": 0.0}, 1.0),
         ("guess_number", {}, found(31, 5)),
         ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
         ("guess_number", {"high": 3, "guesses": 3}, 1.0),
@@ -141,7 +145,10 @@ def test_the_seed_decides(task):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"task": "chess"}, "expected one of look_up, calculator, guess_number, grid, got 'chess'"),
+        (
+            {"task": "chess"},
+            "expected one of look_up, calculator, guess_number, grid, code, got 'chess'",
+        ),
         ({"settings": {"hop": 3}}, r"look_up has the settings hops, stop, got \['hop'\]"),
         ({"settings": {"stop": 1.5}}, "look_up: expected stop from 0 to 1, got 1.5"),
         ({"settings": {"hops": 0}}, "look_up: expected hops from 1 to 9, got 0"),
@@ -183,8 +190,27 @@ def test_products_of_both_lengths_are_multiplied_and_copied():
     assert min(lengths.values()) > 150
 
 
+def run_here(program):
+    """Return the value of a program's last line, as Python has it."""
+    names = {}
+    *lines, last = program.source.splitlines()
+    exec("\n".join(lines), names)
+    return str(names[last])
+
+
+@pytest.mark.parametrize("bug", [0, 1, 2])
+def test_programs_have_the_value_that_the_teacher_is_told(bug):
+    rng = random.Random(2)
+    for number in range(100):
+        row = Code().row(number, rng)
+        program = program_of(row["prompt"][0]["content"], bug)
+        assert run_here(program) == program.value
+        assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
+
+
 @pytest.mark.parametrize(
-    ("task", "most"), [("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59)]
+    ("task", "most"),
+    [("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59), ("code", 400)],
 )
 def test_episodes_are_short_and_their_texts_are_stable(task, most):
     tokenizer = load_tokenizer("configs/agents/model")
