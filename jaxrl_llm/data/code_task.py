@@ -33,9 +33,9 @@ class Code(NamedTuple):
         forget: the chance to guess after a number was told.
     """
 
-    guess: float = 0.5
+    guess: float = 0.4
     broken: float = 0.2
-    wrong: float = 0.4
+    wrong: float = 0.7
     forget: float = 0.25
 
     def row(self, number: int, rng: random.Random) -> Row:

@@ -76,7 +76,7 @@ def right(task, row, chat):
         # called again after half of the failures, so f(1/2)f(1/2)… more calls
         ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0, "failing": 0.2}, 0.8 / 0.9),
         # half of the failures are followed by another program
-        ("code", {}, 0.5 * (0.8 * 0.6 * 0.75) / (1 - 0.2 / 2)),
+        ("code", {}, 0.6 * (0.8 * 0.3 * 0.75) / (1 - 0.2 / 2)),
         ("code", {"guess": 0.0, "broken": 0.0, "wrong": 0.0, "forget": 0.0}, 1.0),
         ("guess_number", {}, found(31, 5)),
         ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
