@@ -11,7 +11,7 @@ TOLD_OF_A_BROKEN_PROGRAM = "error: SyntaxError: expected ':'"
 
 
 class Program(NamedTuple):
-    """A program and the value of its last line."""
+    """A program and what it prints."""
 
     source: str
     value: str
@@ -95,7 +95,7 @@ def count_program(below: int, first: int, second: int, *, bug: int = 0) -> Progr
     >>> print(count_program(10, 2, 3).source)
     c=0
     for i in range(1,10):c+=i%2<1 or i%3<1
-    c
+    print(c)
     >>> count_program(10, 2, 3).value, count_program(10, 2, 3, bug=2).value
     ('6', '1')
     """
@@ -104,7 +104,7 @@ def count_program(below: int, first: int, second: int, *, bug: int = 0) -> Progr
     either = (below - 1) // first + (below - 1) // second - both
     value = both if bug == 2 else either + (bug == 1)
     loop = f"for i in range({start}{below}):c+=i%{first}<1 {word} i%{second}<1"
-    return Program(f"c=0\n{loop}\nc", str(value))
+    return Program(f"c=0\n{loop}\nprint(c)", str(value))
 
 
 def digits_program(base: int, exponent: int, *, bug: int = 0) -> Program:
@@ -118,11 +118,11 @@ def digits_program(base: int, exponent: int, *, bug: int = 0) -> Program:
     >>> print(digits_program(347, 2).source)
     s=0
     for d in str(347**2):s+=int(d)
-    s
+    print(s)
     >>> digits_program(347, 2).value, digits_program(347, 2, bug=1).value  # of 120409
     ('16', '6')
     """
     sign, added = "*" if bug == 2 else "**", "1" if bug == 1 else "int(d)"
     digits = str(base * exponent if bug == 2 else base**exponent)
     value = len(digits) if bug == 1 else sum(map(int, digits))
-    return Program(f"s=0\nfor d in str({base}{sign}{exponent}):s+={added}\ns", str(value))
+    return Program(f"s=0\nfor d in str({base}{sign}{exponent}):s+={added}\nprint(s)", str(value))

@@ -1,5 +1,7 @@
 """The agents' tasks: their teachers succeed as often as theory says, their rules and their rows."""
 
+import contextlib
+import io
 import math
 import random
 from collections import Counter
@@ -190,21 +192,20 @@ def test_products_of_both_lengths_are_multiplied_and_copied():
     assert min(lengths.values()) > 150
 
 
-def run_here(program):
-    """Return the value of a program's last line, as Python has it."""
-    names = {}
-    *lines, last = program.source.splitlines()
-    exec("\n".join(lines), names)
-    return str(names[last])
+def printed_by(source):
+    """Return what a program prints, as Python has it."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(source, {})
+    return out.getvalue().strip()
 
 
 @pytest.mark.parametrize("bug", [0, 1, 2])
-def test_programs_have_the_value_that_the_teacher_is_told(bug):
+def test_programs_print_what_the_teacher_is_told(bug):
     rng = random.Random(2)
     for number in range(100):
         row = Code().row(number, rng)
         program = program_of(row["prompt"][0]["content"], bug)
-        assert run_here(program) == program.value
+        assert printed_by(program.source) == program.value
         assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
 
 
