@@ -6,17 +6,22 @@ import math
 import random
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.code_task import Code, program_of
+from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, program_of
 from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
-from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
+from jaxrl_llm.rollout.tools.code import told_result
 from jaxrl_llm.rollout.tools.functions import look_up
+from jaxrl_llm.sandbox.loading import open_interpreter
 
 TASKS = sorted(AGENT_TASKS)
 
@@ -207,6 +212,17 @@ def test_programs_print_what_the_teacher_is_told(bug):
         program = program_of(row["prompt"][0]["content"], bug)
         assert printed_by(program.source) == program.value
         assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
+
+
+def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
+    pytest.importorskip("pydantic_monty")
+    source = program_of("c7372:3|7=").source.replace("):", ")")
+    with open_interpreter("monty") as interpreter, pytest.raises(FailedTool) as failed:
+        told_result(interpreter.run(source))
+    head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
+    assert str(failed.value).startswith(head) and str(failed.value).endswith(tail)
+    limits = load(TrainConfig, Path("configs/agents/retool.yaml")).rollout.limits
+    assert len(TOLD_OF_A_BROKEN_PROGRAM) == limits.observation_tokens  # a letter is a token
 
 
 @pytest.mark.parametrize(
