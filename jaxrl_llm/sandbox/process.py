@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 PACKAGE_ROOT = str(Path(__file__).parents[2])  # where this package was imported from
 LAUNCHER_PROGRAM = (
     "import json, sys; root, options = json.loads(sys.argv[1]); sys.path.append(root);"
-    " from jaxrl_llm.sandbox.launcher import LaunchedSession, launch_session; sys.path.remove(root);"
+    " from jaxrl_llm.sandbox.launcher import LaunchedSession, launch_session;"
+    " sys.path.remove(root);"
     " launch_session(LaunchedSession(*options))"
 )
 SYSTEM_FILES = (
