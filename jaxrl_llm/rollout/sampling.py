@@ -29,7 +29,8 @@ class Rollouts(NamedTuple):
     Attributes:
         prompts: of each episode.
         episodes: what was drawn and told.
-        texts: of all that follows the prompt, without the token that stopped the last turn.
+        texts: of all that follows the prompt, without the token that stopped the last turn; of
+            several chains, that of the one that drew last.
         metrics: of the sampling, by name.
     """
 
@@ -262,9 +263,12 @@ def as_rollouts(states: Sequence[EpisodeState], decode: Callable[[Any], str]) ->
 
 
 def episode_text(episode: Episode, decode: Callable[[Any], str]) -> str:
-    """Return the text of all that follows an episode's prompt, less the token that stopped it."""
-    end = len(episode.tokens) - isinstance(episode.stopped_by, int)
-    return decode(episode.tokens[:end])
+    """Return the text of all that follows an episode's prompt, less the token that stopped it.
+
+    Of several chains it is that of the one that drew last.
+    """
+    tokens = episode.last_chain.tokens
+    return decode(tokens[: len(tokens) - isinstance(episode.stopped_by, int)])
 
 
 def answer_seeds(seed: tuple[int, ...], count: int) -> list[int]:
