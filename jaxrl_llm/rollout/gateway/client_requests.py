@@ -1,18 +1,19 @@
-"""What clients ask of the gateway, and what they are told."""
+"""What programs ask for by `/chat/completions`, and what they are told."""
 
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.rollout.chat import Answer
+from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.serving.fields import Fields
-from jaxrl_llm.serving.requests import parse_message, parse_stops
+from jaxrl_llm.serving.messages import answer_delta, finish_reason, parse_messages, parse_tools
+from jaxrl_llm.serving.requests import parse_stops
 from jaxrl_llm.serving.responses import event
 
-OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls")
-"""Fields that the run decides."""
+MODEL = "policy"
+KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+"""What chat templates know of a message."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class ClientRequest:
 
     Attributes:
         messages: the chat, as chat templates want it.
-        tools: schemas that the model is told of.
+        tools: that the model is told of.
         max_tokens: of the answer; None: as the run has it.
         stop: texts that end it.
         stream: whether it is sent as events.
-        include_usage: whether a stream ends with a count of tokens.
+        include_usage: whether these end with a count of tokens.
         overridden: names of fields that ask for something else than the run does.
     """
 
@@ -38,88 +39,75 @@ class ClientRequest:
     overridden: tuple[str, ...] = ()
 
 
-def read_chat_request(tree: Mapping[str, Any], sampling: Mapping[str, Any]) -> ClientRequest:
-    """Read a request of `/chat/completions`.
+def read_chat_request(tree: Mapping[str, Any], sampling: SamplingParams) -> ClientRequest:
+    """Read the body of a request.
+
+    How answers are drawn is the run's choice: a temperature is read and ignored. What would make
+    another distribution of the answers, as a penalty does, is refused.
 
     Args:
-        tree: the JSON of its body.
-        sampling: the run's values of what clients may ask for, too.
+        tree: the body.
+        sampling: of the run.
 
     Raises:
-        APIError: a field is wrong, unknown, or would change what the policy is.
+        APIError: a field is wrong, unknown or refused.
     """
     fields = Fields(tree)
-    fields.take("model", str)  # programs often name the one that they were written with
-    messages = [parse_message(m, i) for i, m in enumerate(fields.take("messages", list, []))]
-    if not messages:
-        raise fields.refuse("messages", [], "a list with a message or more")
-    if messages[-1]["role"] == "assistant":
-        raise fields.refuse("messages", "an assistant's message at the end", "another one")
-    tools, choice = fields.take("tools", list, []), fields.any_of("tool_choice")
-    given = {name: fields.any_of(name) for name in OVERRIDDEN}
-    overridden = [n for n, v in given.items() if v is not None and v != sampling.get(n)]
-    overridden += ["tool_choice"] if choice not in (None, "auto", "none") else []
-    sizes = [
-        fields.between(name, int, None, 1, float("inf"))
-        for name in ("max_tokens", "max_completion_tokens")
-    ]
-    stream, options = fields.take("stream", bool, False), fields.take("stream_options", dict, {})
+    fields.take("model", str)  # programs name the one that they were written with
+    messages = parse_messages(fields.take("messages", list, []))
+    if not messages or messages[-1]["role"] == "assistant":
+        last = [message["role"] for message in messages[-1:]]
+        raise fields.refuse("messages", last, "a last message that is not the assistant's")
+    tools, choice = parse_tools(fields.take("tools", list, [])), fields.any_of("tool_choice")
     request = ClientRequest(
-        messages=tuple(map(as_template_message, with_call_names(messages))),
+        messages=tuple(as_template_message(message) for message in messages),
         tools=() if choice == "none" else tuple(tools),
-        max_tokens=min((size for size in sizes if size is not None), default=None),
+        max_tokens=read_max_tokens(fields),
         stop=parse_stops(fields),
-        stream=stream,
-        include_usage=bool(options.get("include_usage")),
-        overridden=tuple(overridden),
+        stream=fields.take("stream", bool, False),
+        include_usage=bool(fields.take("stream_options", dict, {}).get("include_usage")),
+        overridden=(
+            *read_overridden(fields, sampling),
+            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
+        ),
     )
-    if fields.between("n", int, 1, 1, float("inf")) != 1:
-        raise fields.refuse("n", tree["n"], "1: send the request again for another answer")
+    if fields.take("n", int, 1) != 1:
+        raise fields.refuse("n", tree["n"], "1: the same request again gets another answer")
     if fields.take("logprobs", bool, False):
         raise fields.refuse("logprobs", True, "none: the run keeps them itself")
     fields.end()
     return request
 
 
-def with_call_names(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages in which those of tools say which tool it is; clients send its id only."""
-    names = dict[str, str]()
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call.get("id", "")] = call["function"]["name"]
-        name = names.get(message.get("tool_call_id", ""))
-        yield {**message, "name": name} if name else dict(message)
+def read_max_tokens(fields: Fields) -> int | None:
+    """Return how long an answer may be at most, by both names that there are for it."""
+    names = "max_tokens", "max_completion_tokens"
+    sizes = [fields.between(name, int, None, 1, float("inf")) for name in names]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def read_overridden(fields: Fields, sampling: SamplingParams) -> list[str]:
+    """Return the names of fields that ask for what the run decides otherwise."""
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "parallel_tool_calls": True,
+        "seed": None,
+    }
+    given = {name: fields.any_of(name) for name in own}
+    return [name for name, value in given.items() if value is not None and value != own[name]]
 
 
 def as_template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without what chat templates do not know."""
-    kept = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
-    plain = {name: message[name] for name in kept if message.get(name) is not None}
-    return {**plain, "role": "system"} if plain["role"] == "developer" else plain
+    """Return a message without what chat templates do not know.
 
-
-def assistant_message(answer: Answer, ids: Sequence[str]) -> dict[str, Any]:
-    """Return a turn as clients are told of it. The text of a wrong call is part of the content.
-
-    Args:
-        answer: the turn; its calls are right.
-        ids: of the calls.
+    >>> as_template_message({"role": "developer", "content": "Be brief.", "refusal": None})
+    {'role': 'system', 'content': 'Be brief.'}
     """
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["tool_calls"] = [
-            {
-                "id": id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for call, id in zip(answer.calls, ids, strict=True)
-        ]
-    elif message["content"] is None:
-        message["content"] = ""
-    return message
+    plain = {name: message[name] for name in KNOWN if message.get(name) is not None}
+    return {**plain, "role": "system"} if plain["role"] == "developer" else plain
 
 
 class Reply:
@@ -130,7 +118,7 @@ class Reply:
         message: the assistant's.
         finish: of the turn.
         prompt_tokens: before the answer.
-        completion_tokens: of the answer.
+        tokens: of the answer.
     """
 
     def __init__(
@@ -138,8 +126,8 @@ class Reply:
     ) -> None:
         """Keep what the answer says."""
         self.message = message
-        self._finish = "tool_calls" if message.get("tool_calls") else finish
-        self._around = {"id": f"chatcmpl-{id}", "created": int(time.time()), "model": "policy"}
+        self._finish = finish_reason(finish, message.get("tool_calls", ()))
+        self._around = {"id": f"chatcmpl-{id}", "created": int(time.time()), "model": MODEL}
         self._usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": tokens,
@@ -147,21 +135,17 @@ class Reply:
         }
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer of a request without a stream."""
+        """Return the answer to a request without a stream."""
         choice = {"index": 0, "message": self.message, "finish_reason": self._finish}
         kind = {"object": "chat.completion"}
         return {**self._around, **kind, "choices": [choice], "usage": self._usage}
 
     def events(self, *, include_usage: bool) -> str:
         """Return the answer as the events of a stream, all at once."""
-        delta = dict(self.message)
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         kind = {"object": "chat.completion.chunk"}
-        steps = [(delta, None), ({}, self._finish)]
-        chunks = [
-            {"choices": [{"index": 0, "delta": step, "finish_reason": finish}]}
-            for step, finish in steps
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+            for delta, finish in ((answer_delta(self.message), None), ({}, self._finish))
         ]
         chunks += [{"choices": [], "usage": self._usage}] if include_usage else []
         text = "".join(event({**self._around, **kind, **chunk}) for chunk in chunks)

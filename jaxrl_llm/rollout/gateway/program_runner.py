@@ -9,7 +9,6 @@ Only this process holds the connection: a program can't answer for another one.
 import asyncio
 import gc
 import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -231,7 +230,9 @@ def call(function, keywords, given):
         if value is not None:
             number = float(value) if not isinstance(value, (str, bytes)) else math.nan
             if not math.isfinite(number):
-                raise ValueError(f"the program returned {value!r}, expected None or a finite number")
+                raise ValueError(
+                    f"the program returned {value!r}, expected None or a finite number"
+                )
             value = number
     except BaseException as error:
         traceback.print_exc()
@@ -250,10 +251,7 @@ def load(spec):
     if where.endswith(".py"):
         path = Path(where).resolve()
         sys.path.insert(0, str(path.parent))  # as `python my_agent.py` has it
-        found = importlib.util.spec_from_file_location("jaxrl_llm_program", path)
-        module = importlib.util.module_from_spec(found)
-        sys.modules["jaxrl_llm_program"] = module
-        found.loader.exec_module(module)
+        module = importlib.import_module(path.stem)
     else:
         module = importlib.import_module(where)
     function = getattr(module, name)

@@ -1,5 +1,6 @@
 """The process from which programs are forked, as the trainer sees it."""
 
+import ast
 import itertools
 import json
 import os
@@ -13,9 +14,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.workers.answers import decode_load_error, to_plain
 from jaxrl_llm.workers.limits import Limits
@@ -235,3 +237,42 @@ def given_to_program(address: str, secret: str, row: EpisodeRow, seed: int) -> d
         "seed": seed,
         **{name: value for name, value in fields.items() if name != "index"},
     }
+
+
+def check_program(keywords: Mapping[str, Any]) -> None:
+    """Refuse what can be seen to be no program, before anything is loaded.
+
+    What is in another interpreter's environment is not imported here.
+
+    Args:
+        keywords: of `openai_program`, as the config gives them.
+
+    Raises:
+        ConfigError: neither or both of `run` and `command`; there is no such file or function.
+    """
+    key, run, command = "rollout.agent", keywords.get("run"), keywords.get("command")
+    if (run is None) == (not command):
+        raise ConfigError(
+            f"{key}: openai_program needs either run: my_agent.py:main or command: [...], got "
+            f"run={run!r} and command={command!r}"
+        )
+    if run is None:
+        if isinstance(command, str) or not all(isinstance(word, str) for word in command):
+            raise ConfigError(f"{key}.command: got {command!r}, expected a list of words")
+        if more := sorted(keywords.keys() - {"command", "host", "idle_s"}):
+            raise ConfigError(f"{key}: a command takes no {', '.join(more)}")
+        return
+    where, _, name = run.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ConfigError(f"{key}.run: got {run!r}, expected my_agent.py:main or pkg.mod:main")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise ConfigError(f"{key}.run: no file {str(Path(where).resolve())!r}")
+        names = [node.name for node in ast.parse(Path(where).read_bytes()).body if is_def(node)]
+        if name not in names:
+            raise ConfigError(f"{key}.run: no function {name!r} in {where}; {closest(name, names)}")
+
+
+def is_def(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Tell whether a statement defines a function."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -117,7 +117,7 @@ def digests(
     state, found = _digest(b"", list(tools)), []
     for message in messages:
         calls = [
-            [call["function"]["name"], call["function"]["arguments"]]
+            [call["function"]["name"], _as_values(call["function"]["arguments"])]
             for call in message.get("tool_calls") or ()
         ]
         content = (message.get("content") or "").strip()
@@ -128,3 +128,12 @@ def digests(
 
 def _digest(before: bytes, value: Any) -> bytes:
     return hashlib.sha256(before + json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def _as_values(arguments: Any) -> Any:
+    """Return a call's arguments as JSON has them, where 1.0 is 1."""
+
+    def number(text: str) -> float:
+        return int(float(text)) if float(text).is_integer() else float(text)
+
+    return json.loads(json.dumps(arguments), parse_float=number)
