@@ -16,6 +16,8 @@ from jaxrl_llm.rollout.types import Completion
 
 NOT_DRAWN = -1
 """The turn and the version of a token that the policy did not draw."""
+NO_CHAIN = -1
+"""The chain of a place that holds no token."""
 
 
 class EpisodePiece(NamedTuple):
