@@ -209,13 +209,13 @@ def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
-def finish_reason(finish: str, calls: Sequence[Any]) -> str:
+def finish_reason(finish: str, *, has_calls: bool) -> str:
     """Return why an answer has ended, in OpenAI's words.
 
-    >>> finish_reason("stop", []), finish_reason("stop", ["a call"]), finish_reason("length", [])
-    ('stop', 'tool_calls', 'length')
+    >>> [finish_reason(why, has_calls=True) for why in ("stop", "length")]
+    ['tool_calls', 'length']
     """
-    return "tool_calls" if calls and finish == "stop" else finish
+    return "tool_calls" if has_calls and finish == "stop" else finish
 
 
 def answer_delta(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class ResponseChoice:
         choice["logprobs"] = (
             logprobs(piece, offsets, self._vocabulary) if request.logprobs else None
         )
-        choice["finish_reason"] = finish and finish_reason(finish, calls)
+        choice["finish_reason"] = finish and finish_reason(finish, has_calls=calls)
         if finish:
             choice["stop_reason"] = piece.stopped_by
         if request.token_ids:
