@@ -1,4 +1,4 @@
-"""A program for configs/agents/calculator_openai.yaml. It knows OpenAI's client and nothing else."""
+"""The program of calculator_openai.yaml. It knows OpenAI's client and nothing else."""
 
 import json
 

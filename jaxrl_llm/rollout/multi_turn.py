@@ -191,8 +191,7 @@ class EpisodeSampler:
         for number, (state, episode) in enumerate(zip(begun, ran.episodes, strict=True)):
             state.episode = state.episode or episode
             if number in ran.unfinished:
-                whole = [turn for turn in state.turns if turn.finish]
-                state.turns = [*whole, ran.unfinished[number]]
+                state.keep_unfinished(ran.unfinished[number])
 
     def as_rollouts(self, states: Sequence[EpisodeState]) -> Rollouts:
         """Return episodes that have ended, with their texts."""

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import openai
 
@@ -61,7 +62,9 @@ def tools(ask, chat, client):
                     "function": {"name": call.function.name, "arguments": swapped},
                 }
             )
-        chat.append({"role": "assistant", "content": f"{message.content or ''} ", "tool_calls": calls})
+        chat.append(
+            {"role": "assistant", "content": f"{message.content or ''} ", "tool_calls": calls}
+        )
         for call in message.tool_calls:
             total = sum(json.loads(call.function.arguments).values())
             chat.append(
@@ -137,7 +140,9 @@ def parallel(ask, chat, client):
 def retries(ask, chat, client):
     """Give an answer up before it comes, and ask again."""
     impatient = client.with_options(timeout=0.3, max_retries=8)
-    return float(impatient.chat.completions.create(model="m", messages=chat).choices[0].message.content)
+    return float(
+        impatient.chat.completions.create(model="m", messages=chat).choices[0].message.content
+    )
 
 
 def refused(ask, chat, client):
@@ -192,7 +197,7 @@ def hangs(ask, chat, client):
     """Start another process, and never end."""
     ask(chat)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with open(os.environ["GATEWAY_TEST_FILE"], "a") as file:
+    with Path(os.environ["GATEWAY_TEST_FILE"]).open("a") as file:
         file.write(f"{os.getpid()} {child.pid}\n")
     time.sleep(600)
 

@@ -159,7 +159,7 @@ class GatewaySession:
             task.cancel()
         streams = self._tree.streams()
         self._tally.counts["gateway/streams"] += len(streams)
-        for stream in reversed(streams[:1]):
+        for stream in streams:
             turns = [
                 (turn.told, turn.completion, turn.answer.text, turn.messages) for turn in stream
             ]
@@ -187,7 +187,7 @@ class GatewaySession:
         """Draw the answer to a request."""
         template = self._template_of(request)
         parent, prompt, messages = self._place(request, template)
-        room = self._room(parent, prompt, request.max_tokens)
+        room, asked = self._room(parent, prompt, request.max_tokens), self._asked
         number = self._equal[prompt]
         self._equal[prompt] += 1
         async with self._drawing:
@@ -203,6 +203,7 @@ class GatewaySession:
             parent,
             prompt,
             number,
+            asked,
             completion,
             Answer(*parsed, completion.finish),
             (*messages, known),
@@ -248,7 +249,7 @@ class GatewaySession:
     def _note_unmatched(self, request: ClientRequest) -> None:
         """Count a request whose answers were not drawn so, and say once where it differs."""
         self._tally.counts["gateway/unmatched"] += 1
-        known = [message for turn in self._tree.streams()[0] for message in turn.messages]
+        known = [message for turn in self._tree.streams()[-1] for message in turn.messages]
         pairs = enumerate(zip(known, request.messages, strict=False))
         for place, (one, other) in pairs:
             if digests([one], []) != digests([other], []):

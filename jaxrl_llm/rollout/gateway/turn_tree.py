@@ -18,6 +18,7 @@ class DrawnTurn:
         parent: the turn that it goes on from; None where the stream begins with it.
         prompt: all tokens before it.
         number: among turns with the same prompt.
+        asked: number of its request in the episode.
         completion: as it was sampled.
         answer: the turn, taken apart.
         messages: what is new since the parent, with this turn as the last.
@@ -27,6 +28,7 @@ class DrawnTurn:
     parent: "DrawnTurn | None"
     prompt: tuple[int, ...]
     number: int
+    asked: int
     completion: Completion
     answer: Answer
     messages: tuple[dict[str, Any], ...]
@@ -76,9 +78,9 @@ class TurnTree:
         return found
 
     def streams(self) -> list[list[DrawnTurn]]:
-        """Return each turn once, in streams: the one with most drawn tokens first.
+        """Return each turn once, in streams; the one that was asked for a turn last comes last.
 
-        A stream that branches off from another one has only the turns behind the branch.
+        Of streams that part, the one with most drawn tokens has the turns that they share.
         """
         left = set(self.turns)
         found: list[list[DrawnTurn]] = []
@@ -86,7 +88,7 @@ class TurnTree:
             paths = [[turn for turn in end.path if turn in left] for end in left]
             found.append(min(paths, key=_weight))
             left -= set(found[-1])
-        return found
+        return sorted(found, key=lambda stream: stream[-1].asked)
 
 
 def _order(turn: DrawnTurn) -> Any:
