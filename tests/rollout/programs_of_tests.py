@@ -139,10 +139,24 @@ def parallel(ask, chat, client):
 
 def retries(ask, chat, client):
     """Give an answer up before it comes, and ask again."""
-    impatient = client.with_options(timeout=0.3, max_retries=8)
-    return float(
-        impatient.chat.completions.create(model="m", messages=chat).choices[0].message.content
-    )
+    impatient = client.with_options(timeout=0.3, max_retries=20)
+    answer = impatient.chat.completions.create(model="m", messages=chat)
+    return float(answer.choices[0].message.content)
+
+
+def short(ask, chat, client):
+    """Ask for less than the run allows; return what that was said to be."""
+    answer = ask(chat, max_tokens=2)
+    stopped = ask([*chat, {"role": "user", "content": "on"}], stop="!")
+    return float(answer.finish_reason == "length") + 2 * (stopped.message.content == "a")
+
+
+def fills(ask, chat, client):
+    """Ask until there is no room."""
+    try:
+        endless(ask, chat, client)
+    except openai.BadRequestError as error:
+        return float(error.code == "context_length_exceeded")
 
 
 def refused(ask, chat, client):

@@ -126,7 +126,7 @@ class Reply:
     ) -> None:
         """Keep what the answer says."""
         self.message = message
-        self._finish = finish_reason(finish, message.get("tool_calls", ()))
+        self._finish = finish_reason(finish, has_calls="tool_calls" in message)
         self._around = {"id": f"chatcmpl-{id}", "created": int(time.time()), "model": MODEL}
         self._usage = {
             "prompt_tokens": prompt_tokens,

@@ -160,10 +160,12 @@ class GatewaySession:
         streams = self._tree.streams()
         self._tally.counts["gateway/streams"] += len(streams)
         for stream in streams:
+            before = [m for turn in stream[0].path[:-1] for m in turn.messages]
             turns = [
                 (turn.told, turn.completion, turn.answer.text, turn.messages) for turn in stream
             ]
-            self.chat.add_chain(stream[0].prompt, turns)
+            first = (), *turns[0][1:3], (*before, *turns[0][3])
+            self.chat.add_chain(stream[0].prompt, [first, *turns[1:]])
         await asyncio.gather(*work, return_exceptions=True)
 
     def _check_open(self) -> None:
