@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.load_agent import load_agent
 from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
 from jaxrl_llm.rollout.types import SamplingParams
@@ -23,6 +25,7 @@ pytest.importorskip("openai")
 
 PROGRAMS = Path(__file__).with_name("programs_of_tests.py")
 SAMPLING = SamplingParams(max_new_tokens=60, stop_ids=STOPS)
+PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "score", "turns", "tools", "streams", "rewrites", "branches", "parallel")
 DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
@@ -58,6 +61,13 @@ class Recording(Scripted):
             )
         self.drawn[request.prompt].append(completion)
         return completion
+
+
+class Whole(Recording):
+    """An engine that could leave turns before their end, and does not."""
+
+    def sample_until(self, requests, needed, stop=None, listener=None):
+        return self.sample(requests)
 
 
 def respond(text, seed):
@@ -249,26 +259,28 @@ def is_there(pid):
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize(
-    ("keywords", "limits", "finish"),
-    [({"idle_s": 4.0}, {}, "broken"), ({}, {"timeout_s": 6.0}, "timeout")],
-)
-def test_a_program_that_does_not_end_is_killed_with_what_it_has_started(
-    pids, keywords, limits, finish
-):
-    process = {"pass_env": ["GATEWAY_TEST_FILE"]}
-    limits = LIMITS | limits
-    made = sampler(config(agent=agent(**keywords), limits=limits, tool_process=process))
+def test_a_program_that_is_left_is_killed_with_what_it_has_started(pids):
+    made = sampler(config(agent=agent(), limits=LIMITS, tool_process=PASSED))
+    states, stop = begin_episodes([prompt("x", do="hangs")], 1, (0, 1)), Stop()
+    watch = threading.Thread(target=lambda: (wait_until(pids, 60), stop.set()))
     try:
-        sample(made, Recording(respond), ["once"])  # the program is imported by now
-        _, episodes = sample(made, Recording(respond), ["hangs", "once"])
+        watch.start()
+        made.sample_states(Whole(respond), states, SAMPLING, stop=stop, journal=lambda _: None)
+        watch.join()
+        assert states[0].episode is None and len(pids()) == 2
+        wait_until(lambda: not any(map(is_there, pids())), 10)
     finally:
         made.close()
-    assert (episodes["once"].error, episodes["hangs"].turns) == (None, 1)
-    assert episodes["hangs"].finish == finish
-    assert finish != "broken" or "did nothing for 4 s" in episodes["hangs"].error
-    assert len(pids()) == 2
-    wait_until(lambda: not any(map(is_there, pids())), 10)
+
+
+def test_a_program_that_does_nothing_for_long_is_killed(pids):
+    made = sampler(config(agent=agent(idle_s=2.0), limits=LIMITS, tool_process=PASSED))
+    try:
+        with pytest.raises(RunError, match="main: did nothing for 2 s"):
+            sample(made, Recording(respond), ["hangs"])
+        wait_until(lambda: not any(map(is_there, pids())), 10)
+    finally:
+        made.close()
 
 
 COMMAND = """
