@@ -28,6 +28,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
+from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.groups import Group, GroupScores, episodes_of, scores_of
@@ -181,6 +182,7 @@ class Window:
                     "ordinal": group.ordinal,
                     "prompt": group.states[0].prompt.index,
                     "turns": [[_packed(turn) for turn in s.turns] for s in group.states],
+                    "seeds": [s.seeds for s in group.states],
                 }
                 for group in self._groups
             ],
@@ -198,6 +200,9 @@ class Window:
             begun = self._new_group(group["ordinal"], by_index[group["prompt"]])
             for episode, turns in zip(begun.states, group["turns"], strict=True):
                 episode.turns = [_unpacked(turn) for turn in turns]
+            for number, episode in enumerate(begun.states):
+                own = [turn_seed(episode.seed, turn) for turn in range(len(episode.turns))]
+                episode.seeds = group["seeds"][number] if "seeds" in group else own  # older states
             self._groups.append(begun)
 
     def _begin_groups(self, room: int) -> None:
