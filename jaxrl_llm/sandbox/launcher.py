@@ -28,6 +28,7 @@ IDLE_POLL_S = 1.0  # the same, between two runs
 FIRST_USERS, LAST_USERS = 1_000_000_000, 2_000_000_000  # far above those of any machine
 FOLDER_PREFIX = "jaxrl_llm-code-"
 RUN_BEGINS, RUN_ENDS = b"r", b"i"  # what the asker tells over the lifeline
+READY = b"ready"  # what we tell it first
 
 
 class LaunchedSession(NamedTuple):
@@ -77,12 +78,14 @@ def launch_session(session: LaunchedSession) -> NoReturn:
         _release(session)
         words = _read_all(trouble)
         usage = Usage(child, limits, folder)
+        if not words:
+            os.write(session.lifeline, READY)
         report = {"failed": words} if words else _watch(session, child, usage)
     except OSError as error:
         report = {"failed": str(error)}
     if report is not None:
         with suppress(OSError):
-            os.write(session.lifeline, json.dumps(report).encode() + b"\n")
+            os.write(session.lifeline, json.dumps(report).encode())
     if child is not None:
         end_descendants(child, adopts)
     if folder is not None:
@@ -240,8 +243,8 @@ def _watch(session: LaunchedSession, child: int, usage: Usage) -> dict[str, Any]
             words = os.read(session.lifeline, 16)
             if not words:
                 return None
-            pause = RUN_POLL_S if words.endswith(RUN_BEGINS) else IDLE_POLL_S
-            if words.endswith(RUN_BEGINS):
+            pause = RUN_POLL_S if words == RUN_BEGINS else IDLE_POLL_S
+            if words == RUN_BEGINS:
                 usage.begin_run()
         with suppress(BlockingIOError):
             os.read(awake, 4096)
