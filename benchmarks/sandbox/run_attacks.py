@@ -98,7 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="into docs/sandbox.md")
     parser.add_argument("--case", choices=CASES, help="this one alone, as JSON")
+    parser.add_argument("--as-nobody", choices=CASES, help="the same as an ordinary user")
     options = parser.parse_args()
+    if options.as_nobody:
+        print(json.dumps(run_as_ordinary_user(options.as_nobody)))
+        return
     if options.case:
         print(json.dumps(run_case(options.case)))
         return

@@ -32,7 +32,12 @@ class Target:
         adopt_orphans()  # so that whatever an attack leaves behind is found below us
         self.token = secrets.token_hex(16)
         self._open = ExitStack()
-        folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="run-")))
+        self._temporary = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
+        self._temporary.chmod(0o755)
+        self._open.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
+        tempfile.tempdir = str(self._temporary)
+        folder = self._temporary / "run"
+        folder.mkdir(0o700)
         self._folder, self._secret = folder, folder / "answers.jsonl"
         self._secret.write_text(self.token)
         os.environ["MY_TOKEN"] = self.token
@@ -103,11 +108,11 @@ class Target:
             "limits": resource.prlimit(self._bystander.pid, resource.RLIMIT_CPU),
             "priority": os.getpriority(os.PRIO_PROCESS, self._bystander.pid),
             "processors": os.sched_getaffinity(self._bystander.pid),
-            "temporary": _temporary(),
+            "temporary": (sorted(path.name for path in self._temporary.iterdir()), _shared_files()),
         }
 
 
-def _temporary() -> list[str]:
+def _shared_files() -> list[str]:
     """Return what code may have left in the folders that are for everyone."""
     return sorted(
         path.name

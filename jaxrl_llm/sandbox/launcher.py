@@ -25,7 +25,7 @@ from jaxrl_llm.workers.descendants import adopt_orphans, end_descendants, ignore
 
 RUN_POLL_S = 0.05  # between two looks at what a run takes
 IDLE_POLL_S = 1.0  # the same, between two runs
-FIRST_USERS, LAST_USERS = 1_000_000_000, 2_000_000_000  # far above those of any machine
+FIRST_USERS, LAST_USERS = 1_900_000_000, 2_100_000_000  # which systems give to nobody
 FOLDER_PREFIX = "jaxrl_llm-code-"
 RUN_BEGINS, RUN_ENDS = b"r", b"i"  # what the asker tells over the lifeline
 READY = b"ready"  # what we tell it first
@@ -266,7 +266,9 @@ def _tell(fd: int, error: BaseException) -> None:
 
 def _remove(folder: str) -> None:
     """Remove the code's folder, however deep it is and whatever its modes are."""
+    environment = {"PATH": "/usr/bin:/bin"}
     for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         with suppress(OSError):
-            subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
+            null = subprocess.DEVNULL
+            subprocess.run([*command, folder], env=environment, stderr=null, check=False)
     shutil.rmtree(folder, ignore_errors=True)  # where the machine lacks these programs

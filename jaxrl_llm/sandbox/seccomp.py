@@ -67,7 +67,10 @@ NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER,
 CLONE_PARENT = 0x00008000  # a child of whoever has started the code, with a signal at its end
 PRCTL_ALLOWED = (3, 15, 16, 0x53564D41)  # GET_DUMPABLE, SET_NAME, GET_NAME, SET_VMA
 FCNTL_REFUSED = (8, 10, 15, 1024, 1026)  # SETOWN, SETSIG, SETOWN_EX, SETLEASE, NOTIFY: signals
-IOCTL_REFUSED = (0x8901, 0x8902, 0x5412, 0x541C)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX; others change even files that were
+opened to be read, or send signals."""
+
 AF_UNIX, SOCK_STREAM, SOCK_FLAGS = 1, 1, 0o2004000  # CLOEXEC and NONBLOCK
 O_ACCMODE, O_TRUNC = 3, 0o1000
 
@@ -145,7 +148,7 @@ def _checks(allowed: Allowed, own_pid: int) -> dict[str, list[Instruction]]:
             "clone": _without(0, NAMESPACE_FLAGS | CLONE_PARENT),
             "clone3": [(RETURN, 0, 0, ERRNO | errno.ENOSYS)],  # its flags are in memory
             "fcntl": _none_of(1, FCNTL_REFUSED),
-            "ioctl": _none_of(1, IOCTL_REFUSED),
+            "ioctl": _one_of(1, IOCTL_ALLOWED),
             "prctl": _one_of(0, PRCTL_ALLOWED),
             "prlimit64": _one_of(0, (0,)),  # of itself
             "sendto": _no_address(4),
