@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CALLS = """
-    362 308 450; read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; pwrite64 18 68;
+    read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; pwrite64 18 68;
     preadv 295 69; pwritev 296 70; preadv2 327 286; pwritev2 328 287; open 2 -; openat 257 56;
     close 3 57; close_range 436 436; creat 85 -; lseek 8 62; stat 4 -; fstat 5 80; lstat 6 -;
     newfstatat 262 79; statx 332 291; access 21 -; faccessat 269 48; faccessat2 439 439;
