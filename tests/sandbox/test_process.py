@@ -183,8 +183,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 refused = []
 for number in range(600):
     if number not in ALLOWED:
-        libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
-        refused.append(ctypes.get_errno())
+        result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
+        refused.append(ctypes.get_errno() if result == -1 else -number)
 print(sorted(set(refused)), len(refused))
 """
 
