@@ -1,0 +1,254 @@
+"""Episodes of several chains: what is drawn, told and kept, and with which seeds."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.advantages import grpo
+from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import about
+from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
+from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.training.chains import cut_chains
+from jaxrl_llm.training.experience import ScoreError, with_scores
+from jaxrl_llm.training.stages.scoring import check_chains
+from tests.episodes import STOPS, Scripted, config, ids, picture, play, prompt, same, sampler
+
+
+def echo(text, seed):
+    """Answer with the length of the stream and the seed."""
+    return f"{len(text)} {seed % 97}"
+
+
+async def compacts(chat):
+    """Begin with a shorter history after the second turn."""
+    await chat.generate()
+    chat.append("more")
+    await chat.generate()
+    chat.reward(0.5)
+    short = chat.new([*chat.prompt.messages, {"role": "user", "content": "so far: 3"}])
+    await short.generate()
+    short.append("and?")
+    await short.generate()
+
+
+async def asks_another(chat):
+    """Ask a sub-agent between two turns."""
+    await chat.generate()
+    other = chat.new("what is 1+1?")
+    answer = await other.generate()
+    chat.append(answer.text)
+    await chat.generate()
+
+
+async def appends(chat, *, turns=3):
+    """Draw turns of one chain."""
+    await chat.generate()
+    for turn in range(1, turns):
+        chat.append(f"turn {turn}")
+        await chat.generate()
+
+
+async def begins_anew(chat, *, turns=3):
+    """Draw the same turns, each in a chain that begins with the whole history."""
+    await chat.generate()
+    for turn in range(1, turns):
+        told = chat._template.following(  # what `chat.append` would tell
+            [{"role": "user", "content": f"turn {turn}"}], calls=(), closed=True, stop=STOPS[0]
+        )
+        stream, chat = [*chat.tokens, *told], chat.new()
+        await chat.generate_after(stream)
+
+
+def test_a_compacted_history_is_another_chain_of_one_stream():
+    episode = play(Scripted(echo), [prompt("7?")], agent=compacts).episodes[0]
+    assert episode.chains == 2
+    assert [piece.chain for piece in episode.pieces] == [0, 0, 0, 1, 1, 1, 1]
+    assert [piece.drawn for piece in episode.pieces] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert episode.turns == 4
+    assert episode.rewards == (0.0, 0.5, 0.0, 0.0)
+    opening = tuple(episode.pieces[3].tokens.tolist())
+    last = episode.last_chain
+    assert last.prompt == opening
+    assert picture(last) == picture(episode)[4:]
+    assert np.array_equal(last.tokens, episode.tokens[episode.chain_ids == 1][len(opening) :])
+    assert [len(chat) for chat in episode.chats] == [4, 5]
+    assert episode.messages == episode.chats[1]
+    assert about(episode)["chats"][0][-1]["role"] == "assistant"
+
+
+def test_the_engine_reads_only_the_chain():
+    engine = Scripted(echo)
+    episode = play(engine, [prompt("7?")], agent=asks_another).episodes[0]
+    first, second, third = (batch[0].prompt for batch in engine.batches)
+    assert second == tuple(episode.pieces[1].tokens.tolist())
+    assert third[: len(first)] == first
+    assert not set(ids("1+1?")) <= set(third)  # the sub-agent's question is not in it
+    assert episode.last_chain.prompt == first
+    assert [piece.chain for piece in episode.pieces] == [0, 1, 1, 0, 0]
+    assert len({batch[0].seed for batch in engine.batches}) == 3
+
+
+def test_chains_that_rewrite_nothing_draw_what_one_chain_does():
+    prompts = [prompt("7?"), prompt("8?", 1)]
+    kept = play(Scripted(echo), prompts, agent=appends, samples=2)
+    anew = play(Scripted(echo), prompts, agent=begins_anew, samples=2)
+    assert [episode.chains for episode in anew.episodes] == [3] * 4
+    for one, other in zip(kept.episodes, anew.episodes, strict=True):
+        for name in ("tokens", "logprobs"):
+            drawn = [getattr(e, name)[e.drawn] for e in (one, other)]
+            assert np.array_equal(*drawn)
+        whole = (*one.prompt, *one.tokens.tolist())
+        assert (*other.last_chain.prompt, *other.last_chain.tokens.tolist()) == whole
+        # each token is drawn once: what a chain repeats is its prompt
+        assert other.drawn.sum() == one.drawn.sum()
+        assert other.last_chain.drawn.sum() == len(one.pieces[-1].tokens)
+
+
+def test_order_and_company_change_nothing():
+    prompts = [prompt("7?"), prompt("8?", 1), prompt("9?", 2)]
+    rounds = play(Scripted(echo), prompts, agent=compacts, samples=2, order="lockstep")
+    freely = play(Scripted(echo), prompts, agent=compacts, samples=2, order="free")
+    assert same(rounds, freely)
+
+
+def test_limits_of_chains_and_of_the_episode():
+    limits = {"turns": 3}
+    episode = play(Scripted(echo), [prompt("7?")], agent=compacts, limits=limits).episodes[0]
+    assert (episode.turns, episode.finish) == (3, "turns")
+
+    async def reads_much(chat):
+        await chat.generate()
+        long = chat.new()
+        assert long.left == 20
+        await long.generate_after([5] * 55)
+
+    episode = play(Scripted(echo), [prompt("7?")], agent=reads_much, tokens=20).episodes[0]
+    assert len(episode.pieces[-1].tokens) == 5  # 40 + 20 less the prompt of 55
+
+
+async def begins_with_nothing(chat):
+    await chat.new().generate()
+
+
+def test_a_chain_without_a_beginning_is_told():
+    with pytest.raises(RunError, match=r"expected some from chat.new or chat.append"):
+        play(Scripted(echo), [prompt("7?")], agent=begins_with_nothing)
+
+
+def test_what_was_drawn_before_is_not_drawn_again():
+    """Chains are led again from their turns, as where a push or a kill has found them."""
+    engine, sampling = Scripted(echo), SamplingParams(max_new_tokens=60, stop_ids=STOPS)
+    whole = play(engine, [prompt("7?")], agent=asks_another).episodes[0]
+    drawn = [batch[0] for batch in engine.batches]
+    for done in range(4):
+        again = Scripted(echo)
+        (state,) = begin_episodes([prompt("7?")], 1, (0, 1))
+        state.turns = [engine.answer(request) for request in drawn[:done]]
+        episodes = sampler(config(agent=asks_another))
+        try:
+            episodes.sample_states(again, [state], sampling, journal=lambda _: None)
+        finally:
+            episodes.close()
+        assert [batch[0] for batch in again.batches] == drawn[done:]
+        for name in ("tokens", "logprobs", "turn_ids", "chain_ids"):
+            assert np.array_equal(getattr(state.episode, name), getattr(whole, name))
+
+
+def counts(text, seed):
+    """Call the calculator until a summary is asked for; with the summary, answer."""
+    if text.endswith("<|user|>Summarize.<|end|><|assistant|>"):
+        return "it was 2"
+    return "3" if "it was 2" in text else "[calculator(expression='1+1')]"
+
+
+def test_a_history_that_is_too_long_is_summarized():
+    limits = {"turns": 12}
+    agent = FunctionSpec("with_compaction", {"share": 0.1, "request": "Summarize."})
+    rollouts = play(
+        Scripted(counts),
+        [prompt("1+1?")],
+        agent=agent,
+        tools=[FunctionSpec("calculator")],
+        tokens=400,
+        limits=limits,
+    )
+    (episode,) = rollouts.episodes
+    assert episode.finish == "stop"
+    assert episode.chains == 2
+    assert episode.messages[0]["content"] == "1+1?\n\nit was 2"
+    assert rollouts.texts == ["3"]
+    calls = [len(turn.get("tool_calls", ())) for turn in episode.chats[0]]
+    assert sum(calls) == len(episode.tool_records) > 1
+    assert episode.chats[0][-2]["content"] == "Summarize."
+
+
+# ---------------------------------------------------------------------------------------- batches
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Two prompts with two episodes of two chains each."""
+    prompts = [prompt("7?"), prompt("8?", 1)]
+    return play(Scripted(echo), prompts, agent=asks_another, samples=2)
+
+
+def test_an_episode_is_one_sequence_for_the_algorithm(rollouts):
+    batch = lay_out(rollouts, samples=2, max_tokens=32)
+    widest = max(len(e.prompt) + len(e.tokens) for e in rollouts.episodes)
+    assert 32 < widest <= batch.tokens.shape[1] == 64
+    assert lay_out(rollouts, samples=2, max_tokens=100).tokens.shape[1] == 100
+    scored = with_scores(batch, [Score(s, {}, None) for s in (1.0, 0.0, 3.0, 1.0)], samples=2)
+    for row, episode in enumerate(rollouts.episodes):
+        first, end = len(episode.prompt), len(episode.prompt) + len(episode.tokens)
+        assert batch.tokens[row, first:end].tolist() == episode.tokens.tolist()
+        assert batch["mask"][row, first:end].tolist() == episode.drawn.tolist()
+        ids = batch["chain_ids"][row]
+        assert (ids[:first] == 0).all()
+        assert (ids[first:end] == episode.chain_ids).all()
+        assert (ids[end:] == -1).all()
+        assert scored["rewards"][row].nonzero()[0].tolist() in ([], [end - 1])
+    assert scored["turns"].tolist() == [3] * 4
+    advantages = grpo(*map(jnp.asarray, (scored["scores"], scored["group_ids"])))
+    expected = [0.5**0.5, -(0.5**0.5)] * 2  # two episodes of each group, whatever their chains
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+
+
+def test_a_model_reads_each_chain_as_the_policy_did(rollouts):
+    batch = lay_out(rollouts, samples=2, max_tokens=32)
+    cut = cut_chains(batch, ["rollout_logprobs", "usable", "turn_ids"])
+    assert len(cut.tokens) == 8
+    for row in range(8):
+        episode, chain = rollouts.episodes[row // 2], row % 2
+        own = [p for p in episode.pieces if p.chain == chain]
+        stream = [*(episode.prompt if chain == 0 else ()), *np.concatenate([p.tokens for p in own])]
+        size = cut.sequence_lengths[row]
+        assert cut.tokens[row, :size].tolist() == stream
+        drawn = np.concatenate([p.logprobs for p in own if p.drawn])
+        assert np.array_equal(cut["rollout_logprobs"][row, :size][cut["mask"][row, :size]], drawn)
+        assert set(cut["turn_ids"][row, :size]) == ({-1, 0, 2}, {-1, 1})[chain]
+    assert cut["mask"].sum() == batch["mask"].sum()
+
+
+def test_episodes_of_one_chain_stay_as_they_are():
+    rollouts = play(Scripted(echo), [prompt("7?")], agent=appends, samples=2)
+    batch = lay_out(rollouts, samples=2, max_tokens=100)
+    assert cut_chains(batch, ["turn_ids"]) is batch
+    assert check_chains(batch, ["algorithm.pairs"]) is batch
+
+
+def test_what_compares_whole_answers_refuses_chains(rollouts):
+    batch = lay_out(rollouts, samples=2, max_tokens=32)
+    assert check_chains(batch, []) is batch
+    with pytest.raises(ScoreError, match=r"algorithm.pairs is set, and .* in 4 of 4 episodes"):
+        check_chains(batch, ["algorithm.pairs", "teacher"])
