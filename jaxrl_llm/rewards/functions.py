@@ -8,6 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from jaxrl_llm.rewards.code import python_tests as python_tests
 from jaxrl_llm.rewards.judge import judge as judge
 from jaxrl_llm.rewards.reward_server import classify as classify
 
