@@ -205,7 +205,7 @@ class EpisodeSampler:
         Raises:
             RunError: too many episodes are broken.
         """
-        self._check_broken(rollouts.episodes)
+        self.check_broken(rollouts.episodes)
         return rollouts._replace(metrics=self._drift(rollouts.episodes))
 
     async def _run(
@@ -260,7 +260,7 @@ class EpisodeSampler:
         decode = functools.partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
         return decode(ids[:tokens]) if tail < 1 else decode(ids[:head]) + CUT + decode(ids[-tail:])
 
-    def _check_broken(self, episodes: Sequence[Episode]) -> None:
+    def check_broken(self, episodes: Sequence[Episode]) -> None:
         """Log episodes that are broken.
 
         Raises:
