@@ -1,4 +1,4 @@
-"""What reward functions that ask a server by HTTP have in common."""
+"""What functions that ask a server by HTTP have in common."""
 
 import asyncio
 import weakref
@@ -26,17 +26,18 @@ class ServerError(Exception):
         self.response = response
 
 
-def check_client(name: str) -> None:
-    """Refuse a reward function that asks a server where the package for requests is missing.
+def check_client(name: str, *, key: str = "reward.function") -> None:
+    """Refuse a function that asks a server where the package for requests is missing.
 
     Args:
         name: of the function.
+        key: of the config that names it.
 
     Raises:
         ConfigError: it is.
     """
     if find_spec("httpx2") is None:
-        raise ConfigError(f"reward.function: {name} needs httpx2; pip install 'jaxrl_llm[client]'")
+        raise ConfigError(f"{key}: {name} needs httpx2; pip install 'jaxrl_llm[client]'")
 
 
 async def post(

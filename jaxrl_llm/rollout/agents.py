@@ -1,18 +1,21 @@
 """Agents: coroutines that lead an episode. They ask for what they need by parameter name.
 
 An agent may ask for `chat` (`rollout.chat.Chat`), `tools` (`Tools`), `environment`
-(`EpisodeEnvironment`), `row` (`EpisodeRow`) and `rng` (`random.Random`, seeded by the episode). Its
-other parameters are keywords of the config. It returns when the episode is over; a limit that is
-reached ends it by an exception that it lets pass.
+(`EpisodeEnvironment`), `row` (`EpisodeRow`), `rng` (`random.Random`, seeded by the episode) and
+`gateway` (`EpisodeGateway`, which serves the policy to programs). Its other parameters are keywords
+of the config. It returns when the episode is over; a limit that is reached ends it by an exception
+that it lets pass.
 """
 
 from jaxrl_llm.rollout.chat import Chat
+from jaxrl_llm.rollout.openai_program import openai_program
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools
 from jaxrl_llm.rollout.verifiers_agent import verifiers_environment
 from jaxrl_llm.rollout.verl_agent import verl_agent_loop
 
 __all__ = [
     "one_answer",
+    "openai_program",
     "verifiers_environment",
     "verl_agent_loop",
     "with_compaction",

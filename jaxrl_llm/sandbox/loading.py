@@ -11,7 +11,7 @@ DEFAULT_CODE_LIMITS = CodeLimits()
 
 
 def open_interpreter(
-    level: Level,
+    level: str,
     limits: CodeLimits = DEFAULT_CODE_LIMITS,
     *,
     keep_state: bool = False,
@@ -20,13 +20,14 @@ def open_interpreter(
     """Return what runs code at a level; never one of a weaker level.
 
     Args:
-        level: of isolation.
+        level: of isolation, one of `Level`.
         limits: of each run.
         keep_state: whether a run finds the names that earlier runs have bound.
         url: of the server, for `service` alone.
 
     Raises:
         ConfigError: there is no such level, or this machine lacks what it needs, which is named.
+        ConnectionError: the server of `service` gives no answer.
     """
     if level not in get_args(Level):
         raise ConfigError(f"got sandbox {level!r}; " + closest(level, get_args(Level)))

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, find_function, load_function, split_name
@@ -12,6 +12,7 @@ from jaxrl_llm.rollout.tools.signature import INJECTED, injected_names
 TOOLS_MODULE = "jaxrl_llm.rollout.tools.functions"
 ENVIRONMENTS_MODULE = "jaxrl_llm.rollout.environments"
 TOOLS_KEY, ENVIRONMENT_KEY = "rollout.tools", "rollout.environment"
+Tool = TypeVar("Tool", bound=Callable[..., Any])
 ENVIRONMENT_NAMES = (*INJECTED, "ground_truth", "extra_info", "data_source")
 """Names of an environment's parameters that are passed by the trainer."""
 
@@ -64,6 +65,28 @@ def toolset(function: Callable[..., list[ToolsetTool]]) -> Callable[..., list[To
     """Mark a function that gives tools: it is called with the config's keywords."""
     function.is_toolset = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def prepared_by(prepare: Callable[..., None]) -> Callable[[Tool], Tool]:
+    """Have something done once before workers start: it is called with the config's keywords."""
+
+    def mark(tool: Tool) -> Tool:
+        tool.prepare = prepare  # pyright: ignore[reportFunctionMemberAccess]
+        return tool
+
+    return mark
+
+
+def prepare_tool(spec: FunctionSpec) -> None:
+    """Do what a tool needs once, before workers start; most need nothing.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    prepare = getattr(find_function(spec, TOOLS_MODULE, key=TOOLS_KEY), "prepare", None)
+    if prepare is not None:
+        with config_errors_at(f"{TOOLS_KEY}: {spec.fn}"):
+            prepare(**spec.kwargs)
 
 
 def load_tools(spec: FunctionSpec) -> list[LoadedTool]:

@@ -18,6 +18,7 @@ from jaxrl_llm.rollout.tools.loading import (
     LoadedTool,
     load_environment,
     load_tools,
+    prepare_tool,
 )
 from jaxrl_llm.rollout.tools.results import ToolError, ToolResult
 from jaxrl_llm.rollout.tools.session import Session, SessionParts
@@ -109,6 +110,8 @@ class SessionPool:
                 raise ConfigError(f"{TOOLS_KEY}: got two tools {tool.name!r}, expected one")
         if settings.environment is not None:
             load_environment(settings.environment)
+        for given in settings.tools:
+            prepare_tool(given)
         spec = ToolboxSpec(
             tuple(given for given, several in loaded if not all(t.is_async for t in several)),
             settings.environment,
