@@ -28,6 +28,8 @@ from benchmarks.learning.recipes import (
     write_numbers,
 )
 from benchmarks.tables import markdown_table
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
 
 CONFIGS = ROOT / "configs/agents"
 SAMPLED = {  # the second has the rewards of turns in it
@@ -35,9 +37,16 @@ SAMPLED = {  # the second has the rewards of turns in it
     "calculator": ("critic/score/mean", "right answers"),
     "guess_number": ("critic/rewards/mean", "reward of an episode"),
     "grid": ("critic/rewards/mean", "reward of an episode"),
+    "retool": ("critic/score/mean", "right answers"),
+    "dapo_calculator": ("critic/score/mean", "right answers, groups that were kept"),
 }
 CONTROLS = {
-    task: f'rollout.tools=[{{fn: {task}, answer: "?"}}]' for task in ("look_up", "calculator")
+    task: f'rollout.tools=[{{fn: {tool}, answer: "?"}}]'
+    for task, tool in (
+        ("look_up", "look_up"),
+        ("calculator", "calculator"),
+        ("retool", "python, sandbox: monty, keep_state: false"),
+    )
 }
 HEADS = ["recipe", "seed", "sampled, first step", "last step", "greedy before", "after", "minutes"]
 
@@ -83,7 +92,7 @@ def train_missing(job: Job, work: Path) -> None:
     config = CONFIGS / f"{task}.yaml"
     if finished(config, seed, work, name) is None:
         print(f"{name} seed {seed}", flush=True)
-        make_base(config, yaml.safe_load(config.read_text())["model"]["path"], work)
+        make_base(config, load(TrainConfig, config).model.path, work)
         run(config, seed, work, *filter(None, [override]), name=name)
 
 

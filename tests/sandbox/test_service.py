@@ -24,6 +24,7 @@ def executed(body):
         done = subprocess.run(
             [sys.executable, "-I", "-c", body["code"]],
             input=body["stdin"],
+            check=False,
             capture_output=True,
             check=False,
             text=True,
