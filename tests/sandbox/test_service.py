@@ -26,7 +26,6 @@ def executed(body):
             input=body["stdin"],
             check=False,
             capture_output=True,
-            check=False,
             text=True,
             timeout=body["run_timeout"],
         )
