@@ -24,7 +24,6 @@ def executed(body):
         done = subprocess.run(
             [sys.executable, "-I", "-c", body["code"]],
             input=body["stdin"],
-            check=False,
             capture_output=True,
             text=True,
             timeout=body["run_timeout"],
