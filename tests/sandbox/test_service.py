@@ -25,6 +25,7 @@ def executed(body):
             [sys.executable, "-I", "-c", body["code"]],
             input=body["stdin"],
             capture_output=True,
+            check=False,
             text=True,
             timeout=body["run_timeout"],
         )
