@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 MakeTemplate = Callable[[Sequence[Mapping[str, Any]]], TurnTemplate]
 """From the tools of a request to the chat template that tells the model of them."""
 
+GATEWAY_METRICS = ("gateway/requests", "gateway/unmatched", "gateway/retries")
 MAX_BODY_BYTES = 64_000_000
 CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
@@ -86,8 +87,7 @@ class Gateway:
     def metrics(self) -> dict[str, float]:
         """Return what was counted since the last call."""
         counts, self.tally.counts = self.tally.counts, type(self.tally.counts)()
-        names = ("requests", "streams", "unmatched", "retries")
-        return {f"gateway/{name}": float(counts[f"gateway/{name}"]) for name in names}
+        return {name: float(counts[name]) for name in GATEWAY_METRICS}
 
     def programs(self, spec: ProgramSpec) -> ProgramPool:
         """Return what runs a program; its process is started by the first call.

@@ -74,7 +74,7 @@ class GatewaySession:
     """Answers the requests of one program by turns of the policy.
 
     A request whose messages go on from a turn that was drawn is answered after exactly the tokens
-    of that turn; what is new is told behind them. Any other begins a stream of its own. All methods
+    of that turn; what is new is told behind them. Any other begins a chain of its own. All methods
     run in the event loop of the episodes.
 
     Args:
@@ -128,7 +128,7 @@ class GatewaySession:
         self._check_open()
         for name in request.overridden:
             self._tally.warn_once(
-                name, "a program asks for %s: what the run says is used (docs/agents.md)", name
+                name, "a program asks for %s: what the run says is used (docs/gateway.md)", name
             )
         tickets = self._tickets.setdefault(ticket.key, [])
         earlier = next((t for t in tickets if t.is_left or ticket.is_retry), None)
@@ -158,7 +158,6 @@ class GatewaySession:
         for task in work:
             task.cancel()
         streams = self._tree.streams()
-        self._tally.counts["gateway/streams"] += len(streams)
         for stream in streams:
             before = [m for turn in stream[0].path[:-1] for m in turn.messages]
             turns = [
@@ -258,7 +257,7 @@ class GatewaySession:
                 self._tally.warn_once(
                     "unmatched",
                     "a program has rewritten its history: message %d was %s and is %s. What "
-                    "follows is a stream of its own (docs/agents.md)",
+                    "follows is a chain of its own (docs/gateway.md)",
                     *(place, shown(one), shown(other)),
                 )
                 return
