@@ -10,7 +10,6 @@ A step has two parts. In `take` the engine samples until the step's groups are w
 others. What is in flight then is plain data: the engine is empty.
 """
 
-import base64
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -27,11 +26,11 @@ from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN
+from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
-from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.batch_metrics import scoring_counts
-from jaxrl_llm.training.groups import Group, GroupScores, episodes_of
+from jaxrl_llm.training.groups import Group, GroupScores, episodes_of, scores_of
 from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
@@ -66,18 +65,6 @@ class OverlappedSampling(NamedTuple):
 
     ended: Future[float]
     stop: Stop | None
-
-
-@dataclass
-class Dropped:
-    """What the group filter has refused in a step."""
-
-    groups: list[Group] = field(default_factory=list)
-
-    @property
-    def scores(self) -> list[Score]:
-        """Return the scores of its answers."""
-        return [score for group in self.groups for score in group.result()]
 
 
 @dataclass(kw_only=True)
@@ -128,7 +115,8 @@ class Window:
         """
         size = self.config.batch.prompts_per_step
         ahead = min(self.config.rollout.staleness, self.total_steps - step)
-        dropped, row = Dropped(), self.schedule.row(step)
+        dropped: list[Group] = []
+        row = self.schedule.row(step)
         while True:
             self._begin_groups((ahead + 1) * size)
             by_length = row is not None and self._follows_lengths(row)
@@ -192,7 +180,7 @@ class Window:
                 {
                     "ordinal": group.ordinal,
                     "prompt": group.states[0].prompt.index,
-                    "turns": [[_packed(turn) for turn in s.turns] for s in group.states],
+                    "turns": [[packed_completion(turn) for turn in s.turns] for s in group.states],
                     "seeds": [s.seeds for s in group.states],
                 }
                 for group in self._groups
@@ -210,7 +198,7 @@ class Window:
         for group in state["groups"]:
             begun = self._new_group(group["ordinal"], by_index[group["prompt"]])
             for episode, turns in zip(begun.states, group["turns"], strict=True):
-                episode.turns = [_unpacked(turn) for turn in turns]
+                episode.turns = [unpacked_completion(turn) for turn in turns]
             for number, episode in enumerate(begun.states):
                 own = [turn_seed(episode.seed, turn) for turn in range(len(episode.turns))]
                 episode.seeds = group["seeds"][number] if "seeds" in group else own  # older states
@@ -325,7 +313,7 @@ class Window:
 
         self._overlapped = OverlappedSampling(self.executor.submit(go_on), stop)
 
-    def _filter(self, step: int, size: int, dropped: Dropped, clock: Clock) -> bool:
+    def _filter(self, step: int, size: int, dropped: list[Group], clock: Clock) -> bool:
         """Drop the groups that the filter refuses; return whether the step has all that it needs.
 
         Raises:
@@ -335,36 +323,36 @@ class Window:
         assert self.scoring.keep is not None
         undecided = [group for group in self._groups[:size] if not group.kept]
         with clock("reward"):
-            scores = [score for group in undecided for score in group.result()]
+            scores = scores_of(undecided)
         rollouts = self.rollout.gather([state for group in undecided for state in group.states])
         kept = self.scoring.keep(rollouts, scores)
         for group, is_kept in zip(undecided, kept, strict=True):
             group.kept = is_kept
         refused = [group for group in undecided if not group.kept]
         self._groups = [group for group in self._groups if group not in refused]
-        dropped.groups += refused
+        dropped += refused
         kept_groups = [group for group in self._groups if group.kept]
         if self.rollout.episodes is not None:  # or what failed by itself would seem too hard
-            self.rollout.episodes.check_broken(episodes_of(dropped.groups + kept_groups))
+            self.rollout.episodes.check_broken(episodes_of(dropped + kept_groups))
         limit = self.config.algorithm.max_generation_batches
-        if (count := len(dropped.groups)) > (limit - 1) * size:
-            unscored = sum(score.is_unscored for score in dropped.scores)
+        if (count := len(dropped)) > (limit - 1) * size:
+            unscored = sum(score.is_unscored for score in scores_of(dropped))
             other = f" {unscored} of the dropped answers are unscored." if unscored else ""
             raise TrainingError(
                 f"step {step}: algorithm.group_filter kept {len(kept_groups)} of "
-                f"{len(kept_groups) + count} groups, expected {size} of at most {size * limit}: the "
-                f"prompts are too easy or too hard for the policy.{other} Raise algorithm.max_generation_batches and run "
-                "the same command again, or begin a run with other prompts or more answers to each"
+                f"{len(kept_groups) + count} groups, expected {size} of at most {size * limit}: "
+                f"the prompts are too easy or too hard for the policy.{other} Raise "
+                "algorithm.max_generation_batches and run the same command again, or begin a run "
+                "with other prompts or more answers to each"
             )
         return not refused
 
-    def _metrics(self, taken: Sequence[Group], dropped: Dropped) -> Metrics:
+    def _metrics(self, taken: Sequence[Group], dropped: list[Group]) -> Metrics:
         metrics = {}
         if self.scoring.keep is not None:
-            metrics["batch/generation_batches"] = 1 + len(dropped.groups) / len(taken)
-            metrics["batch/dropped_groups"] = float(len(dropped.groups))
-            kept = [score for group in taken for score in group.result()]
-            metrics |= scoring_counts(kept + dropped.scores)
+            metrics["batch/generation_batches"] = 1 + len(dropped) / len(taken)
+            metrics["batch/dropped_groups"] = float(len(dropped))
+            metrics |= scoring_counts(scores_of(taken) + scores_of(dropped))
         return metrics
 
     def _waiting_metrics(self) -> Metrics:
@@ -375,31 +363,3 @@ class Window:
             "async/in_flight_answers": float(len(open_ones)),
             "async/in_flight_tokens": float(sum(state.drawn for state in open_ones)),
         }
-
-
-def _packed(turn: Completion) -> dict[str, Any]:
-    """Return a turn as JSON can hold it, bit for bit."""
-
-    def packed(array: np.ndarray, dtype: str) -> str:
-        return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
-
-    return {
-        "tokens": packed(turn.tokens, "<i4"),
-        "logprobs": packed(turn.logprobs, "<f4"),
-        "versions": packed(turn.versions, "<i4"),
-        "finish": turn.finish,
-        "stopped_by": turn.stopped_by,
-    }
-
-
-def _unpacked(packed: dict[str, Any]) -> Completion:
-    def array(name: str, dtype: str) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(packed[name]), dtype)
-
-    return Completion(
-        array("tokens", "<i4"),
-        array("logprobs", "<f4"),
-        array("versions", "<i4"),
-        packed["finish"],
-        packed["stopped_by"],
-    )

@@ -1,11 +1,11 @@
 """Programs with an OpenAI client that lead episodes: their tokens, their ends and their order."""
 
+import asyncio
 import collections
 import os
 import re
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.load_agent import load_agent
 from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
 from jaxrl_llm.rollout.types import SamplingParams
@@ -29,7 +28,7 @@ PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "score", "turns", "tools", "streams", "rewrites", "branches", "parallel")
 DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
-DOES += ("short", "fills")
+DOES += ("short", "fills", "responses")
 
 
 class Recording(Scripted):
@@ -61,13 +60,6 @@ class Recording(Scripted):
             )
         self.drawn[request.prompt].append(completion)
         return completion
-
-
-class Whole(Recording):
-    """An engine that could leave turns before their end, and does not."""
-
-    def sample_until(self, requests, needed, stop=None, listener=None):
-        return self.sample(requests)
 
 
 def respond(text, seed):
@@ -133,9 +125,10 @@ def test_what_is_trained_is_what_the_engine_drew_and_all_of_it(played):
 
 def test_an_answer_that_is_echoed_in_another_way_is_gone_on_from(played):
     _, _, episodes = played
-    call, told, answer = picture(episodes["tools"])
-    assert call.startswith("[add(a=") and told == f"<<|tool|>{answer[0]}<|end|><|assistant|>>"
-    assert episodes["tools"].score == 2.0 * float(answer[0])
+    for do in ("tools", "responses"):
+        call, told, answer = picture(episodes[do])
+        assert call.startswith("[add(a=") and told == f"<<|tool|>{answer[0]}<|end|><|assistant|>>"
+        assert episodes[do].score == 2.0 * float(answer[0])
     assert [m["role"] for m in episodes["tools"].messages] == [
         *("user", "assistant", "tool", "assistant")
     ]
@@ -260,14 +253,18 @@ def is_there(pid):
 
 
 def test_a_program_that_is_left_is_killed_with_what_it_has_started(pids):
-    made = sampler(config(agent=agent(), limits=LIMITS, tool_process=PASSED))
-    states, stop = begin_episodes([prompt("x", do="hangs")], 1, (0, 1)), Stop()
-    watch = threading.Thread(target=lambda: (wait_until(pids, 60), stop.set()))
+    class Failing(Recording):
+        async def generate(self, request):
+            if TOKENIZER.decode(request.prompt).startswith("<|user|>once"):
+                await asyncio.to_thread(wait_until, pids, 60)
+                raise RuntimeError("the engine is gone")
+            return await super().generate(request)
+
+    made = sampler(config(agent=agent(), limits=LIMITS, tool_process=PASSED, order="free"))
     try:
-        watch.start()
-        made.sample_states(Whole(respond), states, SAMPLING, stop=stop, journal=lambda _: None)
-        watch.join()
-        assert states[0].episode is None and len(pids()) == 2
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            sample(made, Failing(respond), ["once", "hangs"])
+        assert len(pids()) == 2
         wait_until(lambda: not any(map(is_there, pids())), 10)
     finally:
         made.close()
