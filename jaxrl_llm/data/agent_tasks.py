@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.search_task import Search
 from jaxrl_llm.rollout.environments import MOVES, Play, grid, guess_number, moved
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -202,6 +203,7 @@ AGENT_TASKS: dict[str, Any] = {
     "calculator": Calculator,
     "guess_number": GuessNumber,
     "grid": Grid,
+    "search": Search,
 }
 
 
@@ -325,8 +327,9 @@ def _secret(row: Row) -> str:
 
 
 def _check_settings(task: str, settings: Any) -> None:
-    chances = {"stop", "guess", "miscopy", "forget", "failing", "careful", "slip"}
+    chances = {"stop", "guess", "miscopy", "forget", "failing", "careful", "slip", "vague"}
     most = {"hops": 9, "high": 999, "guesses": 99, "walls": GRID_SIDE**2 - 4, "steps": 99}
+    most |= {"people": 5000, "cities": 1000, "lands": 400}
     for name, value in settings._asdict().items():
         low, high = (0, 1) if name in chances else (name != "walls", most[name])
         whole = name in chances or isinstance(value, int)

@@ -22,6 +22,7 @@ from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
+from jaxrl_llm.data.search_task import Search, write_corpus
 from jaxrl_llm.data.verifiers_rows import verifiers
 from jaxrl_llm.rewards.functions import last_boxed
 
@@ -208,11 +209,12 @@ def agent_task(
 ) -> Written:
     """Write a task of several turns, with a tool or an environment, that a small model can learn.
 
-    No validation row comes in another file, except for guess_number.
+    No validation row comes in another file, except for guess_number. For search there is a folder
+    `corpus`, too, in which its tool searches.
 
     Args:
         out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
-        task: look_up, calculator, guess_number or grid.
+        task: look_up, calculator, guess_number, grid or search.
         settings: of the task and its teacher (jaxrl_llm.data.agent_tasks).
         train_rows: rows to train on.
         validation_rows: rows held out.
@@ -230,6 +232,8 @@ def agent_task(
     splits = agent_task_splits(
         task, settings or {}, rows=rows, sft_episodes=sft_episodes, seed=seed
     )
+    if task == "search":
+        write_corpus(Path(out), Search(**(settings or {})))
     return write_splits(Path(out), splits)
 
 
