@@ -1,4 +1,4 @@
-"""Train every task of configs/agents, and controls of two; write table, curves and numbers.
+"""Train every task of configs/agents, and controls of some; write table, curves and numbers.
 
     python -m benchmarks.learning.agents
     python -m benchmarks.learning.agents --tasks grid --seeds 0 --out curves
@@ -35,10 +35,12 @@ SAMPLED = {  # the second has the rewards of turns in it
     "calculator": ("critic/score/mean", "right answers"),
     "guess_number": ("critic/rewards/mean", "reward of an episode"),
     "grid": ("critic/rewards/mean", "reward of an episode"),
+    "search": ("critic/score/mean", "right answers"),
 }
 CONTROLS = {
     task: f'rollout.tools=[{{fn: {task}, answer: "?"}}]' for task in ("look_up", "calculator")
 }
+CONTROLS["search"] = 'rollout.tools=[{fn: search, corpus: none, answer: "?"}]'
 HEADS = ["recipe", "seed", "sampled, first step", "last step", "greedy before", "after", "minutes"]
 
 Job = tuple[str, int, str]  # task, seed, and the override of a control, or nothing
