@@ -100,6 +100,14 @@ FIELDS: Mapping[str, BatchField] = {
             Stage.SCORED,
             "number of the turn that drew the token, from 0; -1 on all others",
         ),
+        BatchField(
+            "chain_ids",
+            "B T",
+            "int32",
+            Stage.SCORED,
+            "number of the chain, a context in which the policy draws, that the token belongs to, "
+            "from 0; -1 on padding",
+        ),
         BatchField("turns", "B", "int32", Stage.SCORED, "turns that the policy drew"),
         BatchField(
             "usable",

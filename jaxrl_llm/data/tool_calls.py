@@ -37,12 +37,14 @@ class CallFormat(NamedTuple):
             that is left and the calls.
         write: returns the text of calls.
         first_id: the id of an answer's first call; those of the others are counted on from it.
+        bare: with which an answer begins that is a call without a marker; empty: there is none.
     """
 
     markers: tuple[str, ...]
     read: Read
     write: Callable[[Sequence[ToolCall]], str]
     first_id: str = "call_0"
+    bare: str = ""
 
     def parse(self, tokens: Sequence[int], tokenizer: Any, tools: Tools = ()) -> ParsedAnswer:
         """Take an answer apart.
@@ -55,11 +57,11 @@ class CallFormat(NamedTuple):
         markers = ("<think>", "</think>", *self.markers)
         marked = mark(tokens, tokenizer, markers)
         reasoning, body = _split_reasoning(marked)
-        text, calls = self.read(_unmark(body, markers[:2]), tools)
+        text, calls = self.read(unmark(body, markers[:2]), tools)
         if calls or reasoning:
             text = text.strip()
         named = [c if c.id else c._replace(id=self.call_id(i)) for i, c in enumerate(calls)]
-        return ParsedAnswer(_unmark(text, markers), tuple(named), _unmark(reasoning, markers))
+        return ParsedAnswer(unmark(text, markers), tuple(named), unmark(reasoning, markers))
 
     def call_id(self, number: int) -> str:
         """Return the id of an answer's call by its number, counted from 0."""
@@ -75,9 +77,7 @@ def mark(tokens: Sequence[int], tokenizer: Any, markers: Sequence[str]) -> str:
         tokenizer: of which those markers that are added tokens are known by id, others by text.
         markers: in the order of the surrogates.
     """
-    added = tokenizer.get_added_vocab()
-    signs = {text: chr(0xD800 + i) for i, text in enumerate(markers)}
-    by_id = {added[text]: sign for text, sign in signs.items() if text in added}
+    by_id, by_text = marker_signs(tokenizer, markers)
     parts, run = list[str](), list[int]()
     for token in (*map(int, tokens), None):
         if token is not None and token not in by_id:
@@ -88,13 +88,33 @@ def mark(tokens: Sequence[int], tokenizer: Any, markers: Sequence[str]) -> str:
         parts.append("" if token is None else by_id[token])
         run = []
     marked = "".join(parts)
-    for text, sign in signs.items():
-        if text not in added:
-            marked = marked.replace(text, sign)
+    for text, sign in by_text.items():
+        marked = marked.replace(text, sign)
     return marked
 
 
-def _unmark(text: str, markers: Sequence[str]) -> str:
+def marker_signs(
+    tokenizer: Any, markers: Sequence[str]
+) -> tuple[Mapping[int, str], Mapping[str, str]]:
+    """Return the surrogates that stand for markers: by token id, and of the others by text.
+
+    Args:
+        tokenizer: of which some markers are added tokens.
+        markers: in the order of the surrogates.
+    """
+    added = tokenizer.get_added_vocab()
+    signs = {text: chr(0xD800 + i) for i, text in enumerate(markers)}
+    by_id = {added[text]: sign for text, sign in signs.items() if text in added}
+    return by_id, {text: sign for text, sign in signs.items() if text not in added}
+
+
+def opens_reasoning(prompt: Sequence[int], tokenizer: Any) -> bool:
+    """Tell whether a prompt ends in an open `<think>`, so that an answer begins as reasoning."""
+    return mark(prompt[-16:], tokenizer, ["<think>"]).rstrip().endswith(OPEN)
+
+
+def unmark(text: str, markers: Sequence[str]) -> str:
+    """Return a text with each surrogate of `mark` replaced by its marker."""
     for number, marker in enumerate(markers):
         text = text.replace(chr(0xD800 + number), marker)
     return text
@@ -122,8 +142,12 @@ def split_reasoning(tokens: Sequence[int], tokenizer: Any) -> ParsedAnswer:
 FORMATS: Mapping[str, CallFormat] = {
     "hermes": CallFormat(formats.HERMES, formats.read_hermes, formats.write_hermes),
     "qwen3_coder": CallFormat(formats.HERMES, formats.read_qwen3_coder, formats.write_qwen3_coder),
-    "llama3_json": CallFormat(formats.LLAMA, formats.read_llama3_json, formats.write_llama3_json),
-    "pythonic": CallFormat(formats.PYTHONIC, formats.read_pythonic, formats.write_pythonic),
+    "llama3_json": CallFormat(
+        formats.LLAMA, formats.read_llama3_json, formats.write_llama3_json, bare="{"
+    ),
+    "pythonic": CallFormat(
+        formats.PYTHONIC, formats.read_pythonic, formats.write_pythonic, bare="["
+    ),
     "mistral": CallFormat(
         formats.MISTRAL, formats.read_mistral, formats.write_mistral, first_id="call00000"
     ),

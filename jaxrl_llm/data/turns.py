@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.call_text import OPEN, count_common
+from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.chat import Message, encode_prompt, render_prompt
 from jaxrl_llm.data.special_texts import SpecialTexts
 from jaxrl_llm.data.tool_calls import (
@@ -22,7 +22,7 @@ from jaxrl_llm.data.tool_calls import (
     ToolCall,
     choose_format,
     find_call_style,
-    mark,
+    opens_reasoning,
     render_chat,
     split_reasoning,
 )
@@ -84,7 +84,7 @@ class TurnTemplate:
         if call_format is not None and call_format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ValueError(f"call_format: got {call_format!r}, expected one of {known}")
-        self._format = None if call_format is None else FORMATS[call_format]
+        self.call_format = None if call_format is None else FORMATS[call_format]
 
     def opening(self, messages: Sequence[Message], *, told: Sequence[Message] = ()) -> list[int]:
         """Return the ids of a chat up to where the assistant's answer begins.
@@ -96,7 +96,7 @@ class TurnTemplate:
         Raises:
             ValueError: as `encode_prompt`.
         """
-        variables = self._kwargs | self._told_tools
+        variables = self._kwargs | self.told_tools
         hidden, signs = self._special.hide(told)
         chat = [*messages, *hidden]
         if not signs:
@@ -106,7 +106,7 @@ class TurnTemplate:
         )
 
     @functools.cached_property
-    def _told_tools(self) -> dict[str, Any]:
+    def told_tools(self) -> dict[str, Any]:
         if not self._tools:
             return {}
         if re.search(r"\btools\b", self._tokenizer.get_chat_template()):
@@ -153,11 +153,11 @@ class TurnTemplate:
             prompt: what stood before them. Where it ends in an open `<think>`, the answer begins
                 as reasoning, and is nothing else if it never says `</think>`.
         """
-        if mark(prompt[-16:], self._tokenizer, ["<think>"]).rstrip().endswith(OPEN):
+        if opens_reasoning(prompt, self._tokenizer):
             tokens = [*self._ids("<think>"), *tokens]
-        if self._format is None:
+        if self.call_format is None:
             return split_reasoning(tokens, self._tokenizer)
-        return self._format.parse(tokens, self._tokenizer, self._tools)
+        return self.call_format.parse(tokens, self._tokenizer, self._tools)
 
     def message(self, answer: ParsedAnswer) -> dict[str, Any]:
         """Return the assistant's message of an answer; calls that are wrong are left out."""
@@ -165,8 +165,8 @@ class TurnTemplate:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if calls and self._style:
             message = self._style.message(calls, answer.text)
-        elif calls and self._format:
-            message["content"] = f"{answer.text}\n{self._format.write(calls)}".strip()
+        elif calls and self.call_format:
+            message["content"] = f"{answer.text}\n{self.call_format.write(calls)}".strip()
         return message | ({"reasoning_content": answer.reasoning} if answer.reasoning else {})
 
     def drifts(self, messages: Sequence[Message], tokens: Sequence[int]) -> bool:
@@ -182,9 +182,9 @@ class TurnTemplate:
         Raises:
             ValueError: the template refuses the chat.
         """
-        chat = self._as_told([self._styled(message) for message in messages])
+        chat = self.as_rendered(messages)
         waits = bool(chat) and chat[-1]["role"] != "assistant"
-        rendered = self._render(chat, generation=waits, **self._told_tools)
+        rendered = self._render(chat, generation=waits, **self.told_tools)
         added = sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
         split = re.compile("|".join(f"({re.escape(text)})" for text in added) or "(?!)")
         unwritten = () if self._closes else self._stop_texts
@@ -196,6 +196,10 @@ class TurnTemplate:
         if opens and whole and whole[-1] not in self._stop_texts:
             stream.pop()  # a stop token that begins the next message
         return stream != whole[: len(stream)]
+
+    def as_rendered(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return a chat as the template asks for it, its calls in the template's style."""
+        return self._as_told([self._styled(message) for message in messages])
 
     def check(self) -> None:
         """Try the template on a few chats; warn where it rewrites what stands before.
@@ -217,7 +221,7 @@ class TurnTemplate:
             )
 
     def _probes(self) -> Iterator[tuple[str, Turn]]:
-        if self._format is not None:
+        if self.call_format is not None:
             both = [PROBE, PROBE._replace(id="call00001")]
             yield "one call", _turn("18 degrees", [PROBE])
             yield "two calls", _turn("18 degrees", both if self._several else both[:1])
@@ -258,9 +262,9 @@ class TurnTemplate:
         more = [{"role": "assistant", "content": REPLY}, {"role": "user", "content": "More."}]
         for chat in ([{"role": "system", "content": "Be brief."}, USER], [USER]):
             try:
-                whole = self._render([*chat, *more], generation=True, **self._told_tools)
-                asked = self._render(chat, generation=False, **self._told_tools)
-                opened = self._render(chat, generation=True, **self._told_tools)
+                whole = self._render([*chat, *more], generation=True, **self.told_tools)
+                asked = self._render(chat, generation=False, **self.told_tools)
+                opened = self._render(chat, generation=True, **self.told_tools)
             except ValueError:
                 continue  # it takes no system prompt
             return not whole.startswith(asked[: count_common(asked, opened)])
@@ -298,8 +302,7 @@ class TurnTemplate:
 
     @functools.cached_property
     def _closes(self) -> bool:
-        more: list[Message] = [{"role": "user", "content": "More."}]
-        return self._cut(more).inside
+        return self._cut([{"role": "user", "content": "More."}]).inside
 
     @functools.cached_property
     def _asked(self) -> str:
@@ -320,13 +323,12 @@ class TurnTemplate:
 
     def _styled(self, message: Message) -> Message:
         calls = message.get("tool_calls")
-        if not calls or self._style is None:
+        if not calls or (self._style is None and self.call_format is None):
             return message
-        plain = [
-            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id", ""))
-            for call in calls
-        ]
-        return {**message, **self._style.message(plain, message.get("content") or "")}
+        told = [(call["function"], call.get("id") or "") for call in calls]
+        plain = [ToolCall(f["name"], f["arguments"], identity) for f, identity in told]
+        answer = ParsedAnswer(message.get("content") or "", tuple(plain))
+        return {k: message[k] for k in message if k != "tool_calls"} | self.message(answer)
 
     def _as_told(
         self, messages: Sequence[Message], calls: Sequence[ToolCall] = ()
@@ -356,9 +358,7 @@ class TurnTemplate:
         ]
         if not calls or self._style is None:
             return [USER, {"role": "assistant", "content": REPLY}]
-        if len(calls) > 1 and not self._several:
-            calls = calls[:1]
-        return [USER, self._style.message(calls)]
+        return [USER, self._style.message(calls if self._several else calls[:1])]
 
     def _cut(self, messages: Sequence[Message]) -> Cut:
         """Render a neutral chat with new messages, and cut it after the assistant's turn.

@@ -198,7 +198,8 @@ def reward_items(rollouts: Rollouts) -> list[RewardItem]:
     episode of an agent it says more: `turns` of the policy; `num_turns` as verl
     counts them, the user's first and those of tools and the environment included; `last_answer`
     (text of the last turn), `environment_score`, `turn_rewards`, `messages`, `tool_calls`,
-    `tool_errors` and `finish`.
+    `tool_errors` and `finish`. Of several chains, `messages` are those of the one that drew last,
+    and `chats` those of each.
     """
     return [
         RewardItem(
@@ -222,6 +223,7 @@ def about(episode: Episode) -> dict[str, Any]:
         "environment_score": episode.score,
         "turn_rewards": list(episode.rewards),
         "messages": list(episode.messages),
+        "chats": [list(chat) for chat in episode.chats or (episode.messages,)],
         "tool_calls": len(episode.tool_records),
         "tool_errors": sum(record.failure is not None for record in episode.tool_records),
         "finish": episode.finish,

@@ -1,5 +1,7 @@
 """The chat that an agent holds with the policy: it writes one episode, token by token."""
 
+import copy
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,34 +12,12 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
+from jaxrl_llm.rollout.episode_log import EpisodeLog
+from jaxrl_llm.rollout.seeds import turn_seed
+from jaxrl_llm.rollout.types import Completion, EpisodeLimits, Request, SamplingParams
 
 Generate = Callable[[Request], Awaitable[Completion]]
 """Samples one turn; in `lockstep` order together with those of other episodes."""
-
-TURN, TOOL = 1, 2
-"""What a seed is for, as a part of its entropy."""
-
-
-class EpisodeLimits(NamedTuple):
-    """What bounds one episode.
-
-    Attributes:
-        new_tokens: tokens after the prompt, drawn and told.
-        prompt_tokens: tokens of the prompt, with what an environment says first.
-        turns: that the policy draws.
-        turn_tokens: drawn in one turn; None: as many as are left.
-        observation_tokens: of what a tool or an environment says at once; the middle of a longer
-            text is left out.
-        parallel_calls: in one turn; further ones are answered with an error.
-    """
-
-    new_tokens: int
-    prompt_tokens: int
-    turns: int = 8
-    turn_tokens: int | None = None
-    observation_tokens: int = 512
-    parallel_calls: int = 4
 
 
 class Answer(NamedTuple):
@@ -69,10 +49,11 @@ class BrokenEpisode(Exception):
 
 
 class Chat:
-    """One episode as its agent sees it.
+    """One episode as its agent sees it, or one of its chains.
 
     The policy's turns are drawn by `generate`; what others say is added by `append`, and becomes
-    tokens when the next turn is drawn. Nothing that was drawn is ever encoded again.
+    tokens when the next turn is drawn. Nothing that was drawn is ever encoded again: an agent that
+    wants another history begins a new chain with `new`.
 
     Args:
         prompt: the row that it is about.
@@ -98,26 +79,65 @@ class Chat:
         """Begin with the prompt; nothing is drawn yet."""
         self.prompt, self.limits, self.sampling, self.seed = prompt, limits, sampling, seed
         self._template, self._generate, self._cut_text = template, generate, cut_text
+        self._log, self._is_first = EpisodeLog(), True
+        self._begin(prompt.messages)
+
+    def _begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._opening: tuple[int, ...] | None = None
         self._pieces: list[EpisodePiece] = []
-        self._rewards: list[float] = []
-        self._messages: list[dict[str, Any]] = [dict(m) for m in prompt.messages]
+        self._messages: list[dict[str, Any]] = [dict(m) for m in messages]
         self._pending: list[dict[str, Any]] = []
         self._last: Answer | None = None
         self._stopped_by: int | str | None = None
-        self._is_generating, self._end = False, ""
-        self.tool_records: list[ToolRecord] = []
-        self.score: float | None = None
+        self._number: int | None = None
+
+    def new(self, messages: Sequence[Mapping[str, Any]] | str = ()) -> "Chat":
+        """Begin another chain of this episode: the policy reads these messages and nothing else.
+
+        So an agent shortens its history, or asks a sub-agent. Turns, rewards and the end are the
+        episode's; tokens that a chain repeats are part of its prompt, and are not trained again.
+        Each chain has the tokens of `limits` to itself. One turn is drawn at a time.
+
+        Args:
+            messages: of the chain; a text is a user's message. None: `generate_after` says which
+                tokens it begins with.
+
+        Returns:
+            The chat of the chain; this one may go on, too.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        chain = copy.copy(self)
+        chain._is_first = False
+        chain._begin(messages)
+        return chain
 
     @property
     def turn(self) -> int:
-        """How many turns have been drawn."""
-        return len(self._rewards)
+        """How many turns have been drawn, in all chains."""
+        return len(self._log.rewards)
 
     @property
     def left(self) -> int:
-        """How many tokens the episode may still have, drawn and told."""
-        return self.limits.new_tokens - sum(len(piece.tokens) for piece in self._pieces)
+        """How many tokens the chain may still have, drawn and told."""
+        most = self.limits.new_tokens
+        if not self._is_first:
+            most = min(most, self.limits.prompt_tokens + most - len(self._opening or ()))
+        return most - sum(len(piece.tokens) for piece in self._pieces)
+
+    @property
+    def tool_records(self) -> list[ToolRecord]:
+        """What came of each call of a tool, in order."""
+        return self._log.tool_records
+
+    @property
+    def score(self) -> float | None:
+        """What the environment returned, if there is one; it may be set."""
+        return self._log.score
+
+    @score.setter
+    def score(self, value: float | None) -> None:
+        self._log.score = value
 
     @property
     def tokenizer(self) -> Any:
@@ -131,8 +151,10 @@ class Chat:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The stream so far: the prompt, and what was drawn and told."""
-        opening = self.prompt.tokens if self._opening is None else self._opening
+        """The chain so far: the prompt, and what was drawn and told."""
+        opening = self._opening
+        if opening is None:
+            opening = self.prompt.tokens if self._is_first else ()
         return (*opening, *(int(t) for piece in self._pieces for t in piece.tokens))
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Answer:
@@ -151,9 +173,9 @@ class Chat:
         """
         self._check_ready()
         told = self._told()
-        room = self._room(len(told), max_tokens)
         if self._opening is None:
             self._opening = tuple(self._opened())
+        room = self._room(len(told), max_tokens)
         await self._add_turn(told, room, tuple(stop))
         assert self._last is not None, "it is drawn"
         return self._last
@@ -164,8 +186,8 @@ class Chat:
         """Draw the policy's next turn after exactly these tokens.
 
         Args:
-            tokens: the stream so far, and what is told after it. Before the first turn, a prompt
-                of the agent's own making.
+            tokens: the chain so far, and what is told after it. Before its first turn, a prompt of
+                the agent's own making.
             max_tokens: as in `generate`.
             stop: as in `generate`.
 
@@ -182,30 +204,39 @@ class Chat:
                 f"chat.generate_after: got {len(self._pending)} appended messages, which tokens "
                 "can't be told after; expected none"
             )
-        told = self._beyond(tokens) if self.turn else []
-        room = self._room(len(told), max_tokens)
+        told = self._beyond(tokens) if self._last is not None else []
         if self._opening is None:
             self._check_prompt_length(len(tokens), "as the agent wrote it")
             self._opening = tuple(map(int, tokens))
-        if told:
-            text = self.tokenizer.decode(told)
+        room = self._room(len(told), max_tokens)
+        said = told if self._is_first or self._messages else self._opening
+        if said:
+            text = self.tokenizer.decode(said)
             self._messages.append({"role": "user", "content": text, "as_tokens": True})
         return await self._add_turn(told, room, tuple(stop))
 
     async def _add_turn(self, told: list[int], room: int, stop: tuple[str, ...]) -> Completion:
         """Tell tokens and draw a turn; what was appended is told with them."""
+        assert self._opening is not None, "it is opened"
+        if self._number is None:
+            self._number = self._log.begin_chain(self._opening, self._messages)
         if told:
-            self._pieces.append(EpisodePiece.told(told))
+            self._add_piece(EpisodePiece.told(told))
         self._messages += self._pending
         self._pending, before = [], self.tokens
         completion = await self._draw(before, room, stop)
-        self._pieces.append(EpisodePiece(*completion[:3], drawn=True))
-        self._rewards.append(0.0)
+        self._add_piece(EpisodePiece(*completion[:3], drawn=True))
         self._stopped_by = completion.stopped_by
         parsed = self._template.parse(completion.tokens.tolist(), prompt=before)
         self._last = Answer(*parsed, completion.finish)
         self._messages.append(self._template.message(parsed))
+        self._log.end_turn(self._number, completion, self._last.text.strip())
         return completion
+
+    def _add_piece(self, piece: EpisodePiece) -> None:
+        assert self._number is not None, "the chain has begun"
+        self._pieces.append(piece)
+        self._log.pieces.append(piece._replace(chain=self._number))
 
     def append(self, messages: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str) -> None:
         """Tell the policy what others say; it is in the stream once the next turn is drawn.
@@ -238,44 +269,29 @@ class Chat:
                 f"chat.reward: got {value} for turn {number}, expected a finite number for one of "
                 f"the {self.turn} turns that have been drawn"
             )
-        self._rewards[number] += float(value)
+        self._log.rewards[number] += float(value)
 
     def end(self, reason: str = "end") -> None:
         """End the episode: no further turn is drawn."""
-        self._end = self._end or reason
+        self._log.end = self._log.end or reason
 
     def ended(self, reason: str) -> EpisodeEnd:
         """End the episode, and return what tells its agent."""
         self.end(reason)
-        return EpisodeEnd(self._end)
+        return EpisodeEnd(self._log.end)
 
     def episode(self, seconds: float, error: str | None = None) -> Episode:
         """Return what has been drawn and told."""
-        finish = "broken" if error is not None else self._end or self._last_finish()
-        return Episode(
-            self.prompt.tokens if self._opening is None else self._opening,
-            tuple(self._pieces),
-            finish,
-            self._stopped_by,
-            tuple(self._rewards),
-            self.score,
-            tuple(self._messages),
-            tuple(self.tool_records),
-            error,
-            seconds,
-            self._last.text.strip() if self._last else "",
-        )
-
-    def _last_finish(self) -> str:
-        return self._last.finish if self._last else "end"
+        return self._log.episode(self.tokens, self._messages, seconds, error)
 
     def _check_ready(self) -> None:
-        if self._is_generating:
+        if self._log.is_generating:
             raise BrokenEpisode(
-                "chat.generate: got a second call while a turn is drawn, expected one"
+                "chat.generate: got a second call while a turn is drawn, expected one at a "
+                "time, in all chains"
             )
-        if self._end:
-            raise EpisodeEnd(self._end)
+        if self._log.end:
+            raise EpisodeEnd(self._log.end)
         if self.turn >= self.limits.turns:
             raise self.ended("turns")
 
@@ -311,9 +327,8 @@ class Chat:
         Raises:
             BrokenEpisode: there is nothing to tell.
         """
-        if not self.turn:
+        if self._last is None:
             return []
-        assert self._last is not None, "there was a turn"
         if not self._pending:
             raise BrokenEpisode(
                 "chat.generate: got a second call with nothing told since the last turn, expected "
@@ -328,16 +343,32 @@ class Chat:
         """Return the tokens of the prompt, with what the environment says first.
 
         Raises:
-            BrokenEpisode: they are too many.
+            BrokenEpisode: they are too many, or a chain begins with nothing.
         """
-        if not self._pending:
+        if self._is_first and not self._pending:
             return self.prompt.tokens
+        if not self._is_first:
+            return self._opened_anew()
         tokens = self._template.opening(self._messages, told=self._pending)
         self._check_prompt_length(len(tokens), "with what the environment says first")
         return tokens
 
+    def _opened_anew(self) -> Sequence[int]:
+        """Return the tokens of a later chain's prompt.
+
+        Only what it has of the row's prompt may hold special tokens: the rest is of others.
+        """
+        if not self.messages:
+            raise BrokenEpisode(
+                "chat.generate: got a new chain without messages, expected some from chat.new or "
+                "chat.append"
+            )
+        pairs = zip(self._messages, self.prompt.messages, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == dict(pair[1]), pairs))
+        return self._template.opening(self.messages[:same], told=self.messages[same:])
+
     def _check_prompt_length(self, length: int, part: str) -> None:
-        if length > self.limits.prompt_tokens:
+        if self._is_first and length > self.limits.prompt_tokens:
             raise BrokenEpisode(
                 f"the prompt has {length} tokens {part}, expected at most "
                 f"{self.limits.prompt_tokens} (data.max_prompt_tokens)"
@@ -346,28 +377,8 @@ class Chat:
     async def _draw(self, stream: tuple[int, ...], room: int, stop: tuple[str, ...]) -> Completion:
         sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
         request = Request(stream, sampling, turn_seed(self.seed, self.turn))
-        self._is_generating = True
+        self._log.is_generating = True
         try:
             return await self._generate(request)
         finally:
-            self._is_generating = False
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn: that of a plain answer for the first one.
-
-    >>> turn_seed(7, 0), turn_seed(7, 1) == turn_seed(7, 2)
-    (7, False)
-    """
-    if turn == 0:
-        return seed
-    return int(np.random.SeedSequence((seed, TURN, turn)).generate_state(1)[0])
-
-
-def tool_seed(seed: int) -> int:
-    """Return the seed of an episode's tools and environment.
-
-    >>> tool_seed(7) == tool_seed(8)
-    False
-    """
-    return int(np.random.SeedSequence((seed, TOOL)).generate_state(1)[0])
+            self._log.is_generating = False

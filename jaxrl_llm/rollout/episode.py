@@ -1,7 +1,11 @@
-"""Episodes: one append-only stream of tokens, drawn by the policy or told to it."""
+"""Episodes: an append-only stream of tokens, drawn by the policy or told to it.
+
+An episode whose agent begins a history anew has several chains: each is what the policy reads and
+draws in one context. They lie in one stream, in the order in which they were drawn.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,6 +16,8 @@ from jaxrl_llm.rollout.types import Completion
 
 NOT_DRAWN = -1
 """The turn and the version of a token that the policy did not draw."""
+NO_CHAIN = -1
+"""The chain of a place that holds no token."""
 
 
 class EpisodePiece(NamedTuple):
@@ -22,15 +28,18 @@ class EpisodePiece(NamedTuple):
         logprobs: under the policy that drew them; 0 where they were told.
         versions: of the weights that drew them; -1 where they were told.
         drawn: whether the policy drew them; else a tool, an environment or the template told them.
+        chain: number of the chain that it belongs to, in the order of their first turns. The first
+            piece of a later chain is its prompt.
     """
 
     tokens: Int[np.ndarray, " T"]
     logprobs: Float32[np.ndarray, " T"]
     versions: Int[np.ndarray, " T"]
     drawn: bool
+    chain: int = 0
 
     @classmethod
-    def told(cls, tokens: Sequence[int]) -> "EpisodePiece":
+    def told(cls, tokens: Sequence[int], chain: int = 0) -> "EpisodePiece":
         """Return a piece that the policy did not draw."""
         count = len(tokens)
         return cls(
@@ -38,6 +47,7 @@ class EpisodePiece(NamedTuple):
             np.zeros(count, np.float32),
             np.full(count, NOT_DRAWN, np.int32),
             drawn=False,
+            chain=chain,
         )
 
 
@@ -63,18 +73,20 @@ class Episode:
 
     Attributes:
         prompt: token ids before the first turn.
-        pieces: what follows, in order.
+        pieces: what follows, in order, of all chains.
         finish: why it ended: "stop" (the last turn ended and nothing follows), "length" (no tokens
             left), "turns" (no turns left), "end" (a tool or the environment ended it), "timeout",
             or "broken" (it failed for no fault of the policy).
         stopped_by: the token or text that ended the last turn, if one did.
         rewards: of each turn; none are zeros.
         score: what the environment returned, if there is one.
-        messages: the chat as it was read, from the prompt on; empty where it is a plain answer.
+        messages: the chat as it was read, from the prompt on; empty where it is a plain answer. Of
+            several chains, that which drew last.
         tool_records: of each call, in order.
         error: why it is broken.
         seconds: from its start to its end.
         last_answer: the text of the last turn; None of a plain answer.
+        chats: the messages of each chain, by number; empty where there is one.
     """
 
     prompt: tuple[int, ...]
@@ -88,6 +100,7 @@ class Episode:
     error: str | None = None
     seconds: float = 0.0
     last_answer: str | None = None
+    chats: tuple[tuple[dict[str, Any], ...], ...] = ()
 
     @classmethod
     def of(cls, prompt: Sequence[int], completion: Completion) -> "Episode":
@@ -124,6 +137,29 @@ class Episode:
             turn += piece.drawn
             ids.append(np.full(len(piece.tokens), turn if piece.drawn else NOT_DRAWN, np.int32))
         return _joined(ids, np.int32)
+
+    @cached_property
+    def chain_ids(self) -> Int[np.ndarray, " T"]:
+        """Number of the chain that each of `tokens` belongs to."""
+        pieces = self.pieces
+        return _joined([np.full(len(p.tokens), p.chain, np.int32) for p in pieces], np.int32)
+
+    @property
+    def chains(self) -> int:
+        """How many chains it has: contexts in which the policy drew."""
+        return 1 + max((piece.chain for piece in self.pieces), default=0)
+
+    @property
+    def last_chain(self) -> "Episode":
+        """The chain that drew last, as an episode of its own; it has no rewards of turns."""
+        if self.chains == 1:
+            return self
+        number = next((p.chain for p in reversed(self.pieces) if p.drawn), 0)
+        prompt, own = self.prompt, [piece for piece in self.pieces if piece.chain == number]
+        if number:
+            prompt, own = tuple(own[0].tokens.tolist()), own[1:]
+        pieces = tuple(piece._replace(chain=0) for piece in own)
+        return replace(self, prompt=prompt, pieces=pieces, rewards=(), chats=())
 
     @property
     def drawn(self) -> Bool[np.ndarray, " T"]:

@@ -15,7 +15,7 @@ from jaxrl_llm.config.sections.agent import AgentConfig
 from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, EpisodeLimits, Generate, tool_seed
+from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, Generate
 from jaxrl_llm.rollout.engine import Engine, Stop
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.load_agent import asked_by, load_agent
@@ -35,10 +35,11 @@ from jaxrl_llm.rollout.sampling import (
     begin_episodes,
     sampling_activity,
 )
+from jaxrl_llm.rollout.seeds import tool_seed
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools, record_end
 from jaxrl_llm.rollout.tools.journal import Journal
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
-from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.rollout.types import EpisodeLimits, SamplingParams
 from jaxrl_llm.workers.limits import Limits
 
 log = logging.getLogger(__name__)
@@ -275,7 +276,10 @@ class EpisodeSampler:
         chosen = [
             e
             for e in episodes
-            if e.usable and e.turns > 1 and not any("as_tokens" in m for m in e.messages)
+            if e.usable
+            and e.turns > 1
+            and e.chains == 1
+            and not any("as_tokens" in m for m in e.messages)
         ][:DRIFT_SAMPLE]
         if not chosen:
             return {}

@@ -42,3 +42,18 @@ class BrokenTool(Exception):
 
     The call is tried again; then the episode is left out of its group's baseline and counted.
     """
+
+
+class FailedTool(Exception):
+    """Raised by a tool that could not do what it was asked for, to say so in its own words.
+
+    The text is told to the model as it is, also where it is long; the call counts as failed.
+
+    Args:
+        text: told to the model.
+        kind: of failure, by which they are counted.
+    """
+
+    def __init__(self, text: str, *, kind: str = "error") -> None:
+        super().__init__(text)
+        self.text, self.kind = text, kind

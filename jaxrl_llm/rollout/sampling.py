@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.engine import (
     PartialEngine,
     Stop,
 )
-from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
+from jaxrl_llm.rollout.episode import NO_CHAIN, NOT_DRAWN, Episode
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
 
@@ -29,7 +29,8 @@ class Rollouts(NamedTuple):
     Attributes:
         prompts: of each episode.
         episodes: what was drawn and told.
-        texts: of all that follows the prompt, without the token that stopped the last turn.
+        texts: of all that follows the prompt, without the token that stopped the last turn; of
+            several chains, that of the one that drew last.
         metrics: of the sampling, by name.
     """
 
@@ -262,9 +263,12 @@ def as_rollouts(states: Sequence[EpisodeState], decode: Callable[[Any], str]) ->
 
 
 def episode_text(episode: Episode, decode: Callable[[Any], str]) -> str:
-    """Return the text of all that follows an episode's prompt, less the token that stopped it."""
-    end = len(episode.tokens) - isinstance(episode.stopped_by, int)
-    return decode(episode.tokens[:end])
+    """Return the text of all that follows an episode's prompt, less the token that stopped it.
+
+    Of several chains it is that of the one that drew last.
+    """
+    tokens = episode.last_chain.tokens
+    return decode(tokens[: len(tokens) - isinstance(episode.stopped_by, int)])
 
 
 def answer_seeds(seed: tuple[int, ...], count: int) -> list[int]:
@@ -277,31 +281,37 @@ def answer_seeds(seed: tuple[int, ...], count: int) -> list[int]:
 
 
 def side_by_side(rollouts: Rollouts, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids of prompts and answers [B T], T = `max_tokens`, and their numbers [B]."""
+    """Return token ids of prompts and answers [B T], and their numbers [B].
+
+    T is `max_tokens`. Where chains of an episode have more together, it is that times a power of
+    two, so that few widths are ever compiled for.
+    """
+    sizes = np.array([len(e.prompt) + len(e.tokens) for e in rollouts.episodes], np.int32)
+    several = [size for size, e in zip(sizes, rollouts.episodes, strict=True) if e.chains > 1]
+    while max_tokens < max(several, default=0):
+        max_tokens *= 2
     tokens = np.zeros((len(rollouts.prompts), max_tokens), np.int32)
-    sizes = np.zeros(len(tokens), np.int32)
     for i, episode in enumerate(rollouts.episodes):
-        sizes[i] = len(episode.prompt) + len(episode.tokens)
         tokens[i, : sizes[i]] = (*episode.prompt, *episode.tokens)
     return tokens, sizes
 
 
 def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool = True) -> Batch:
-    """Lay episodes out as a batch [B T], T = `max_tokens`.
+    """Lay episodes out as a batch [B T], an episode's chains in the order of their turns.
 
     An episode that is not usable has its prompt only, an empty mask and a group of its own.
 
     Args:
         rollouts: B episodes.
         samples: G, the episodes of each prompt.
-        max_tokens: T, at least the longest prompt and answer.
+        max_tokens: T, at least the longest chain with its prompt; see `side_by_side`.
         compares: whether the episodes of a prompt are compared with each other. Then one that
             alone is left of its group is not usable, either.
 
     Returns:
         A batch with the fields `mask`, `response_lengths`, `group_ids`, `rollout_logprobs`,
-        `turn_ids`, `versions`, `turns` and `usable`, and as `rewards` those of the turns, each on
-        the last token of its turn.
+        `turn_ids`, `chain_ids`, `versions`, `turns` and `usable`, and as `rewards` those of the
+        turns, each on the last token of its turn.
     """
     tokens, sizes = side_by_side(rollouts, max_tokens)
     usable = usable_rows(rollouts, samples, compares=compares)
@@ -310,10 +320,11 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
         tokens[i, sizes[i] :] = 0
     logprobs, rewards = (np.zeros(tokens.shape, np.float32) for _ in range(2))
     turn_ids, versions = (np.full(tokens.shape, NOT_DRAWN, np.int32) for _ in range(2))
+    chain_ids = np.where(np.arange(tokens.shape[1]) < sizes[:, None], 0, NO_CHAIN)
     for i in np.flatnonzero(usable):
         episode, row = rollouts.episodes[i], slice(len(rollouts.episodes[i].prompt), sizes[i])
         logprobs[i, row], turn_ids[i, row] = episode.logprobs, episode.turn_ids
-        versions[i, row] = episode.versions
+        versions[i, row], chain_ids[i, row] = episode.versions, episode.chain_ids
         rewards[i, row] = episode.token_rewards
     mask, rows = turn_ids != NOT_DRAWN, np.arange(len(sizes), dtype=np.int32)
     return Batch(
@@ -326,6 +337,7 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
             "rollout_logprobs": logprobs,
             "rewards": rewards,
             "turn_ids": turn_ids,
+            "chain_ids": chain_ids.astype(np.int32),
             "versions": versions,
             "turns": turn_ids.max(1, initial=NOT_DRAWN) + 1,
             "usable": usable,

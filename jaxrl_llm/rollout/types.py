@@ -1,4 +1,4 @@
-"""Requests to an engine and its answers: the records that every engine takes and returns."""
+"""Requests to an engine, its answers, and what bounds them: the records of every engine."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -116,3 +116,25 @@ class Request:
     sampling: SamplingParams
     seed: int
     drawn: Completion | None = field(default=None, compare=False)
+
+
+class EpisodeLimits(NamedTuple):
+    """What bounds one episode.
+
+    Attributes:
+        new_tokens: tokens after the prompt, drawn and told; of each chain. A later chain and its
+            prompt have `prompt_tokens` + `new_tokens` together.
+        prompt_tokens: tokens of the prompt, with what an environment says first.
+        turns: that the policy draws, in all chains.
+        turn_tokens: drawn in one turn; None: as many as are left.
+        observation_tokens: of what a tool or an environment says at once; the middle of a longer
+            text is left out.
+        parallel_calls: in one turn; further ones are answered with an error.
+    """
+
+    new_tokens: int
+    prompt_tokens: int
+    turns: int = 8
+    turn_tokens: int | None = None
+    observation_tokens: int = 512
+    parallel_calls: int = 4

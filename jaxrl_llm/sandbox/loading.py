@@ -11,7 +11,7 @@ DEFAULT_CODE_LIMITS = CodeLimits()
 
 
 def open_interpreter(
-    level: Level,
+    level: str,
     limits: CodeLimits = DEFAULT_CODE_LIMITS,
     *,
     keep_state: bool = False,
@@ -20,7 +20,7 @@ def open_interpreter(
     """Return what runs code at a level; never one of a weaker level.
 
     Args:
-        level: of isolation.
+        level: of isolation, one of `Level`.
         limits: of each run.
         keep_state: whether a run finds the names that earlier runs have bound.
         url: of the server, for `service` alone.

@@ -1,5 +1,6 @@
 """From the JSON of OpenAI's two APIs to what an engine is asked."""
 
+import functools
 import json
 import math
 import secrets
@@ -10,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.data.chat import encode_prompt, render_prompt
+from jaxrl_llm.data.tool_calls import REFUSALS
+from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serving.fields import APIError, Fields, is_a, shown
 from jaxrl_llm.serving.length import TextLimit
+from jaxrl_llm.serving.messages import parse_messages, parse_tools
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -30,6 +34,7 @@ class ServedModel(NamedTuple):
         max_tokens: the longest sequence, prompt and answer.
         max_answers: the most that one request may ask for.
         text_limit: of prompts, if there is one.
+        call_format: in which the model writes calls of tools, by name; None: unknown.
     """
 
     name: str
@@ -39,6 +44,7 @@ class ServedModel(NamedTuple):
     max_tokens: int
     max_answers: int
     text_limit: TextLimit | None
+    call_format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class GenerationRequest:
             beside its own log-prob; None tells none.
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with a count of tokens.
+        template: by which a chat's answers are taken apart; None: they are text and nothing else.
     """
 
     chat: bool
@@ -69,6 +76,7 @@ class GenerationRequest:
     prompt_logprobs: int | None
     stream: bool
     include_usage: bool
+    template: TurnTemplate | None = None
 
     def requests(self) -> list[Request]:
         """Return the engine's requests, the answers to one prompt side by side."""
@@ -115,17 +123,16 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     """
     fields = Fields(tree)
     check_model_name(fields, served)
-    messages = [parse_message(m, i) for i, m in enumerate(fields.take("messages", list, []))]
+    messages = parse_messages(fields.take("messages", list, []))
     if not messages:
         raise fields.refuse("messages", [], "a list with a message or more")
-    template = fields.take("chat_template_kwargs", dict, {})
-    tools = fields.take("tools", list, [])
-    choice = fields.take("tool_choice", str, "auto")
+    kwargs = fields.take("chat_template_kwargs", dict, {})
+    tools = parse_tools(fields.take("tools", list, []))
+    choice = fields.any_of("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise fields.refuse("tool_choice", choice, "auto or none")
-    if tools and choice == "auto":
-        template = template | {"tools": tools}
-    prompt = tokenize_messages(messages, template, served)
+    template = open_template(served, tools if choice == "auto" else [])
+    prompt = tokenize_messages(messages, kwargs, template, served)
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -137,7 +144,9 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     if older not in (None, max_tokens):
         raise fields.refuse("max_tokens", older, f"max_completion_tokens={max_tokens}, or none")
     left = max(1, served.max_tokens - len(prompt))
-    return parse_common(fields, served, (prompt,), max_tokens or left, chat=True, tops=tops)
+    reads = template.call_format or "</think>" in served.tokenizer.get_chat_template()
+    common = fields, served, (prompt,), max_tokens or left
+    return parse_common(*common, chat=True, tops=tops, template=template if reads else None)
 
 
 def parse_common(
@@ -149,6 +158,7 @@ def parse_common(
     chat: bool,
     tops: int | None,
     prompt_tops: int | None = None,
+    template: TurnTemplate | None = None,
 ) -> GenerationRequest:
     """Read the fields that both APIs have, refuse all others, and check that it fits."""
     n = fields.between("n", int, 1, 1, math.inf)
@@ -178,6 +188,7 @@ def parse_common(
         prompt_logprobs=prompt_tops,
         stream=stream,
         include_usage=include_usage,
+        template=template,
     )
     fields.end()
     return request
@@ -252,16 +263,43 @@ def parse_prompt(given: Any, served: ServedModel) -> tuple[int, ...]:
     return tuple(given)
 
 
+def open_template(served: ServedModel, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
+    """Return the template of a chat with tools.
+
+    Raises:
+        APIError: there is none, or nothing says how the model writes calls.
+    """
+    try:
+        return _template(served.tokenizer, served.stop_ids, json.dumps(tools), served.call_format)
+    except ValueError as error:
+        param = "tools" if tools else "messages"
+        raise APIError(f"{param}: {error}", param=param) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _template(
+    tokenizer: Any, stops: tuple[int, ...], tools: str, call_format: str | None
+) -> TurnTemplate:
+    told = json.loads(tools)
+    form = call_format if told else None
+    return TurnTemplate(tokenizer, stops, tools=told, call_format=form)
+
+
 def tokenize_messages(
-    messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], served: ServedModel
+    messages: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+    template: TurnTemplate,
+    served: ServedModel,
 ) -> tuple[int, ...]:
     """Tokenise a chat, unless the text that the template makes of it is too long."""
+    variables = {**kwargs, **template.told_tools}
     try:
+        chat = template.as_rendered(messages)
         if served.text_limit is not None:
-            text = render_prompt(served.tokenizer, messages, **template)
+            text = render_prompt(served.tokenizer, chat, **variables)
             served.text_limit.check(text, "messages")
-        return tuple(encode_prompt(served.tokenizer, messages, **template))
-    except (ValueError, TypeError) as error:
+        return tuple(encode_prompt(served.tokenizer, chat, **variables))
+    except REFUSALS as error:
         raise APIError(f"messages: {error}", param="messages") from error
 
 
@@ -309,53 +347,3 @@ def parse_logit_bias(fields: Fields, served: ServedModel) -> tuple[tuple[int, fl
         check_tokens("logit_bias", [int(name)], served)
         biases[int(name)] = float(value)
     return tuple(sorted(biases.items()))
-
-
-def parse_message(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as chat templates want it: content a text, tools' arguments an object.
-
-    >>> parse_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
-    {'role': 'user', 'content': 'Hi'}
-    """
-    where = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise APIError(
-            f"{where}: got {shown(message)}, expected an object with a role", param=where
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(parse_part(part, where) for part in content)
-    elif content is None:
-        content = ""
-    elif not isinstance(content, str):
-        raise APIError(f"{where}.content: got {shown(content)}, expected a text", param=where)
-    calls = message.get("tool_calls")
-    if calls is None:
-        return {**message, "content": content}
-    if not isinstance(calls, list):
-        raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
-    return {**message, "content": content, "tool_calls": [parse_tool_call(c, where) for c in calls]}
-
-
-def parse_part(part: Any, where: str) -> str:
-    """Return the text of a part of a message."""
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    if not is_text or not isinstance(part.get("text"), str):
-        raise APIError(f"{where}.content: got {shown(part)}, expected parts of text", param=where)
-    return part["text"]
-
-
-def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object; OpenAI writes them as a text of JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise APIError(f"{where}.tool_calls: got {shown(call)}, expected a function", param=where)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise APIError(
-                f"{where}.tool_calls: arguments are no JSON: {error}", param=where
-            ) from (error)
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.data.tool_calls import ParsedAnswer
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
+from jaxrl_llm.serving.answers import AnswerStream
+from jaxrl_llm.serving.messages import answer_message, finish_reason, read_answer
 from jaxrl_llm.serving.requests import GenerationRequest
 from jaxrl_llm.serving.text import AnswerText
 
@@ -31,7 +34,13 @@ class ResponseChoice:
     ) -> None:
         """Begin without a token."""
         self._request, self._index, self._vocabulary = request, index, vocabulary
+        self._prompt = request.prompts[index // request.n]
         self._text = AnswerText(decode, request.sampling.stop)
+        self._stream = None
+        if request.template is not None:
+            self._stream = AnswerStream(
+                request.template, prompt=self._prompt, index=index, stops=request.sampling.stop
+            )
         self.tokens = 0
 
     def take(self, piece: Completion, *, first: bool, whole: bool) -> dict[str, Any] | None:
@@ -44,47 +53,63 @@ class ResponseChoice:
         """
         request, tokens = self._request, piece.tokens.tolist()
         self.tokens += len(tokens)
-        text, offsets = self._read(piece, tokens)
-        finish = piece.finish or ("stop" if self._text.stopped else None)
-        if not (text or finish or first or request.logprobs or request.token_ids):
+        shown, offsets, calls = self._read(piece, tokens, first=first, whole=whole)
+        finish = piece.finish or ("stop" if self.ended else None)
+        if not (shown or finish or first or request.logprobs or request.token_ids):
             return None
         choice: dict[str, Any] = {"index": self._index}
         if not request.chat:
-            choice["text"] = text
-        elif whole:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["text"] = shown.get("content", "")
         else:
-            role = {"role": "assistant"} if first else {}
-            choice["delta"] = role | ({"content": text} if text or first else {})
+            choice["message" if whole else "delta"] = shown
         logprobs = chat_logprobs if request.chat else completion_logprobs
         choice["logprobs"] = (
             logprobs(piece, offsets, self._vocabulary) if request.logprobs else None
         )
-        choice["finish_reason"] = finish
+        choice["finish_reason"] = finish and finish_reason(finish, has_calls=calls)
         if finish:
             choice["stop_reason"] = piece.stopped_by
         if request.token_ids:
             choice["token_ids"] = tokens
             if first:
-                choice["prompt_token_ids"] = list(request.prompts[self._index // request.n])
+                choice["prompt_token_ids"] = list(self._prompt)
         return choice
 
     @property
     def ended(self) -> bool:
         """Tell whether a stop text has ended it."""
-        return self._text.stopped
+        return (self._stream or self._text).stopped
 
-    def _read(self, piece: Completion, tokens: list[int]) -> tuple[str, list[int]]:
-        """Return the text that a piece adds, and where the text of each token begins."""
+    def _read(
+        self, piece: Completion, tokens: list[int], *, first: bool, whole: bool
+    ) -> tuple[dict[str, Any], list[int], bool]:
+        """Return what a piece adds, where each token's text begins, and whether there are calls."""
         by_token = piece.finish == "stop" and not isinstance(piece.stopped_by, str)
         seen = tokens[:-1] if by_token else tokens  # the stop token is no text
+        template, stops, last = self._request.template, self._request.sampling.stop, piece.finish
+        if template is not None and whole:
+            answer = read_answer(
+                template, seen, prompt=self._prompt, index=self._index, stops=stops
+            )
+            return answer_message(answer), [], bool(answer.calls)
+        begins = {"role": "assistant", "content": ""} if first else {}
+        if self._stream is not None:
+            delta = self._stream.push(seen, last=bool(last))
+            return begins | delta, [], self._stream.has_calls
+        text, offsets = self._words(tokens, seen, last=bool(last))
+        if whole:
+            return answer_message(ParsedAnswer(text)), offsets, False
+        return begins | ({"content": text} if text else {}), offsets, False
+
+    def _words(self, tokens: list[int], seen: list[int], *, last: bool) -> tuple[str, list[int]]:
+        """Return the text that a piece adds, and where the text of each token begins."""
         if not self._request.logprobs:
-            return self._text.push(seen, last=bool(piece.finish)), []
+            return self._text.push(seen, last=last), []
         text, offsets = "", []
         for i, token in enumerate(tokens):
             offsets.append(self._text.length)
             text += self._text.push([token] if i < len(seen) else [])
-        return text + self._text.push([], last=bool(piece.finish)), offsets
+        return text + self._text.push([], last=last), offsets
 
 
 def completion_logprobs(

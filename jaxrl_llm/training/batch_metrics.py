@@ -17,6 +17,7 @@ from jaxrl_llm.monitoring.clock import Clock, CompileCounter, memory_metrics, su
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.training.chains import sequence_sizes
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 
@@ -238,11 +239,12 @@ def load_balance(minibatches: Sequence[Batch], shape: RowShape) -> dict[str, flo
         shape: of the micro-batches.
     """
     planned, first = [], 0
-    sizes = np.concatenate([minibatch.sequence_lengths for minibatch in minibatches])
-    for minibatch in minibatches:
-        packed = plan_microbatches(minibatch.sequence_lengths, shape)
+    each = [sequence_sizes(minibatch) for minibatch in minibatches]
+    sizes = np.concatenate(each)
+    for own in each:
+        packed = plan_microbatches(own, shape)
         planned += [[[first + i for i in row] for row in rows] for rows in packed]
-        first += len(minibatch.sequence_lengths)
+        first += len(own)
     if not planned:
         return {}
     metrics = imbalance(sizes, planned, shape.rows, shape.ranks, shape.cost)

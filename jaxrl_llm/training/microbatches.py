@@ -15,6 +15,7 @@ from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.mesh import over_batch, replicated
+from jaxrl_llm.training.chains import cut_chains, join_chains
 from jaxrl_llm.types import Batch, Rows
 
 Fields = dict[str, Any]
@@ -136,7 +137,7 @@ class BucketPrograms:
         params: Params,
         inputs: Callable[[MicroBatch], tuple[Any, ...]],
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Cut a batch as `pack_microbatches`; each can be run when it comes.
+        """Cut a batch's chains as `pack_microbatches`; each part can be run when it comes.
 
         Args:
             batch: with the fields that the step asks for.
@@ -144,7 +145,7 @@ class BucketPrograms:
             params: what the step runs with; their layout and dtypes tell programs apart.
             inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
-        buckets = self._shape.buckets
+        buckets, batch = self._shape.buckets, cut_chains(batch, names)
         programs = self._programs.get(layout_and_dtypes(params), {})
         is_ready = all(p.is_done and not p.has_failed for p in programs.values())
         if len(programs) < len(buckets) or not is_ready:
@@ -199,15 +200,21 @@ def _as_shapes(micro: MicroBatch, mesh: Mesh) -> MicroBatch:
 def merge_microbatches(
     parts: Iterable[tuple[np.ndarray, dict[str, Array]]], batch: Batch
 ) -> dict[str, np.ndarray]:
-    """Put what micro-batches say of their tokens together, once all of them are on their way."""
+    """Put what micro-batches say of their tokens together, once all of them are on their way.
+
+    Args:
+        parts: of the batch's chains: their indices, and arrays [b T ...] by name.
+        batch: that was cut.
+    """
     merged: dict[str, np.ndarray] = {}
+    sequences = cut_chains(batch, ()).tokens.shape
     for indices, results in list(parts):
         for name, values in distributed.fetch(results).items():
-            shape = *batch.tokens.shape, *values.shape[2:]
+            shape = *sequences, *values.shape[2:]
             whole = merged.setdefault(name, np.zeros(shape, values.dtype))
             width = min(values.shape[1], whole.shape[1])
             whole[indices, :width] = values[: len(indices), :width]
-    return merged
+    return {name: join_chains(values, batch) for name, values in merged.items()}
 
 
 def empty_total(like: tuple[Params, Fields]) -> tuple[Params, Fields]:

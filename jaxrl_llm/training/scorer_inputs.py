@@ -35,8 +35,11 @@ Encode = Callable[[Rollouts, int], ScorerInput]
 
 
 def policy_tokens(rollouts: Rollouts, row: int) -> ScorerInput:
-    """Return the tokens as they were read and drawn, the one that stopped the answer included."""
-    episode = rollouts.episodes[row]
+    """Return the tokens as they were read and drawn, the one that stopped the answer included.
+
+    Of several chains they are those of the one that drew last.
+    """
+    episode = rollouts.episodes[row].last_chain
     return ScorerInput((*episode.prompt, *map(int, episode.tokens)))
 
 
@@ -94,7 +97,7 @@ class StepEncoder(TextEncoder):
         steps = split_steps(rollouts.texts[row], self.splits_at)
         begin = self._prompt(prompt)
         tokens, ends = encode_steps(self.tokenizer, [text for text, _ in steps], self.separator)
-        drawn = rollouts.episodes[row].tokens.tolist()
+        drawn = rollouts.episodes[row].last_chain.tokens.tolist()
         places = last_tokens(self.decode, drawn, [end for _, end in steps])
         return ScorerInput(
             (*begin, *tokens), tuple(len(begin) + end for end in ends), tuple(places)

@@ -130,9 +130,9 @@ def loop_weights(mask, kind):
     return weights
 
 
-def reference(params, batch, reduce):
+def reference(params, batch, reduce, weights=None):
     """Loop over the sequences; return gradient and metrics of the whole mini-batch."""
-    weights = loop_weights(batch["mask"], reduce)
+    weights = loop_weights(batch["mask"], reduce) if weights is None else weights
     gradient, metrics = jax.tree.map(np.zeros_like, params), {}
     for i, n in enumerate(batch.sequence_lengths):
         names = ("mask", "old_logprobs", "ref_logprobs", "advantages")
@@ -141,6 +141,47 @@ def reference(params, batch, reduce):
         gradient = jax.tree.map(np.add, gradient, grads)
         metrics = {k: metrics.get(k, 0.0) + float(v) for k, v in parts.items()}
     return gradient, metrics
+
+
+EPISODES = ((0, 1), (2, 3, 4), (5,), (6, 7))
+"""Which of a batch's sequences are chains of one episode."""
+
+
+def as_episodes(batch, width=40, seed=0):
+    """Return a batch's sequences as the chains of EPISODES, their tokens in any order."""
+    rng, count = np.random.default_rng(seed), len(EPISODES)
+    names = ("tokens", "mask", "old_logprobs", "ref_logprobs", "advantages")
+    joined = {
+        name: rng.integers(0, 2, (count, width)).astype(of(batch, name).dtype) for name in names
+    }
+    chain_ids = np.full((count, width), -1, np.int32)
+    for episode, chains in enumerate(EPISODES):
+        numbers = np.repeat(np.arange(len(chains)), batch.sequence_lengths[list(chains)])
+        rng.shuffle(numbers)
+        chain_ids[episode, : len(numbers)] = numbers
+        joined["mask"][episode, len(numbers) :] = False
+        for number, chain in enumerate(chains):
+            places = np.flatnonzero(chain_ids[episode] == number)
+            for name in names:
+                joined[name][episode, places] = of(batch, name)[chain, : len(places)]
+    sizes = (chain_ids >= 0).sum(1).astype(np.int32)
+    return Batch(joined.pop("tokens"), sizes, joined | {"chain_ids": chain_ids})
+
+
+def of(batch, name):
+    """Return an array of a batch."""
+    return batch.tokens if name == "tokens" else batch[name]
+
+
+def episode_weights(batch, kind):
+    """Return the weights of a batch's sequences as the chains of EPISODES, token by token."""
+    mask, weights = batch["mask"], np.zeros(batch["mask"].shape, np.float32)
+    for chains in EPISODES:
+        drawn = sum(mask[chain].sum() for chain in chains)
+        each = 1 / mask.sum() if kind is token_mean else 1 / (len(EPISODES) * drawn)
+        for chain in chains:
+            weights[chain, mask[chain]] = each
+    return weights
 
 
 def place(params, mesh):
@@ -450,3 +491,32 @@ def test_micro_batches_change_no_corrected_update(params, one_device, function):
     chex.assert_trees_all_close(gradient, expected, rtol=1e-4, atol=3e-6 * scale)
     for name, value in wanted_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# ---------------------------------------------------------------------------------------- chains
+
+
+@pytest.mark.parametrize("kind", [sequence_mean_token_mean, token_mean])
+def test_chains_are_read_by_themselves_and_weighed_as_one_episode(params, one_device, kind):
+    batch = make_batch(SIZES, 16)
+    wanted = reference(params, batch, kind, episode_weights(batch, kind))
+    run = build(params, one_device, tokens=32, reduce=kind)
+    assert_same(params, run(as_episodes(batch)), wanted)
+
+
+def test_what_a_model_says_of_chains_lies_where_their_tokens_do(params, one_device):
+    batch = make_batch(SIZES, 16)
+    shape = row_shape(32, 16, sequences=len(SIZES))
+    infer = logprob_pass(
+        ForwardConfig(model=model_of(SPEC), temperature=TEMPERATURE), shape, one_device
+    )
+    apart = infer(params, batch)["logprobs"]
+    episodes = as_episodes(batch)
+    joined = infer(params, episodes)["logprobs"]
+    for episode, chains in enumerate(EPISODES):
+        for number, chain in enumerate(chains):
+            places = episodes["chain_ids"][episode] == number
+            np.testing.assert_allclose(
+                joined[episode, places], apart[chain, : places.sum()], rtol=1e-5, atol=1e-5
+            )
+    assert not joined[episodes["chain_ids"] < 0].any()

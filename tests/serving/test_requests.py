@@ -125,7 +125,7 @@ def with_tools(served, tokenizer):
         def apply_chat_template(self, conversation, **options):
             return tokenizer.apply_chat_template(conversation, chat_template=source, **options)
 
-    own = served._replace(tokenizer=Templated())
+    own = served._replace(tokenizer=Templated(), call_format="hermes")
     return lambda **fields: tokenizer.decode(parse_chat({"messages": HI} | fields, own).prompts[0])
 
 

@@ -77,6 +77,7 @@ def test_layout(batch):
         "group_ids": np.int32,
         "rollout_logprobs": np.float32,
         "turn_ids": np.int32,
+        "chain_ids": np.int32,
         "versions": np.int32,
         "turns": np.int32,
         "usable": bool,

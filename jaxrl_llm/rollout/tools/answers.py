@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, Observation
+from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool, Observation
 from jaxrl_llm.workers.answers import memory_limit, shorten, to_plain
 
 KEYS = "rollout.tool_process."  # how the config's keys for the limits begin
@@ -134,6 +134,9 @@ def error_text(message: str) -> str:
 
 def failed_answer(error: BaseException, *, failure: str, trace: str = "") -> ToolAnswer:
     """Return the answer for something that was raised."""
+    if isinstance(error, FailedTool):
+        text = shorten(error.text, MAX_RESULT_CHARS).encode("utf-8", "replace").decode()
+        return ToolAnswer(text, failure=failure, error=error.kind, trace=text[-MAX_TRACE_CHARS:])
     if isinstance(error, ResultError):
         return ToolAnswer(error_text(str(error)), failure=failure, error="result", trace=trace)
     kind = type(error).__name__

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from jaxrl_llm.rewards.scoring import Scoring, make_scoring
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.chains import has_chains
 from jaxrl_llm.training.experience import (
     ScoreError,
     add_to_scores,
@@ -82,11 +83,13 @@ def build_scoring(
         "samples": config.rollout.samples_per_prompt,
         "compares": "group_ids" in functions.needs,
     }
-    arrange = functools.partial(
-        lay_out,
-        max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        **groups,
-    )
+    refused = refused_with_chains(config, functions)
+
+    def arrange(rollouts: Rollouts, **layout: Any) -> Batch:
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        batch = lay_out(rollouts, **{"max_tokens": longest, **groups, **layout})
+        return check_chains(batch, refused)
+
     add_scores = functools.partial(with_scores, components=config.reward.components, **groups)
     # elsewhere than on the devices, and not together with other processes
     in_background = (
@@ -114,6 +117,39 @@ def build_scoring(
         score_validation=score_validation,
         in_background=in_background,
     )
+
+
+def refused_with_chains(config: TrainConfig, functions: AlgorithmFunctions) -> list[str]:
+    """Return the keys of a config that compare whole answers, and take no several chains."""
+    algorithm = config.algorithm
+    keys = {
+        "algorithm.pairs": algorithm.pairs is not None,
+        "algorithm.distillation": algorithm.distillation is not None,
+        "teacher": functions.needs_teacher,
+        "implicit_reward_model": "implicit_reward_model" in functions.updates,
+        "reward.step_rewards": config.reward.step_rewards,
+    }
+    return [key for key, is_set in keys.items() if is_set]
+
+
+def check_chains(batch: Batch, refused: Sequence[str]) -> Batch:
+    """Return a batch that has no episode of several chains, or has them where that is defined.
+
+    Args:
+        batch: of a step.
+        refused: as `refused_with_chains` returns them.
+
+    Raises:
+        ScoreError: it has some beside one of the keys.
+    """
+    if refused and has_chains(batch):
+        several = int((batch["chain_ids"].max(1) > 0).sum())
+        raise ScoreError(
+            f"{refused[0]} is set, and the agent has begun other chains (chat.new) in {several} of "
+            f"{len(batch.tokens)} episodes, which it is not defined for: remove {refused[0]}, or "
+            "use an agent that keeps one history"
+        )
+    return batch
 
 
 def open_scoring_model(

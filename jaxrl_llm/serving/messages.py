@@ -1,0 +1,231 @@
+"""Messages and tools of OpenAI's chats, as chat templates want them, and answers as clients do."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data.call_text import ToolCall, dump_json
+from jaxrl_llm.data.tool_calls import CallFormat, ParsedAnswer
+from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.serving.fields import APIError, shown
+
+
+def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a chat as templates want it; a tool's message gets the name of the call's tool.
+
+    Args:
+        messages: of a request.
+
+    Raises:
+        APIError: one of them is wrong.
+
+    >>> call = {"id": "a", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    >>> chat = [{"role": "assistant", "tool_calls": [call]}]
+    >>> parse_messages([*chat, {"role": "tool", "tool_call_id": "a", "content": "2"}])[1]["name"]
+    'add'
+    """
+    parsed, names = [], dict[str, str]()
+    for index, message in enumerate(messages):
+        told = parse_message(message, index)
+        for call in told.get("tool_calls", ()):
+            names[str(call.get("id"))] = call["function"]["name"]
+        name = names.get(str(told.get("tool_call_id")))
+        parsed.append({"name": name} | told if told["role"] == "tool" and name else told)
+    return parsed
+
+
+def parse_message(message: Any, index: int) -> dict[str, Any]:
+    """Return a message as chat templates want it: content a text, tools' arguments an object.
+
+    Args:
+        message: of a request.
+        index: its number, for errors.
+
+    Raises:
+        APIError: it is none, or holds something other than text.
+
+    >>> parse_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
+    {'role': 'user', 'content': 'Hi'}
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise APIError(
+            f"{where}: got {shown(message)}, expected an object with a role", param=where
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_parse_part(part, where) for part in content)
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        raise APIError(f"{where}.content: got {shown(content)}, expected a text", param=where)
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
+    told = {k: v for k, v in message.items() if v is not None and k != "tool_calls"}
+    told |= {"content": content}
+    return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
+
+
+def _parse_part(part: Any, where: str) -> str:
+    """Return the text of a part of a message."""
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    if not is_text or not isinstance(part.get("text"), str):
+        raise APIError(f"{where}.content: got {shown(part)}, expected parts of text", param=where)
+    return part["text"]
+
+
+def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object; OpenAI writes them as a text of JSON."""
+    where = f"{where}.tool_calls"
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise APIError(f"{where}: got {shown(call)}, expected a function with a name", param=where)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise APIError(f"{where}: arguments are no JSON: {error}", param=where) from error
+    if not isinstance(arguments, dict):
+        raise APIError(f"{where}: got {shown(arguments)}, expected an object", param=where)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parse_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the tools of a request as chat templates want them.
+
+    `strict` is left out: what the model writes is not forced to fit a schema.
+
+    Args:
+        tools: each with `type` and `function`.
+
+    Raises:
+        APIError: one of them is no function with a name.
+
+    >>> parse_tools([{"type": "function", "function": {"name": "add", "strict": True}}])
+    [{'type': 'function', 'function': {'name': 'add'}}]
+    """
+    parsed = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        is_function = isinstance(function, dict) and tool.get("type") == "function"
+        if not is_function or not isinstance(function.get("name"), str):
+            raise APIError(
+                f"tools[{index}]: got {shown(tool)}, expected the type 'function' and a function "
+                "with a name",
+                param="tools",
+            )
+        told = {k: v for k, v in function.items() if v is not None and k != "strict"}
+        parsed.append({"type": "function", "function": told})
+    return parsed
+
+
+def read_answer(
+    template: TurnTemplate,
+    tokens: Sequence[int],
+    *,
+    prompt: Sequence[int],
+    index: int = 0,
+    stops: Sequence[str] = (),
+) -> ParsedAnswer:
+    """Take a drawn answer apart for a client.
+
+    If one of its calls is wrong, all stay in the text, as in vLLM.
+
+    Args:
+        template: knows the tools and how calls are written.
+        tokens: as drawn, stop token included or not.
+        prompt: what stood before them.
+        index: the answer's number among those to the prompt, from which ids of calls are made.
+        stops: texts that end the answer and are no part of it.
+    """
+    answer, form = template.parse(tokens, prompt=prompt), template.call_format
+    if form is not None and any(call.error is not None for call in answer.calls):
+        whole = form._replace(read=lambda text, _: (text, [])).parse(tokens, template.tokenizer)
+        answer = answer._replace(text=whole.text, calls=())
+    calls = tuple(
+        call._replace(id=call_id(form, prompt, index, number))
+        if form is not None and call.id == form.call_id(number)
+        else call  # the model has written its id
+        for number, call in enumerate(answer.calls)
+    )
+    text, reasoning = (before_stop(part, stops) for part in (answer.text, answer.reasoning))
+    return ParsedAnswer(text, calls, reasoning)
+
+
+def call_id(form: CallFormat, prompt: Sequence[int], index: int, number: int) -> str:
+    """Return the id of a call, which no other turn of the chat has; the same for the same prompt.
+
+    Args:
+        form: ids of some have nine letters or digits.
+        prompt: token ids.
+        index: the answer's number.
+        number: the call's.
+    """
+    drawn = hashlib.sha256(np.asarray([index, number, *prompt], "<i8").tobytes()).hexdigest()
+    return f"call_{drawn[:24]}" if "_" in form.first_id else drawn[: len(form.first_id)]
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return what stands before the first of the stop texts.
+
+    >>> before_stop("a STOP b", ["STOP", "b"])
+    'a '
+    """
+    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+    return text[: min(starts)] if starts else text
+
+
+def answer_message(answer: ParsedAnswer) -> dict[str, Any]:
+    """Return the message of an answer, as `/v1/chat/completions` has it.
+
+    Args:
+        answer: without wrong calls.
+
+    >>> answer_message(ParsedAnswer("Hi", (), "A greeting."))["reasoning_content"]
+    'A greeting.'
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message |= {"content": answer.text or None, "tool_calls": tool_calls(answer.calls)}
+    return message
+
+
+def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Return calls as clients want them: arguments a text of JSON."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": dump_json(call.arguments)},
+        }
+        for call in calls
+    ]
+
+
+def finish_reason(finish: str, *, has_calls: bool) -> str:
+    """Return why an answer has ended, in OpenAI's words.
+
+    >>> [finish_reason(why, has_calls=True) for why in ("stop", "length")]
+    ['tool_calls', 'length']
+    """
+    return "tool_calls" if has_calls and finish == "stop" else finish
+
+
+def answer_delta(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole message as the one delta of a stream.
+
+    Args:
+        message: of `answer_message`.
+    """
+    delta = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in delta:
+        calls = enumerate(delta["tool_calls"])
+        delta["tool_calls"] = [{"index": number} | call for number, call in calls]
+    return delta

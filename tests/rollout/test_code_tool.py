@@ -1,0 +1,138 @@
+"""The tool `python` in sessions, as an episode has it."""
+
+import asyncio
+
+import pytest
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+
+
+@pytest.fixture
+def make():
+    pools = []
+
+    def build(*others, workers=0, timeout_s=10.0, **keywords):
+        tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
+        pools.append(SessionPool(SessionSettings(tools, None, workers, timeout_s)))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+async def call(session, code):
+    result = await session.call(ToolCall("python", {"code": code}))
+    return result.text, result.failure
+
+
+def run(pool, *codes):
+    async def episode():
+        session = pool.open(0, EpisodeRow(0), 0, None)
+        results = [await call(session, code) for code in codes]
+        await session.close()
+        return results
+
+    return asyncio.run(episode())
+
+
+def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
+    pool = make(sandbox="monty")
+    told = run(pool, "x = 41", "x + 1", "print(x)\nx / 0", "print('out')\nx")
+    assert told[:2] == [("(no output)", None), ("42", None)]
+    text, failure = told[2]
+    assert failure == "failed"
+    assert text.startswith("41\nTraceback") and text.endswith("ZeroDivisionError: division by zero")
+    assert told[3] == ("out\n41", None)
+    assert run(pool, "x")[0][1] == "failed"
+    assert pool.failures.counts == {("python", "error"): 2}
+
+
+def test_without_state_each_call_begins_anew(make):
+    assert run(make(sandbox="monty", keep_state=False), "x = 1; x", "x")[1][1] == "failed"
+
+
+def test_what_the_model_is_told_of_the_tool(make):
+    (schema,) = make(sandbox="monty").schemas
+    function = schema["function"]
+    assert function["name"] == "python"
+    assert "Names stay from call to call." in function["description"]
+    assert function["parameters"]["properties"].keys() == {"code"}
+    (schema,) = make(sandbox="monty", keep_state=False).schemas
+    assert "Nothing stays" in schema["function"]["description"]
+
+
+def test_a_limit_is_told_and_the_names_are_those_of_before(make):
+    pool = make(sandbox="monty", cpu_s=0.2, memory_mb=64)
+    told = run(pool, "x = 1", "x = 2\nwhile True: pass", "y = [0] * 10**8", "x")
+    assert [failure for _, failure in told] == [None, "failed", "failed", None]
+    assert told[1][0].startswith("error: it took more than 0.2 s")
+    assert told[2][0].startswith("error: it needs more than 64 MB")
+    assert told[3][0] == "1"
+    assert pool.failures.counts == {("python", "timeout"): 1, ("python", "memory"): 1}
+
+
+def test_the_control_answers_the_same_to_every_call(make):
+    pool = make(sandbox="monty", answer="?")
+    assert run(pool, "1 + 1", "while True: pass") == [("?", None)] * 2
+
+
+def test_arithmetic_alone(make):
+    pool = make(sandbox="expression")
+    told = run(pool, "2 ** 10", "import os")
+    assert told[0] == ("1024", None)
+    assert told[1][1] == "failed"
+    assert "state" not in pool.schemas[0]["function"]["description"]
+
+
+def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text('import os\n\ndef die() -> None:\n    """End the worker."""\n    os._exit(3)\n')
+    pool = make(f"{file}:die", workers=1, sandbox="monty")
+
+    async def episode():
+        session = pool.open(0, EpisodeRow(0), 0, None)
+        await call(session, "import random\nx = random.random()")
+        before = await call(session, "x")
+        assert (await session.call(ToolCall("die", {}))).failure == "died"
+        after = await call(session, "x")
+        await session.close()
+        return before, after
+
+    before, after = asyncio.run(episode())
+    assert before[1] is None
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({}, "needs a value for sandbox"),
+        ({"sandbox": "docker"}, "got sandbox 'docker'"),
+        ({"sandbox": "service"}, "expected an url, got None"),
+        ({"sandbox": "monty", "url": "http://x"}, "expected no url"),
+        ({"sandbox": "monty", "memory": 3}, "there is no 'memory'; did you mean 'memory_mb'"),
+        ({"sandbox": "monty", "cpu_s": 0}, "cpu_s: expected a number above 0, got 0"),
+        ({"sandbox": "monty", "wall_s": 9}, "expected wall_s of at most 8"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_at_the_start(make, keywords, message):
+    with pytest.raises(ConfigError, match=r"^rollout\.tools: ") as raised:
+        make(**keywords)
+    assert message in str(raised.value)
+
+
+def test_a_level_whose_package_is_missing_is_refused_with_its_name(make, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.sandbox.monty.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[monty\]'"):
+        make(sandbox="monty")
+
+
+def test_a_broken_level_is_no_fault_of_the_model(make, monkeypatch):
+    pool = make(sandbox="monty")
+    monkeypatch.setenv("MONTY_BIN", "/nonexistent")
+    assert run(pool, "1")[0][1] == "broken"
