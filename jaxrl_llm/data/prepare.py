@@ -22,6 +22,7 @@ from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
+from jaxrl_llm.data.search_rows import search_r1
 from jaxrl_llm.data.search_task import Search, write_corpus
 from jaxrl_llm.data.verifiers_rows import verifiers
 from jaxrl_llm.rewards.functions import last_boxed
@@ -351,7 +352,7 @@ def _offline_if_unreachable() -> Iterator[str | None]:
 
 DATASETS: dict[str, Callable[..., Written]] = {
     function.__name__: function
-    for function in (arithmetic, gsm8k, math, reasoning_gym, agent_task, verifiers)
+    for function in (arithmetic, gsm8k, math, reasoning_gym, agent_task, search_r1, verifiers)
 }
 
 
