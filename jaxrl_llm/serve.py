@@ -1,5 +1,6 @@
 """`python -m jaxrl_llm.serve --model DIR a.b=c …`: an OpenAI-compatible server; docs/serving.md."""
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -101,6 +102,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         max_tokens=max_tokens,
         max_answers=config.limits.max_answers,
         text_limit=text_limit(policy.tokenizer, max_tokens),
+        call_format=find_call_format(policy.tokenizer, config.call_format),
     )
     policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
     cache_gb = config.kv_cache_gb or default_cache_gb(
@@ -111,6 +113,26 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         policy.model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
     )
     return served, engine
+
+
+def find_call_format(tokenizer: Any, given: str | None) -> str | None:
+    """Return in which format the model writes calls of tools; None: requests with tools can't be.
+
+    Args:
+        tokenizer: its chat template writes calls, perhaps.
+        given: by the config.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    from jaxrl_llm.data.tool_calls import FORMATS, choose_format
+
+    if given is None:
+        with contextlib.suppress(ValueError):  # which a request with tools is told
+            return choose_format(tokenizer, {})
+    elif given not in FORMATS:
+        raise ConfigError(f"call_format: got {given!r}, expected one of {', '.join(FORMATS)}")
+    return given
 
 
 def default_cache_gb(params: Any, devices: Sequence[Any]) -> float:

@@ -26,8 +26,10 @@ MANY_PARAMETERS = {
 LONG_FILES: dict[str, str] = {}
 """Tables of data, and why they stand in one file."""
 
+LEVELS = ("expression", "monty", "process", "service")
 NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
-"""Files whose functions a config names by kind, so that a data set's reward has its name."""
+NAMED_IN_CONFIGS |= {f"jaxrl_llm/sandbox/{level}.py" for level in LEVELS}
+"""Files whose functions a config names by kind: a data set and its reward, a level of isolation."""
 
 
 @pytest.fixture(scope="module")

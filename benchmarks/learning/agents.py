@@ -28,6 +28,8 @@ from benchmarks.learning.recipes import (
     write_numbers,
 )
 from benchmarks.tables import markdown_table
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
 
 CONFIGS = ROOT / "configs/agents"
 SAMPLED = {  # the second has the rewards of turns in it
@@ -35,12 +37,19 @@ SAMPLED = {  # the second has the rewards of turns in it
     "calculator": ("critic/score/mean", "right answers"),
     "guess_number": ("critic/rewards/mean", "reward of an episode"),
     "grid": ("critic/rewards/mean", "reward of an episode"),
+    "retool": ("critic/score/mean", "right answers"),
+    "dapo_calculator": ("critic/score/mean", "right answers, groups that were kept"),
     "search": ("critic/score/mean", "right answers"),
 }
 CONTROLS = {
-    task: f'rollout.tools=[{{fn: {task}, answer: "?"}}]' for task in ("look_up", "calculator")
+    task: f'rollout.tools=[{{fn: {tool}, answer: "?"}}]'
+    for task, tool in (
+        ("look_up", "look_up"),
+        ("calculator", "calculator"),
+        ("retool", "python, sandbox: monty, keep_state: false"),
+        ("search", "search, corpus: none"),
+    )
 }
-CONTROLS["search"] = 'rollout.tools=[{fn: search, corpus: none, answer: "?"}]'
 HEADS = ["recipe", "seed", "sampled, first step", "last step", "greedy before", "after", "minutes"]
 
 Job = tuple[str, int, str]  # task, seed, and the override of a control, or nothing
@@ -85,7 +94,7 @@ def train_missing(job: Job, work: Path) -> None:
     config = CONFIGS / f"{task}.yaml"
     if finished(config, seed, work, name) is None:
         print(f"{name} seed {seed}", flush=True)
-        make_base(config, yaml.safe_load(config.read_text())["model"]["path"], work)
+        make_base(config, load(TrainConfig, config).model.path, work)
         run(config, seed, work, *filter(None, [override]), name=name)
 
 

@@ -114,7 +114,10 @@ def with_packaged_paths(tree: Any) -> Any:
     """
     if isinstance(tree, dict):
         return {name: with_packaged_paths(value) for name, value in tree.items()}
-    if not isinstance(tree, str) or not tree.startswith("configs/") or Path(tree).exists():
+    if not isinstance(tree, str) or not tree.startswith("configs/"):
         return tree
-    packaged = PACKAGED / tree.removeprefix("configs/")
-    return str(packaged) if packaged.exists() else tree
+    path, colon, function = tree.partition(":")
+    packaged = PACKAGED / path.removeprefix("configs/")
+    if Path(path).exists() or not packaged.exists():
+        return tree
+    return f"{packaged}{colon}{function}"

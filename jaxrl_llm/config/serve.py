@@ -44,6 +44,13 @@ class ServeConfig(Section):
         "memory less the weights, or half of the machine's shared by its CPU devices; what all "
         "running sequences can't fill is not taken",
     )
+    call_format: str | None = Field(
+        default=None,
+        description=(
+            "how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, "
+            "mistral or deepseek; null: as its chat template does"
+        ),
+    )
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
     host: str = Field(
         default="127.0.0.1", description="address to listen on; 0.0.0.0 listens to all machines"

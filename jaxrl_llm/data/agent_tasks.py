@@ -8,14 +8,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from jaxrl_llm.data.code_task import Code
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.search_task import Search
+from jaxrl_llm.data.task_rows import Messages, chat_message, task_row, turn_rows
 from jaxrl_llm.rollout.environments import MOVES, Play, grid, guess_number, moved
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GRID_SIDE = 4
-
-Messages = list[dict[str, str]]
 
 
 @runtime_checkable
@@ -55,19 +55,19 @@ class LookUp(NamedTuple):
         answer = start
         for _ in range(hops):
             answer = table[LETTERS.index(answer)]
-        return _row("look_up", f"{start}{hops}=", answer, table=table)
+        return task_row("look_up", f"{start}{hops}=", answer, table=table)
 
     def chat(self, row: Row, rng: random.Random) -> Messages:
         """Look up letter after letter, and answer with the last one."""
         prompt = row["prompt"][0]["content"]
         letter, hops, chat = prompt[0], int(prompt[1:-1]), list(row["prompt"])
         for hop in range(1, hops + 1):
-            chat.append(_message("assistant", f"[look_up(letter='{letter}')]"))
+            chat.append(chat_message("assistant", f"[look_up(letter='{letter}')]"))
             letter = row["extra_info"]["table"][LETTERS.index(letter)]
-            chat.append(_message("tool", letter))
+            chat.append(chat_message("tool", letter))
             if hop < hops and rng.random() < self.stop:
                 break
-        return [*chat, _message("assistant", letter)]
+        return [*chat, chat_message("assistant", letter)]
 
 
 class Calculator(NamedTuple):
@@ -96,7 +96,7 @@ class Calculator(NamedTuple):
         while True:
             first, second = rng.randint(1000, 9999), rng.randint(100, 999)
             if len(str(first * second)) == digits:
-                return _row("calculator", f"{first}*{second}=", str(first * second))
+                return task_row("calculator", f"{first}*{second}=", str(first * second))
 
     def chat(self, row: Row, rng: random.Random) -> Messages:
         """Answer with the calculator's result or with a guess."""
@@ -104,20 +104,20 @@ class Calculator(NamedTuple):
         answer = row["reward_model"]["ground_truth"]
         guessed = str(rng.randrange(10 ** (len(answer) - 1), 10 ** len(answer)))
         if rng.random() < self.guess:
-            return [*chat, _message("assistant", guessed)]
+            return [*chat, chat_message("assistant", guessed)]
         while True:
             first, second = problem.split("*")
             if rng.random() < self.miscopy:
                 first = _with_another_digit(first, rng)
-            chat.append(_message("assistant", f"[calculator(expression='{first}*{second}')]"))
+            chat.append(chat_message("assistant", f"[calculator(expression='{first}*{second}')]"))
             failed = rng.random() < self.failing
             result = "!" if failed else str(int(first) * int(second))
-            chat.append(_message("tool", result))
+            chat.append(chat_message("tool", result))
             if not failed:
                 forgets = rng.random() < self.forget
-                return [*chat, _message("assistant", guessed if forgets else result)]
+                return [*chat, chat_message("assistant", guessed if forgets else result)]
             if rng.random() < 0.5:
-                return [*chat, _message("assistant", guessed)]
+                return [*chat, chat_message("assistant", guessed)]
 
 
 class GuessNumber(NamedTuple):
@@ -136,7 +136,7 @@ class GuessNumber(NamedTuple):
 
     def row(self, number: int, rng: random.Random) -> Row:
         """Return the row of the next number."""
-        return _row("guess_number", f"1-{self.high}=", str(number % self.high + 1))
+        return task_row("guess_number", f"1-{self.high}=", str(number % self.high + 1))
 
     def chat(self, row: Row, rng: random.Random) -> Messages:
         """Guess until the number is found or all guesses are made."""
@@ -181,7 +181,7 @@ class Grid(NamedTuple):
             drawn = ["#" if c in walls else c.upper() if c == goal else c for c in free]
             cells = "".join(drawn)
             if distances(cells).get(start, 0) >= 2:
-                return _row("grid", f"{cells} {start}", goal, map=cells, start=start)
+                return task_row("grid", f"{cells} {start}", goal, map=cells, start=start)
 
     def chat(self, row: Row, rng: random.Random) -> Messages:
         """Walk until the goal is reached or all steps are made."""
@@ -203,6 +203,7 @@ AGENT_TASKS: dict[str, Any] = {
     "calculator": Calculator,
     "guess_number": GuessNumber,
     "grid": Grid,
+    "code": Code,
     "search": Search,
 }
 
@@ -255,21 +256,6 @@ def agent_task_splits(
         taught = _draw(drawn, sft_episodes, rng, "sft", validation)
         splits["sft"] = [part for row in taught for part in turn_rows(drawn.chat(row, rng))]
     return splits
-
-
-def turn_rows(chat: Sequence[Mapping[str, str]]) -> list[Row]:
-    """Return a supervised row per turn of the assistant: what was before it is its prompt.
-
-    >>> chat = [_message("user", "q1="), _message("assistant", "[f()]"), _message("tool", "k")]
-    >>> rows = turn_rows([*chat, _message("assistant", "k")])
-    >>> [(len(row["prompt"]), row["response"]) for row in rows]
-    [(1, '[f()]'), (3, 'k')]
-    """
-    return [
-        {"prompt": [dict(before) for before in chat[:place]], "response": message["content"]}
-        for place, message in enumerate(chat)
-        if message["role"] == "assistant"
-    ]
 
 
 def one_cycle(rng: random.Random) -> list[str]:
@@ -327,7 +313,10 @@ def _secret(row: Row) -> str:
 
 
 def _check_settings(task: str, settings: Any) -> None:
-    chances = {"stop", "guess", "miscopy", "forget", "failing", "careful", "slip", "vague"}
+    chances = {
+        *("stop", "guess", "miscopy", "forget", "failing", "careful", "slip", "broken", "wrong"),
+        "vague",
+    }
     most = {"hops": 9, "high": 999, "guesses": 99, "walls": GRID_SIDE**2 - 4, "steps": 99}
     most |= {"people": 5000, "cities": 1000, "lands": 400}
     for name, value in settings._asdict().items():
@@ -344,26 +333,12 @@ def _played(play: Play, answer: Callable[[str], str]) -> Messages:
     chat, told = [], next(play).text
     while True:
         reply = answer(told)
-        chat.append(_message("assistant", reply))
+        chat.append(chat_message("assistant", reply))
         try:
             told = play.send(reply).text
         except StopIteration:
             return chat
-        chat.append(_message("user", told))
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _row(task: str, prompt: str, answer: str, **more: str) -> Row:
-    return {
-        "data_source": task,
-        "prompt": [_message("user", prompt)],
-        "ability": "agent",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": more,
-    }
+        chat.append(chat_message("user", told))
 
 
 def _with_another_digit(number: str, rng: random.Random) -> str:

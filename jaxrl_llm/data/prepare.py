@@ -5,14 +5,11 @@ Files are written whole or not at all.
 """
 
 import argparse
-import contextlib
 import inspect
 import random
 import re
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,14 @@ import yaml
 
 from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
+from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
 from jaxrl_llm.data.reasoning import TaskPlan
-from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
+from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.data.search_rows import search_r1
 from jaxrl_llm.data.search_task import Search, write_corpus
+from jaxrl_llm.data.source_rows import source_rows
 from jaxrl_llm.data.verifiers_rows import verifiers
 from jaxrl_llm.rewards.functions import last_boxed
-
-HUB_TIMEOUT_S = 10.0
-"""Seconds in which the hub must answer, or it is taken for unreachable."""
 
 
 def arithmetic(  # noqa: PLR0913 - each is a key of a config
@@ -215,7 +211,7 @@ def agent_task(
 
     Args:
         out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
-        task: look_up, calculator, guess_number, grid or search.
+        task: look_up, calculator, guess_number, grid, code or search.
         settings: of the task and its teacher (jaxrl_llm.data.agent_tasks).
         train_rows: rows to train on.
         validation_rows: rows held out.
@@ -261,98 +257,33 @@ def _sft_row(prompt: str, answer: str) -> Row:
     return {"prompt": [{"role": "user", "content": prompt}], "response": answer}
 
 
-# ---------------------------------------------------------------------------------------- sources
-
-
 def _convert_splits(
     source: str, config: str, convert: Callable[[Row, str, str, int], Row]
 ) -> dict[str, list[Row]]:
     return {
         ours: [
             convert(row, f"{source}, {theirs} row {index}", ours, index)
-            for index, row in enumerate(_source_rows(source, config, theirs))
+            for index, row in enumerate(source_rows(source, config, theirs))
         ]
         for ours, theirs in (("train", "train"), ("validation", "test"))
     }
-
-
-def _source_rows(source: str, config: str, split: str) -> list[Row]:
-    if Path(source).is_dir():
-        return _directory_rows(Path(source), config, split)
-    if source.endswith((".parquet", ".jsonl")):
-        files = source.split(",")
-        if len(files) != 2:
-            raise ValueError(f"{source}: expected two files as 'TRAIN,TEST', got {len(files)}")
-        return read_rows(files[split == "test"])
-    return _hub_rows(source, config, split)
-
-
-def _directory_rows(directory: Path, config: str, split: str) -> list[Row]:
-    # A snapshot of a hub dataset keeps each configuration in a folder of its own.
-    home = directory / config if (directory / config).is_dir() else directory
-    files = sorted(
-        path for path in home.rglob(f"{split}*") if path.suffix in (".parquet", ".jsonl")
-    )
-    if not files:
-        raise ValueError(f"{home}: no file named {split}*.parquet or {split}*.jsonl")
-    return [row for path in files for row in read_rows(path)]
-
-
-def _hub_rows(source: str, config: str, split: str) -> list[Row]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"{source}: no such directory, and reading from the hub needs the datasets package:"
-            " pip install 'jaxrl_llm[hub]'"
-        ) from error
-    with _offline_if_unreachable() as problem:
-        try:
-            return [dict(row) for row in load_dataset(source, config, split=split)]
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = problem or " ".join(str(error).split())[:300]
-            raise ValueError(
-                f"{source}: no such directory, and the hub did not give split {split!r}: {reason}"
-            ) from error
-
-
-@contextlib.contextmanager
-def _offline_if_unreachable() -> Iterator[str | None]:
-    """Have only what is kept of the hub read where it can't be reached, without several attempts.
-
-    Yields:
-        Why it can't be reached; None if it can be.
-    """
-    import datasets.config
-    from huggingface_hub import constants
-
-    problem = None
-    try:
-        if not constants.HF_HUB_OFFLINE:
-            urllib.request.urlopen(constants.ENDPOINT, timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        pass  # it answers
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        problem = (
-            f"{constants.ENDPOINT} can't be reached ({reason}), and nothing of it is kept here"
-        )
-    switches: list[Any] = [constants, datasets.config]
-    before = [switch.HF_HUB_OFFLINE for switch in switches]
-    try:
-        for switch in switches if problem else ():
-            switch.HF_HUB_OFFLINE = True
-        yield problem
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.HF_HUB_OFFLINE = value
 
 
 # ------------------------------------------------------------------------------------ command line
 
 DATASETS: dict[str, Callable[..., Written]] = {
     function.__name__: function
-    for function in (arithmetic, gsm8k, math, reasoning_gym, agent_task, search_r1, verifiers)
+    for function in (
+        arithmetic,
+        gsm8k,
+        math,
+        reasoning_gym,
+        agent_task,
+        dapo_math,
+        retool_sft,
+        search_r1,
+        verifiers,
+    )
 }
 
 

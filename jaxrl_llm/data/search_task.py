@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.task_rows import Messages, chat_message, task_row
 
 SYLLABLES = [consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou"]
 CORPUS = "corpus"
@@ -52,30 +53,22 @@ class Search(NamedTuple):
         facts = draw_facts(self.people, self.cities, self.lands)
         kind, person = rng.choice(("city", "land")), rng.choice([*facts.cities])
         city = facts.cities[person]
-        return {
-            "data_source": "search",
-            "prompt": [{"role": "user", "content": f"{kind} of {person}="}],
-            "ability": "agent",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": city if kind == "city" else facts.lands[city],
-            },
-            "extra_info": {},
-        }
+        answer = city if kind == "city" else facts.lands[city]
+        return task_row("search", f"{kind} of {person}=", answer)
 
-    def chat(self, row: Row, rng: random.Random) -> list[dict[str, str]]:
+    def chat(self, row: Row, rng: random.Random) -> Messages:
         """Guess, or search once or twice and answer."""
         facts = draw_facts(self.people, self.cities, self.lands)
         kind, _, person = row["prompt"][0]["content"][:-1].split()
         chat, city = list(row["prompt"]), facts.cities[person]
         guessed = rng.choice([*facts.lands] if kind == "city" else [*facts.lands.values()])
 
-        def say(answer: str) -> list[dict[str, str]]:
-            return [*chat, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
+        def say(answer: str) -> Messages:
+            return [*chat, chat_message("assistant", f"<answer>{answer}</answer>")]
 
         def search(query: str, passage: str) -> None:
-            chat.append({"role": "assistant", "content": f"[search(query='{query}')]"})
-            chat.append({"role": "tool", "content": passage})
+            chat.append(chat_message("assistant", f"[search(query='{query}')]"))
+            chat.append(chat_message("tool", passage))
 
         if rng.random() < self.guess:
             return say(guessed)

@@ -66,6 +66,7 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
             "answer": text,
             "tokens": episode.tokens.tolist(),
             "turn_ids": episode.turn_ids.tolist(),
+            "chain_ids": episode.chain_ids.tolist(),
             "turn_rewards": list(episode.rewards),
             "finish": episode.finish,
             "data_source": prompt.data_source,

@@ -121,6 +121,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "num_turns/*": "turns of an episode, the user's included",
         "tool_call_counts/*": "calls of tools in an episode",
         "episode/finish/*": "share of episodes that ended so",
+        "episode/chains/*": "chains of an episode",
         "episode/broken": "episodes that failed for no fault of the policy",
         "tools/*/calls": "calls of this tool",
         "tools/*/failed": "calls that the tool refused or failed",

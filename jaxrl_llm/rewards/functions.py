@@ -9,6 +9,9 @@ import string
 from decimal import Decimal
 from typing import Any
 
+from jaxrl_llm.rewards.competition_math import last_boxed as last_boxed
+from jaxrl_llm.rewards.competition_math import math as math
+from jaxrl_llm.rewards.competition_math import math_dapo as math_dapo
 from jaxrl_llm.rewards.judge import judge as judge
 from jaxrl_llm.rewards.reward_server import classify as classify
 
@@ -107,46 +110,6 @@ def _canonical(number: str) -> str:
         return "0"
     text = f"{value:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def math(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: dict[str, Any] | None,
-    *,
-    seconds: int = 5,
-) -> Result:
-    r"""Score a competition-math reply: its last \boxed{…} must equal the reference.
-
-    Equal means the same text, or mathematically equal by
-    https://github.com/huggingface/Math-Verify. An answer that it can't decide in time is wrong.
-
-    Args:
-        data_source: not used.
-        solution_str: the reply.
-        ground_truth: the reference answer in LaTeX, without the box.
-        extra_info: not used.
-        seconds: time limit for each of parsing and comparing. It works by a signal, so only in a
-            process's main thread; 0 sets no limit.
-
-    Returns:
-        Score 1.0 for the right answer, else 0.0; `pred` is the text in the box.
-
-    >>> math("MATH", r"so it is \boxed{0.5}", r"\frac{1}{2}", None)
-    {'score': 1.0, 'acc': 1.0, 'pred': '0.5'}
-    """
-    pred = last_boxed(solution_str)
-    if pred is None:
-        return _result(False, None)
-    if pred == ground_truth.strip():
-        return _result(True, pred)
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def read(latex: str) -> list[Any]:
-        return parse(rf"\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
-
-    return _result(verify(read(ground_truth), read(pred), timeout_seconds=seconds), pred)
 
 
 def reasoning_gym(
@@ -300,29 +263,6 @@ def environment_score(
     return {"score": score, "acc": float(score >= 1), "pred": None}
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{…} (or \fbox{…}, or bare `\boxed 5`), else None.
-
-    >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    >>> last_boxed(r"it is $\boxed 5$")
-    '5'
-    """
-    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))
-    if not boxes:
-        return None
-    rest = text[boxes[-1].end() :]
-    if not rest.startswith("{"):
-        bare = re.match(r"[^\s$.,]+", rest)
-        return bare.group() if bare else None
-    depth = 0
-    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth == 0:
-            return rest[1 : token.start()].strip()
-    return None  # never closed: the reply was cut off
-
-
 GENERATED = "reasoning_gym/"
 """How the data sources of generated tasks begin."""
 
@@ -333,6 +273,7 @@ SOURCES = {
     "arithmetic": arithmetic,
     "look_up": last_answer,
     "calculator": last_answer,
+    "code": last_answer,
     "guess_number": environment_score,
     "grid": environment_score,
     "verifiers": environment_score,
@@ -344,6 +285,7 @@ SOURCES = {
     "DigitalLearningGmbH/MATH-lighteval": math,
     "EleutherAI/hendrycks_math": math,
     "HuggingFaceH4/MATH-500": math,
+    "math_dapo": math_dapo,
 }
 
 

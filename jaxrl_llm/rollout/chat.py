@@ -12,7 +12,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
-from jaxrl_llm.rollout.episode_log import EpisodeLog
+from jaxrl_llm.rollout.episode_log import ChainTurn, EpisodeLog
 from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.rollout.types import Completion, EpisodeLimits, Request, SamplingParams
 
@@ -279,6 +279,10 @@ class Chat:
         """End the episode, and return what tells its agent."""
         self.end(reason)
         return EpisodeEnd(self._log.end)
+
+    def add_chain(self, opening: tuple[int, ...], turns: Sequence[ChainTurn]) -> None:
+        """Add a chain that was drawn elsewhere, as by the gateway."""
+        self._log.add_chain(opening, turns)
 
     def episode(self, seconds: float, error: str | None = None) -> Episode:
         """Return what has been drawn and told."""

@@ -1,10 +1,14 @@
 """What the chats of one episode write together, in the order in which it comes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.types import Completion
+
+ChainTurn = tuple[Sequence[int], Completion, str, Sequence[dict[str, Any]]]
+"""What is told before a turn, the turn, its text, and the messages of both."""
 
 
 @dataclass(eq=False)
@@ -66,6 +70,22 @@ class EpisodeLog:
         self.newest, self.last_answer = chain, answer
         self.stopped_by = completion.stopped_by
         self.last_finish = completion.finish
+
+    def add_chain(self, opening: tuple[int, ...], turns: Sequence[ChainTurn]) -> None:
+        """Add a chain whose turns are all drawn.
+
+        Args:
+            opening: its prompt.
+            turns: in order.
+        """
+        messages: list[dict[str, Any]] = []
+        number = self.begin_chain(opening, messages)
+        for told, completion, answer, new in turns:
+            if told:
+                self.pieces.append(EpisodePiece.told(told, number))
+            self.pieces.append(EpisodePiece(*completion[:3], drawn=True, chain=number))
+            messages += new
+            self.end_turn(number, completion, answer.strip())
 
     def episode(
         self,

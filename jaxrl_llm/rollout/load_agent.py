@@ -9,10 +9,13 @@ from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
 from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.rollout.gateway.programs import check_program
+from jaxrl_llm.rollout.gateway.server import Gateway, MakeTemplate
 from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, load_environment, load_tools
 from jaxrl_llm.rollout.tools.signature import tool_schema
+from jaxrl_llm.workers.limits import Limits
 
-GIVEN = ("chat", "tools", "environment", "row", "rng")
+GIVEN = ("chat", "tools", "environment", "row", "rng", "gateway")
 """What an agent may ask for by parameter name."""
 
 
@@ -35,6 +38,8 @@ def load_agent(config: AgentConfig) -> Callable[..., Any]:
                 + closest(name, GIVEN)
             )
     check_asked(spec, asked_by(agent), config)
+    if function.__name__ == "openai_program":
+        check_program(spec.kwargs)
     return agent
 
 
@@ -79,3 +84,23 @@ def asked_by(agent: Callable[..., Any]) -> tuple[str, ...]:
         for name, p in inspect.signature(agent).parameters.items()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     )
+
+
+def open_gateway(
+    config: AgentConfig, agent: Callable[..., Any], template: MakeTemplate
+) -> Gateway | None:
+    """Return what serves the policy to programs, if the agent asks for it.
+
+    Args:
+        config: of episodes.
+        agent: of the config.
+        template: from the tools of a request to the chat template.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    if "gateway" not in asked_by(agent):
+        return None
+    process = config.tool_process
+    limits = Limits(process.memory_gb, process.max_processes, process.pass_env)
+    return Gateway(template, limits, one_at_a_time=config.order == "lockstep")

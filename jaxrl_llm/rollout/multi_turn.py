@@ -18,7 +18,7 @@ from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, Generate
 from jaxrl_llm.rollout.engine import Engine, Stop
 from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.load_agent import asked_by, load_agent
+from jaxrl_llm.rollout.load_agent import asked_by, load_agent, open_gateway
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.runner import (
     after_turns,
@@ -80,24 +80,28 @@ class EpisodeSampler:
         self._agent_config, self._tokenizer, self._prompt_tokens = config, tokenizer, prompt_tokens
         self._cut_tokens = len(tokenizer(CUT, add_special_tokens=False)["input_ids"])
         self._agent = load_agent(config)
+        template = functools.partial(
+            TurnTemplate,
+            tokenizer,
+            stops,
+            call_format=config.call_format,
+            template_kwargs=template_kwargs,
+        )
+        self._gateway = open_gateway(config, self._agent, lambda tools: template(tools=tools))
         self._pool = SessionPool(session_settings(config), example_row=example)
         try:
             with config_errors_at("rollout.tools"):
-                self._template = TurnTemplate(
-                    tokenizer,
-                    stops,
-                    tools=self._pool.schemas,
-                    call_format=config.call_format,
-                    template_kwargs=template_kwargs,
-                )
+                self._template = template(tools=self._pool.schemas)
                 self._template.check()
         except BaseException:
-            self._pool.close()
+            self.close()
             raise
 
     def close(self) -> None:
         """End the worker processes."""
         self._pool.close()
+        if self._gateway is not None:
+            self._gateway.close()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt, in which the model is told of its tools."""
@@ -187,8 +191,7 @@ class EpisodeSampler:
         for number, (state, episode) in enumerate(zip(begun, ran.episodes, strict=True)):
             state.episode = state.episode or episode
             if number in ran.unfinished:
-                whole = [turn for turn in state.turns if turn.finish]
-                state.turns = [*whole, ran.unfinished[number]]
+                state.keep_unfinished(ran.unfinished[number])
 
     def as_rollouts(self, states: Sequence[EpisodeState]) -> Rollouts:
         """Return episodes that have ended, with their texts."""
@@ -202,7 +205,7 @@ class EpisodeSampler:
         Raises:
             RunError: too many episodes are broken.
         """
-        self._check_broken(rollouts.episodes)
+        self.check_broken(rollouts.episodes)
         return rollouts._replace(metrics=self._drift(rollouts.episodes))
 
     async def _run(
@@ -227,6 +230,7 @@ class EpisodeSampler:
             "environment": EpisodeEnvironment(chat, session),
             "row": row,
             "rng": random.Random(tool_seed(seed)),
+            "gateway": self._gateway and self._gateway.episode(chat, generate),
         }
         asked = {name: given[name] for name in asked_by(self._agent)}
 
@@ -256,7 +260,7 @@ class EpisodeSampler:
         decode = functools.partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
         return decode(ids[:tokens]) if tail < 1 else decode(ids[:head]) + CUT + decode(ids[-tail:])
 
-    def _check_broken(self, episodes: Sequence[Episode]) -> None:
+    def check_broken(self, episodes: Sequence[Episode]) -> None:
         """Log episodes that are broken.
 
         Raises:
@@ -273,6 +277,8 @@ class EpisodeSampler:
 
     def _drift(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return the share of streams that the template would have written otherwise."""
+        if self._gateway is not None:  # whose requests have tools of their own
+            return self._gateway.metrics()
         chosen = [
             e
             for e in episodes

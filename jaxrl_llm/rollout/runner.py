@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import Counter
@@ -131,19 +130,23 @@ def sampled_freely(engine: Engine) -> Generate:
 
 
 def after_turns(state: EpisodeState, generate: Generate) -> Generate:
-    """Return what samples the turns of an episode: those that it has first, then new ones.
+    """Return what samples the turns of an episode: those that it has, by seed, and new ones.
 
     New turns are added to it.
     """
-    numbers = itertools.count()
 
     async def turn(request: Request) -> Completion:
-        number = next(numbers)
-        begun = state.turns[number] if number < len(state.turns) else None
+        place = next((i for i, seed in enumerate(state.seeds) if seed == request.seed), None)
+        begun = None if place is None else state.turns[place]
         if begun is not None and begun.finish:
             return begun
+        state.asked = request.seed
         completion = await generate(replace(request, drawn=begun))
-        state.turns[number:] = [completion]
+        if place is None:
+            state.seeds.append(request.seed)
+            state.turns.append(completion)
+        else:
+            state.turns[place] = completion
         return completion
 
     return turn

@@ -68,6 +68,8 @@ class EpisodeState:
         draw: entropy of the seeds of all episodes that were begun with it.
         number: of the episode among these.
         turns: what was drawn, turn by turn; the last one may not be whole.
+        seeds: of these turns in an agent's episode, by which they are known again.
+        asked: seed of the turn that was last asked for.
         episode: the whole episode, once it has ended.
         text: of all that follows its prompt, once it was asked for.
         limit: tokens after which an answer is left as if it were not needed; None: at its end.
@@ -78,6 +80,8 @@ class EpisodeState:
     draw: tuple[int, ...] = ()
     number: int = 0
     turns: list[Completion] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    asked: int = 0
     episode: Episode | None = None
     text: str | None = None
     limit: int | None = None
@@ -91,6 +95,13 @@ class EpisodeState:
     def is_open(self) -> bool:
         """Return whether there is something to draw."""
         return self.episode is None and (self.limit is None or self.drawn < self.limit)
+
+    def keep_unfinished(self, drawn: Completion) -> None:
+        """Keep what is drawn of the turn that was last asked for, behind those that are whole."""
+        pairs = zip(self.seeds, self.turns, strict=True)
+        whole = [(seed, turn) for seed, turn in pairs if turn.finish]
+        self.seeds = [*(seed for seed, _ in whole), self.asked]
+        self.turns = [*(turn for _, turn in whole), drawn]
 
 
 OnEnd = Callable[[EpisodeState], None]

@@ -27,6 +27,7 @@ def open_interpreter(
 
     Raises:
         ConfigError: there is no such level, or this machine lacks what it needs, which is named.
+        ConnectionError: the server of `service` gives no answer.
     """
     if level not in get_args(Level):
         raise ConfigError(f"got sandbox {level!r}; " + closest(level, get_args(Level)))

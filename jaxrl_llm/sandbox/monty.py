@@ -6,6 +6,7 @@ sessions are no processes at all.
 """
 
 import ast
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.errors import ConfigError, described_error
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.sandbox.output import BoundedOutput
 from jaxrl_llm.sandbox.types import CodeLimits, CodeResult, Failure
 from jaxrl_llm.workers.answers import shorten
@@ -96,7 +97,7 @@ class MontyInterpreter:
         except pydantic_monty.MontyCrashedError as error:
             return self._lost("timeout" if error.timed_out else "killed")
         except (pydantic_monty.MontyError, OSError, RuntimeError) as error:
-            return _Ran("unavailable", described_error(error), "", None)
+            return _Ran("unavailable", shorten(f"{type(error).__name__}: {error}"), "", None)
 
     def _session(self, pool: Any) -> Any:
         limits = self._limits
@@ -197,6 +198,13 @@ def show_last_value(code: str) -> str:
     return b"".join((data[:start], b"_ = (", data[start:end], b")", data[end:], SHOW)).decode()
 
 
+@functools.cache  # once in a process: each episode opens the level
+def _try() -> None:
+    tried = MontyInterpreter(CodeLimits(), keep_state=False).run("6 * 7")
+    if tried.output != "42\n":
+        raise ConfigError(f"sandbox monty does not run on this machine: {tried.reason}")
+
+
 def open_level(limits: CodeLimits, *, keep_state: bool, url: str | None) -> MontyInterpreter:
     """Return an interpreter, after it has computed something.
 
@@ -205,7 +213,5 @@ def open_level(limits: CodeLimits, *, keep_state: bool, url: str | None) -> Mont
     """
     if find_spec("pydantic_monty") is None:
         raise ConfigError("sandbox monty needs pydantic-monty; pip install 'jaxrl_llm[monty]'")
-    tried = MontyInterpreter(limits, keep_state=False).run("6 * 7")
-    if tried.output != "42\n":
-        raise ConfigError(f"sandbox monty does not run on this machine: {tried.reason}")
+    _try()
     return MontyInterpreter(limits, keep_state=keep_state)

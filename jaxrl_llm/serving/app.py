@@ -30,7 +30,9 @@ from jaxrl_llm.serving.limits import (
 from jaxrl_llm.serving.metrics import MeasuredEngine, ServerMetrics
 from jaxrl_llm.serving.requests import GenerationRequest, ServedModel, parse_chat, parse_completion
 from jaxrl_llm.serving.responses import Envelope, ResponseChoice, event, prompt_logprobs
+from jaxrl_llm.serving.responses_api import ResponseEnvelope, chat_request
 
+AnyEnvelope = Envelope | ResponseEnvelope
 CLIENT_GONE = 499
 ERROR_SEND_TIMEOUT_S = 1.0  # for the error that ends a stream whose client does not read
 
@@ -58,11 +60,10 @@ class Server:
         self.recorder = ServerMetrics(engine, self.limiter)
 
     async def generate(self, request: Request) -> Any:
-        """Answer `/v1/completions` or `/v1/chat/completions`."""
+        """Answer `/v1/completions`, `/v1/chat/completions` or `/v1/responses`."""
         deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
         self.limiter.check()
-        is_chat = request.url.path.startswith("/v1/chat")
-        replies = self._replies(await self._body(request), chat=is_chat)
+        replies = self._replies(await self._body(request), request.url.path)
 
         async def reply() -> Any:
             return await anext(replies)
@@ -107,24 +108,33 @@ class Server:
     def _choice(self, generation: GenerationRequest, index: int) -> ResponseChoice:
         return ResponseChoice(generation, index, self._vocabulary, self._decode)
 
-    async def _replies(self, body: bytes, *, chat: bool) -> AsyncGenerator[Any, None]:
+    def _read(self, body: bytes, path: str) -> tuple[GenerationRequest, AnyEnvelope]:
+        """Return what a body asks for, and what stands around the answer."""
+        tree, model = parse_body(body), self._served.name
+        if path == "/v1/responses":
+            generation = parse_chat(chat_request(tree), self._served)
+            return generation, ResponseEnvelope(tree, model, generation.prompt_tokens)
+        read = parse_chat if path == "/v1/chat/completions" else parse_completion
+        generation = read(tree, self._served)
+        return generation, Envelope(generation, model)
+
+    async def _replies(self, body: bytes, path: str) -> AsyncGenerator[Any, None]:
         """Yield what a body asks for, and then the answer, or the events of its stream.
 
         All is done inside the gate. What takes the processor's time is not done on the event loop.
         """
-        read = parse_chat if chat else parse_completion
         async with self.limiter:
-            generation = await asyncio.to_thread(lambda: read(parse_body(body), self._served))
+            generation, envelope = await asyncio.to_thread(self._read, body, path)
             del body
             yield generation
             if not generation.stream:
-                yield await self._answer(generation)
+                yield await self._answer(generation, envelope)
                 return
-            async with contextlib.aclosing(self._events(generation)) as events:
+            async with contextlib.aclosing(self._events(generation, envelope)) as events:
                 async for text in events:
                     yield text
 
-    async def _answer(self, generation: GenerationRequest) -> dict[str, Any]:
+    async def _answer(self, generation: GenerationRequest, envelope: AnyEnvelope) -> dict[str, Any]:
         with engine_errors_as_api_errors():
             scored, top = [], generation.prompt_logprobs
             if top is not None:
@@ -137,7 +147,7 @@ class Server:
                 choice["prompt_logprobs"] = scored[index // generation.n]
             choices.append(choice)
             tokens += len(answer.tokens)
-        return Envelope(generation, self._served.name).answer(choices, tokens)
+        return envelope.answer(choices, tokens)
 
     def _score_prompts(self, prompts: Sequence[Any], top: int) -> list[Any]:
         """Return the log-probs of prompts, and of the likeliest tokens in each place."""
@@ -149,8 +159,10 @@ class Server:
             told.append(prompt_logprobs(scored, prompt, top, self._vocabulary))
         return told
 
-    async def _events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
-        envelope, requests = Envelope(generation, self._served.name), generation.requests()
+    async def _events(
+        self, generation: GenerationRequest, envelope: AnyEnvelope
+    ) -> AsyncGenerator[str, None]:
+        requests = generation.requests()
         choices = [self._choice(generation, index) for index in range(len(requests))]
         begun = [False] * len(requests)
         pieces = all_pieces(self._engine, requests)
@@ -332,6 +344,7 @@ def make_app(
     routes = [
         Route("/v1/completions", server.generate, methods=["POST"]),
         Route("/v1/chat/completions", server.generate, methods=["POST"]),
+        Route("/v1/responses", server.generate, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
         Route("/health", server.health),

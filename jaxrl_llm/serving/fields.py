@@ -117,6 +117,10 @@ class Fields:
             raise self.refuse(name, value, expected)
         return value
 
+    def has(self, name: str) -> bool:
+        """Tell whether there is such a field, which was not taken yet."""
+        return name in self._left
+
     def any_of(self, name: str) -> Any:
         """Return a field of any kind, or None."""
         return self._left.pop(name, None)

@@ -149,6 +149,8 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         **summary("episode/seconds", np.array([episode.seconds for episode in episodes])),
         "episode/broken": float(sum(not episode.usable for episode in episodes)),
     }
+    chains = np.array([episode.chains for episode in episodes])
+    metrics |= summary("episode/chains", chains) if chains.max() > 1 else {}
     for reason, times in Counter(episode.finish for episode in episodes).items():
         metrics[f"episode/finish/{reason}"] = times / len(episodes)
     records = [record for episode in episodes for record in episode.tool_records]

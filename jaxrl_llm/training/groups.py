@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts
 
 StartScoring = Callable[[Rollouts, Clock], Future[list[Score]]]
@@ -37,6 +38,12 @@ class Group:
         """Wait for its scores."""
         assert self.scores is not None  # of a group that is whole
         return self.scores.result()
+
+
+def episodes_of(groups: Sequence[Group]) -> list[Episode]:
+    """Return the episodes of groups that are whole."""
+    episodes = [state.episode for group in groups for state in group.states]
+    return [episode for episode in episodes if episode is not None]
 
 
 class GroupScores:

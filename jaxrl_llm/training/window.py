@@ -28,9 +28,10 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
+from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.batch_metrics import scoring_counts
-from jaxrl_llm.training.groups import Group, GroupScores
+from jaxrl_llm.training.groups import Group, GroupScores, episodes_of
 from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
@@ -69,10 +70,14 @@ class OverlappedSampling(NamedTuple):
 
 @dataclass
 class Dropped:
-    """What the group filter has refused in a step: groups, and the scores of their answers."""
+    """What the group filter has refused in a step."""
 
-    groups: int = 0
-    scores: list[Score] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def scores(self) -> list[Score]:
+        """Return the scores of its answers."""
+        return [score for group in self.groups for score in group.result()]
 
 
 @dataclass(kw_only=True)
@@ -188,6 +193,7 @@ class Window:
                     "ordinal": group.ordinal,
                     "prompt": group.states[0].prompt.index,
                     "turns": [[_packed(turn) for turn in s.turns] for s in group.states],
+                    "seeds": [s.seeds for s in group.states],
                 }
                 for group in self._groups
             ],
@@ -205,6 +211,9 @@ class Window:
             begun = self._new_group(group["ordinal"], by_index[group["prompt"]])
             for episode, turns in zip(begun.states, group["turns"], strict=True):
                 episode.turns = [_unpacked(turn) for turn in turns]
+            for number, episode in enumerate(begun.states):
+                own = [turn_seed(episode.seed, turn) for turn in range(len(episode.turns))]
+                episode.seeds = group["seeds"][number] if "seeds" in group else own  # older states
             self._groups.append(begun)
 
     def _begin_groups(self, room: int) -> None:
@@ -321,6 +330,7 @@ class Window:
 
         Raises:
             TrainingError: too many are refused.
+            RunError: too many of the episodes are broken, those that are refused included.
         """
         assert self.scoring.keep is not None
         undecided = [group for group in self._groups[:size] if not group.kept]
@@ -332,17 +342,18 @@ class Window:
             group.kept = is_kept
         refused = [group for group in undecided if not group.kept]
         self._groups = [group for group in self._groups if group not in refused]
-        dropped.groups += len(refused)
-        dropped.scores += [score for group in refused for score in group.result()]
+        dropped.groups += refused
+        kept_groups = [group for group in self._groups if group.kept]
+        if self.rollout.episodes is not None:  # or what failed by itself would seem too hard
+            self.rollout.episodes.check_broken(episodes_of(dropped.groups + kept_groups))
         limit = self.config.algorithm.max_generation_batches
-        if dropped.groups > (limit - 1) * size:
-            whole = sum(group.kept for group in self._groups)
+        if (count := len(dropped.groups)) > (limit - 1) * size:
             unscored = sum(score.is_unscored for score in dropped.scores)
             other = f" {unscored} of the dropped answers are unscored." if unscored else ""
             raise TrainingError(
-                f"step {step}: algorithm.group_filter kept {whole} of {whole + dropped.groups} "
-                f"groups, expected {size} of at most {size * limit}: the prompts are too easy or "
-                f"too hard for the policy.{other} Raise algorithm.max_generation_batches and run "
+                f"step {step}: algorithm.group_filter kept {len(kept_groups)} of "
+                f"{len(kept_groups) + count} groups, expected {size} of at most {size * limit}: the "
+                f"prompts are too easy or too hard for the policy.{other} Raise algorithm.max_generation_batches and run "
                 "the same command again, or begin a run with other prompts or more answers to each"
             )
         return not refused
@@ -350,8 +361,8 @@ class Window:
     def _metrics(self, taken: Sequence[Group], dropped: Dropped) -> Metrics:
         metrics = {}
         if self.scoring.keep is not None:
-            metrics["batch/generation_batches"] = 1 + dropped.groups / len(taken)
-            metrics["batch/dropped_groups"] = float(dropped.groups)
+            metrics["batch/generation_batches"] = 1 + len(dropped.groups) / len(taken)
+            metrics["batch/dropped_groups"] = float(len(dropped.groups))
             kept = [score for group in taken for score in group.result()]
             metrics |= scoring_counts(kept + dropped.scores)
         return metrics

@@ -15,17 +15,22 @@ import resource
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.workers import cgroup
+from jaxrl_llm.workers.descendants import (
+    POLL_INTERVAL_S,
+    adopt_orphans,
+    end_descendants,
+    ignore_signals,
+    list_descendants,
+    reap,
+)
 
-POLL_INTERVAL_S = 0.1  # between two counts of processes
 PARENT_POLL_S = 1.0  # between two looks whether the pool's process is still there
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
-PR_SET_CHILD_SUBREAPER = 36
 
 
 class SupervisorOptions(NamedTuple):
@@ -70,7 +75,7 @@ def supervise(options: SupervisorOptions) -> None:
         return
     for fd in (options.answers, options.lifeline, held_by_child):
         os.close(fd)
-    _ignore_signals()
+    ignore_signals()
     poller = select.poll()
     poller.register(child_ended)
     while os.getppid() == options.parent and not poller.poll(PARENT_POLL_S * 1000):
@@ -81,7 +86,7 @@ def supervise(options: SupervisorOptions) -> None:
 def _supervise_worker(options: SupervisorOptions, held: int) -> None:
     """Start the worker and watch it; return in the worker's process, once it has served."""
     memory_bytes = None if options.memory_gb is None else int(options.memory_gb * 1e9)
-    adopts = _adopt_orphans()
+    adopts = adopt_orphans()
     group = cgroup.create_group(options.group, memory_bytes, options.max_processes)
     supervisor = os.getpid()
     worker = os.fork()
@@ -94,7 +99,7 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
         serve(options.answers, memory_gb=options.memory_gb)
         return
     os.close(options.answers)
-    _ignore_signals()
+    ignore_signals()
     report = _watch(options, worker, group, adopts)
     if report is not None:
         with suppress(OSError):
@@ -103,18 +108,6 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
     if group is not None:
         cgroup.discard(str(group))
     os._exit(0)  # there is nothing to clean up, and the pool waits
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # whoever wants us to end closes the lifeline
-
-
-def _adopt_orphans() -> bool:
-    """Have orphans below us become our children; tell whether that and finding them is possible."""
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        return False
-    return ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 def _become_worker(supervisor: int, group: Path | None, memory_bytes: int | None) -> None:
@@ -150,11 +143,11 @@ def _watch(
     poller.register(options.lifeline, select.POLLIN)
     poller.register(awake, select.POLLIN)
     while os.getppid() == options.parent:  # a copy of the lifeline may be held by others
-        status = _reap(worker, adopts)
+        status = reap(worker, adopts)
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             return {"exit_code": code, "reason": _reason(options, group)}
-        count = len(_descendants()) - 1 if options.max_processes is not None and adopts else 0
+        count = len(list_descendants()) - 1 if options.max_processes is not None and adopts else 0
         if count > (options.max_processes or 0):
             limit = f"at most {options.max_processes} ({options.keys}max_processes)"
             return {"exit_code": None, "reason": f"had started {count} processes, expected {limit}"}
@@ -172,54 +165,8 @@ def _reason(options: SupervisorOptions, group: Path | None) -> str | None:
     return f"took more than {options.memory_gb:g} GB with all it started ({key})"
 
 
-def _reap(worker: int, adopts: bool) -> int | None:
-    """Reap the children that have ended; return the worker's status as soon as it is among them.
-
-    Raises:
-        ChildProcessError: there are no children any more.
-    """
-    while True:
-        pid, status = os.waitpid(-1 if adopts else worker, os.WNOHANG)
-        if pid == worker:
-            return status
-        if pid == 0:
-            return None
-
-
 def _end_all(worker: int, group: Path | None, adopts: bool) -> None:
     """Kill everything below this process, and wait until it has ended."""
     if group is not None:
         cgroup.kill(group)
-    if not adopts:
-        with suppress(OSError):
-            os.killpg(worker, signal.SIGKILL)
-    stopped: set[int] = set()
-    pause = 0.001
-    with suppress(ChildProcessError):
-        while True:
-            _reap(worker, adopts)
-            new = set(_descendants() if adopts else [worker]) - stopped
-            for pid in new or stopped:  # none that is stopped starts another while we look
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGSTOP if new else signal.SIGKILL)
-            if new:
-                stopped |= new
-                continue
-            stopped.clear()
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_INTERVAL_S)
-
-
-def _descendants() -> list[int]:
-    """Return the processes below this one, the ended ones that nobody has waited for included."""
-    below: list[int] = []
-    parents = [os.getpid()]
-    while parents:
-        tasks = f"/proc/{parents.pop()}/task"
-        with suppress(OSError):  # it has ended meanwhile
-            for task in os.listdir(tasks):  # noqa: PTH208
-                with open(f"{tasks}/{task}/children") as file:  # noqa: PTH123
-                    children = [int(pid) for pid in file.read().split()]
-                below += children
-                parents += children
-    return below
+    end_descendants(worker, adopts)

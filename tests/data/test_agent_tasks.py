@@ -1,19 +1,27 @@
 """The agents' tasks: their teachers succeed as often as theory says, their rules and their rows."""
 
+import contextlib
+import io
 import math
 import random
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, program_of
 from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
-from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
+from jaxrl_llm.rollout.tools.code import told_result
 from jaxrl_llm.rollout.tools.functions import look_up, search
+from jaxrl_llm.sandbox.loading import open_interpreter
 
 TASKS = sorted(AGENT_TASKS)
 
@@ -75,6 +83,9 @@ def right(task, row, chat):
         ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0}, 1.0),
         # called again after half of the failures, so f(1/2)f(1/2)… more calls
         ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0, "failing": 0.2}, 0.8 / 0.9),
+        # half of the failures are followed by another program
+        ("code", {}, 0.6 * (0.8 * 0.3 * 0.75) / (1 - 0.2 / 2)),
+        ("code", {"guess": 0.0, "broken": 0.0, "wrong": 0.0, "forget": 0.0}, 1.0),
         ("search", {"lands": 400}, 0.6 * (1 + 0.25) / 2),
         ("search", {"guess": 0.0, "stop": 0.0, "vague": 0.0}, 1.0),
         ("search", {"guess": 1.0, "lands": 2}, 1 / 4),  # by luck
@@ -147,7 +158,7 @@ def test_the_seed_decides(task):
     [
         (
             {"task": "chess"},
-            "expected one of look_up, calculator, guess_number, grid, search, got 'chess'",
+            "expected one of look_up, calculator, guess_number, grid, code, search, got 'chess'",
         ),
         ({"settings": {"hop": 3}}, r"look_up has the settings hops, stop, got \['hop'\]"),
         ({"settings": {"stop": 1.5}}, "look_up: expected stop from 0 to 1, got 1.5"),
@@ -208,9 +219,40 @@ def test_products_of_both_lengths_are_multiplied_and_copied():
     assert min(lengths.values()) > 150
 
 
+def printed_by(source):
+    """Return what a program prints, as Python has it."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(source, {})
+    return out.getvalue().strip()
+
+
+@pytest.mark.parametrize("bug", [0, 1, 2])
+def test_programs_print_what_the_teacher_is_told(bug):
+    rng = random.Random(2)
+    for number in range(100):
+        row = Code().row(number, rng)
+        program = program_of(row["prompt"][0]["content"], bug)
+        assert printed_by(program.source) == program.value
+        assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
+
+
+def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
+    pytest.importorskip("pydantic_monty")
+    source = program_of("c7372:3|7=").source.replace("):", ")")
+    with open_interpreter("monty") as interpreter, pytest.raises(FailedTool) as failed:
+        told_result(interpreter.run(source))
+    head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
+    assert str(failed.value).startswith(head) and str(failed.value).endswith(tail)
+    limits = load(TrainConfig, Path("configs/agents/retool.yaml")).rollout.limits
+    assert len(TOLD_OF_A_BROKEN_PROGRAM) == limits.observation_tokens  # a letter is a token
+
+
 @pytest.mark.parametrize(
     ("task", "most"),
-    [("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59), ("search", 70)],
+    [
+        *(("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59), ("code", 400)),
+        ("search", 70),
+    ],
 )
 def test_episodes_are_short_and_their_texts_are_stable(task, most):
     tokenizer = load_tokenizer("configs/agents/model")

@@ -39,6 +39,20 @@ def rewards_digits(rng, *, pause=0.0, broken=0.0, secret=False):
     return float(len(answer))
 
 
+def tells_letters(rng, row, *, broken=0.0, broken_rows=1):
+    """Tell a letter after each of two turns."""
+    answer = yield ""
+    for _ in range(2):
+        if rng.random() < broken or row.index % broken_rows:
+            raise BrokenTool("no server")
+        answer = yield rng.choice("abcdefgh")
+    return float(len(answer))
+
+
+def spread_if_even(data_source, solution_str, ground_truth, extra_info):
+    return 0.5 if extra_info["index"] % 2 else len(solution_str) / 100
+
+
 def environment_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": extra_info["environment_score"] or 0.0, "turns": extra_info["turns"]}
 '''
@@ -161,6 +175,53 @@ def test_broken_episodes_are_counted_and_left_out(agents):
     stopped = agents("rollout.environment.broken=1.0", "data.validation=[]")
     assert stopped.status == 1 and "32 of 32 episodes are broken" in stopped.err
     assert "no server" in stopped.err
+
+
+@pytest.fixture(scope="module")
+def dynamic(agents):
+    """(words) -> a run with DAPO's filter and penalty, of episodes without rewards of turns."""
+    functions = f"{agents.workshop.root}/agents.py"
+
+    def run(*words, **environment):
+        settings = json.dumps({"fn": f"{functions}:tells_letters", **environment})
+        return agents(
+            f"rollout.environment={settings}",
+            f"reward.function={functions}:spread_if_even",
+            "algorithm.advantage=grpo",
+            "algorithm.group_filter=with_spread",
+            "algorithm.max_generation_batches=6",
+            "algorithm.penalty={fn: overlong_penalty, max_tokens: 14, buffer: 8}",
+            "rollout.dump_every=1",
+            "data.validation=[]",
+            *words,
+        )
+
+    return run
+
+
+def test_episodes_without_spread_are_drawn_again_and_long_ones_penalized(dynamic):
+    result = dynamic(broken=0.03).ok()
+    for line in result.metrics[1:]:
+        path = result.run_dir / f"rollouts/step_{line['step']:06d}.parquet"
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        assert len(rows) == 32 and line["batch/dropped_groups"] >= 2
+        usable = [row for row in rows if not (row["error"] or "").startswith("broken")]
+        scores = {row["prompt"]: set() for row in usable}
+        for row in usable:
+            scores[row["prompt"]].add(row["score"])
+        assert all(len(found) > 1 for found in scores.values())
+        drawn = np.array([sum(turn >= 0 for turn in row["turn_ids"]) for row in usable])
+        penalty = np.clip((14 - 8 - drawn) / 8, -1, 0)
+        assert -1 < penalty.mean() < 0
+        charged = line["critic/rewards/mean"] - line["critic/score/mean"]
+        assert charged == pytest.approx(penalty.mean(), abs=1e-5)
+
+
+def test_broken_episodes_are_not_taken_for_hard_prompts(dynamic):
+    """Their groups are dropped, too; still the run says what is wrong, and does not draw on."""
+    stopped = dynamic(broken_rows=3, broken=0.0)
+    assert stopped.status == 1 and "episodes are broken" in stopped.err, stopped.err
+    assert "too easy or too hard" not in stopped.err
 
 
 def test_a_wrong_mask_is_seen_at_once(agents, monkeypatch):

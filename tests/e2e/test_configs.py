@@ -12,7 +12,11 @@ import pytest
 
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.rows import write_rows
+from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.training.resolve import resolve_functions
+from tests.data.test_competition_rows import TAUGHT
+from tests.e2e.conftest import SHRUNK
 from tests.guarded import MODEL, NATIVE, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, *NATIVE, "jaxrl_llm/rewards/", "configs/")
@@ -115,3 +119,86 @@ def test_gsm8k_runs_with_a_small_model_and_small_numbers(run, workshop, tmp_path
     assert "val-core/openai/gsm8k/acc/mean@1" in result.metrics[0]
     assert {"actor/kl", "actor/kl_loss", "actor/pg_loss"} <= set(result.metrics[1])
     assert result.metrics[1]["reward/errors"] == 0
+
+
+@pytest.fixture(scope="module")
+def small_agent(workshop):
+    """The model of configs/agents, shrunk; its tokenizer writes calls."""
+    folder = workshop.root / "small_agent"
+    shutil.copytree(CONFIGS / "agents/model", folder)
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | SHRUNK))
+    return folder
+
+
+FEW_TOKENS = (
+    "model.random_init=true",
+    "data.chat_template_kwargs={}",  # of Qwen3's template
+    "mesh.train.fsdp=1",
+    "batch.max_tokens_per_device=512",
+    "log.trackers=[]",
+)
+
+
+@pytest.mark.parametrize("name", ["retool_qwen3_4b", "dapo_tools_qwen3_8b"])
+def test_agents_of_full_size_run_with_a_small_model(run, workshop, small_agent, tmp_path, name):
+    config = CONFIGS / f"agents/{name}.yaml"
+    assert load(TrainConfig, config).batch.prompts_per_step == 64
+    problems = [
+        {
+            "prompt": [{"role": "user", "content": f"How much is {n} + {n}?"}],
+            "reward_model": {"ground_truth": str(2 * n)},
+        }
+        for n in range(16)
+    ]
+    write_rows(tmp_path / "many.parquet", problems * 2)
+    write_rows(tmp_path / "few.parquet", problems[:2])
+    dynamic = name.startswith("dapo")
+    scorer = [f"reward.function={workshop.mine('spread_if_even')}"] if dynamic else []
+    result = run(
+        *FEW_TOKENS,
+        *scorer,  # no answer of random weights is right, so that no group has a spread
+        "steps=2",
+        f"model.path={small_agent}",
+        "model.warm_start=null",
+        f"data.prepare={{fn: dapo_math, out: {tmp_path}, source: {tmp_path}/many.parquet, "
+        f"validation_source: {tmp_path}/few.parquet}}",
+        f"data.train={tmp_path}/train.parquet",
+        f"data.validation={tmp_path}/validation.parquet",
+        "data.max_prompt_tokens=60",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_new_tokens=16",
+        "rollout.max_running_sequences=32",
+        "rollout.kv_cache_gb=0.1",
+        "rollout.tools=[{fn: python, sandbox: expression}]",
+        "rollout.tool_process.workers=1",
+        "mesh.rollout.data=1",
+        "batch.prompts_per_step=8",
+        "batch.prompts_per_minibatch=4",
+        "validation.samples=2",
+        *(["algorithm.penalty.max_tokens=16", "algorithm.penalty.buffer=4"] if dynamic else []),
+        config=config,
+    ).ok()
+    assert [line["step"] for line in result.metrics] == [0, 1, 2]
+    step = result.metrics[1]
+    assert step["episode/finish/length"] > 0.5 and step["reward/errors"] == 0
+    if dynamic:
+        assert step["batch/dropped_groups"] > 0
+        assert step["critic/rewards/mean"] < step["critic/score/mean"]
+
+
+def test_the_cold_start_of_retool_runs_with_a_small_model(workshop, small_agent, tmp_path):
+    write_rows(tmp_path / "taught.parquet", [TAUGHT] * 4)
+    result = workshop(
+        *FEW_TOKENS,
+        "steps=2",
+        f"export_to={tmp_path}/base",
+        f"model.path={small_agent}",
+        f"data.prepare={{fn: retool_sft, out: {tmp_path}, source: {tmp_path}/taught.parquet}}",
+        f"data.train={tmp_path}/sft.parquet",
+        "data.max_tokens=512",
+        "batch.examples_per_step=4",
+        main=sft_main,
+        config=CONFIGS / "agents/retool_qwen3_4b_sft.yaml",
+    ).ok()
+    assert [line["step"] for line in result.metrics][-1] == 2

@@ -353,7 +353,7 @@ def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make,
 
 def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
     monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
-    patch = "import jaxrl_llm.workers.supervisor as m; m._adopt_orphans = lambda: False;"
+    patch = "import jaxrl_llm.workers.supervisor as m; m.adopt_orphans = lambda: False;"
     words = "from jaxrl_llm.workers.supervisor import"
     assert words in process.SUPERVISOR_PROGRAM
     monkeypatch.setattr(

@@ -11,6 +11,7 @@ from jaxrl_llm.rewards.functions import (
     gsm8k,
     last_boxed,
     math,
+    math_dapo,
     search_em,
 )
 
@@ -145,6 +146,38 @@ def test_math(answer, truth, right):
 def test_math_reads_the_box_only():
     assert math("MATH", "the answer is 7", "7", None) == {"score": 0.0, "acc": 0.0, "pred": None}
     assert math("MATH", r"\boxed{ 7 }", "7", None)["pred"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("end", "pred", "score"),
+    [
+        ("Answer: 34", "34", 1.0),
+        ("answer:34.", "34", 1.0),
+        ("**Answer:** $34$", "34", 1.0),
+        (r"Answer: $\boxed{34}$", "34", 1.0),
+        ("Answer: 34\nno,\nAnswer: 35", "35", -1.0),
+        (r"it is \boxed{34}", "34", 1.0),
+        (r"\boxed{34}" + "\nAnswer: 35", "35", -1.0),
+        ("34", None, -1.0),
+        ("", None, -1.0),
+        ("Answer: 34" + " " * 300, None, -1.0),  # only the end is read
+    ],
+)
+def test_math_dapo(end, pred, score):
+    got = math_dapo("math_dapo", f"17 * 2\n{end}", "34", None)
+    assert got == {"score": score, "acc": float(score > 0), "pred": pred}
+
+
+@pytest.mark.parametrize(
+    ("turns", "last", "score"),
+    [(2, "no", -1.0), (4, "no", -0.9), (8, "no", -0.7), (30, "no", -0.6), (8, "Answer: 3", 1.0)],
+)
+def test_math_dapo_adds_to_wrong_episodes_what_retool_adds(turns, last, score):
+    about = {"num_turns": turns, "last_answer": last}
+    got = math_dapo("math_dapo", "Answer: 3", "3", about, turn_bonus=0.1)
+    assert got["score"] == pytest.approx(score)
+    with pytest.raises(ValueError, match="turn_bonus needs an episode"):
+        math_dapo("math_dapo", "Answer: 3", "3", None, turn_bonus=0.1)
 
 
 def test_math_gives_up_in_time():

@@ -1,11 +1,20 @@
 """Episodes of several chains: what is drawn, told and kept, and with which seeds."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import about
-from tests.episodes import STOPS, Scripted, ids, picture, play, prompt, same
+from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
+from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.training.chains import cut_chains
+from jaxrl_llm.training.experience import ScoreError, with_scores
+from jaxrl_llm.training.stages.scoring import check_chains
+from tests.episodes import STOPS, Scripted, config, ids, picture, play, prompt, same, sampler
 
 
 def echo(text, seed):
@@ -135,3 +144,111 @@ async def begins_with_nothing(chat):
 def test_a_chain_without_a_beginning_is_told():
     with pytest.raises(RunError, match=r"expected some from chat.new or chat.append"):
         play(Scripted(echo), [prompt("7?")], agent=begins_with_nothing)
+
+
+def test_what_was_drawn_before_is_not_drawn_again():
+    """Chains are led again from their turns, as where a push or a kill has found them."""
+    engine, sampling = Scripted(echo), SamplingParams(max_new_tokens=60, stop_ids=STOPS)
+    whole = play(engine, [prompt("7?")], agent=asks_another).episodes[0]
+    drawn = [batch[0] for batch in engine.batches]
+    for done in range(4):
+        again = Scripted(echo)
+        (state,) = begin_episodes([prompt("7?")], 1, (0, 1))
+        state.turns = [engine.answer(request) for request in drawn[:done]]
+        episodes = sampler(config(agent=asks_another))
+        try:
+            episodes.sample_states(again, [state], sampling, journal=lambda _: None)
+        finally:
+            episodes.close()
+        assert [batch[0] for batch in again.batches] == drawn[done:]
+        for name in ("tokens", "logprobs", "turn_ids", "chain_ids"):
+            assert np.array_equal(getattr(state.episode, name), getattr(whole, name))
+
+
+def counts(text, seed):
+    """Call the calculator until a summary is asked for; with the summary, answer."""
+    if text.endswith("<|user|>Summarize.<|end|><|assistant|>"):
+        return "it was 2"
+    return "3" if "it was 2" in text else "[calculator(expression='1+1')]"
+
+
+def test_a_history_that_is_too_long_is_summarized():
+    limits = {"turns": 12}
+    agent = FunctionSpec("with_compaction", {"share": 0.1, "request": "Summarize."})
+    rollouts = play(
+        Scripted(counts),
+        [prompt("1+1?")],
+        agent=agent,
+        tools=[FunctionSpec("calculator")],
+        tokens=400,
+        limits=limits,
+    )
+    (episode,) = rollouts.episodes
+    assert episode.finish == "stop"
+    assert episode.chains == 2
+    assert episode.messages[0]["content"] == "1+1?\n\nit was 2"
+    assert rollouts.texts == ["3"]
+    calls = [len(turn.get("tool_calls", ())) for turn in episode.chats[0]]
+    assert sum(calls) == len(episode.tool_records) > 1
+    assert episode.chats[0][-2]["content"] == "Summarize."
+
+
+# ---------------------------------------------------------------------------------------- batches
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Two prompts with two episodes of two chains each."""
+    prompts = [prompt("7?"), prompt("8?", 1)]
+    return play(Scripted(echo), prompts, agent=asks_another, samples=2)
+
+
+def test_an_episode_is_one_sequence_for_the_algorithm(rollouts):
+    batch = lay_out(rollouts, samples=2, max_tokens=32)
+    widest = max(len(e.prompt) + len(e.tokens) for e in rollouts.episodes)
+    assert 32 < widest <= batch.tokens.shape[1] == 64
+    assert lay_out(rollouts, samples=2, max_tokens=100).tokens.shape[1] == 100
+    scored = with_scores(batch, [Score(s, {}, None) for s in (1.0, 0.0, 3.0, 1.0)], samples=2)
+    for row, episode in enumerate(rollouts.episodes):
+        first, end = len(episode.prompt), len(episode.prompt) + len(episode.tokens)
+        assert batch.tokens[row, first:end].tolist() == episode.tokens.tolist()
+        assert batch["mask"][row, first:end].tolist() == episode.drawn.tolist()
+        ids = batch["chain_ids"][row]
+        assert (ids[:first] == 0).all()
+        assert (ids[first:end] == episode.chain_ids).all()
+        assert (ids[end:] == -1).all()
+        assert scored["rewards"][row].nonzero()[0].tolist() in ([], [end - 1])
+    assert scored["turns"].tolist() == [3] * 4
+    advantages = grpo(*map(jnp.asarray, (scored["scores"], scored["group_ids"])))
+    expected = [0.5**0.5, -(0.5**0.5)] * 2  # two episodes of each group, whatever their chains
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+
+
+def test_a_model_reads_each_chain_as_the_policy_did(rollouts):
+    batch = lay_out(rollouts, samples=2, max_tokens=32)
+    cut = cut_chains(batch, ["rollout_logprobs", "usable", "turn_ids"])
+    assert len(cut.tokens) == 8
+    for row in range(8):
+        episode, chain = rollouts.episodes[row // 2], row % 2
+        own = [p for p in episode.pieces if p.chain == chain]
+        stream = [*(episode.prompt if chain == 0 else ()), *np.concatenate([p.tokens for p in own])]
+        size = cut.sequence_lengths[row]
+        assert cut.tokens[row, :size].tolist() == stream
+        drawn = np.concatenate([p.logprobs for p in own if p.drawn])
+        assert np.array_equal(cut["rollout_logprobs"][row, :size][cut["mask"][row, :size]], drawn)
+        assert set(cut["turn_ids"][row, :size]) == ({-1, 0, 2}, {-1, 1})[chain]
+    assert cut["mask"].sum() == batch["mask"].sum()
+
+
+def test_episodes_of_one_chain_stay_as_they_are():
+    rollouts = play(Scripted(echo), [prompt("7?")], agent=appends, samples=2)
+    batch = lay_out(rollouts, samples=2, max_tokens=100)
+    assert cut_chains(batch, ["turn_ids"]) is batch
+    assert check_chains(batch, ["algorithm.pairs"]) is batch
+
+
+def test_what_compares_whole_answers_refuses_chains(rollouts):
+    batch = lay_out(rollouts, samples=2, max_tokens=32)
+    assert check_chains(batch, []) is batch
+    with pytest.raises(ScoreError, match=r"algorithm.pairs is set, and .* in 4 of 4 episodes"):
+        check_chains(batch, ["algorithm.pairs", "teacher"])

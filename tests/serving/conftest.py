@@ -37,16 +37,18 @@ class Stats(NamedTuple):
 class Scripted:
     """Answers with a text of its own, `steps` tokens at a time, until a stop or the limit.
 
-    A prompt that holds a `!` is refused, one with a `?` hangs after a first piece.
+    A prompt that holds a `!` is refused, one with a `?` hangs after a first piece, if there are
+    such traps.
     """
 
-    def __init__(self, tokenizer, steps=5):
-        self.tokenizer, self.steps = tokenizer, steps
+    def __init__(self, tokenizer, steps=5, stop=257, traps="!?"):
+        self.tokenizer, self.steps, self.stop, self.traps = tokenizer, steps, stop, traps
         self.script = "Grüße, 世界: 🙂 one two three"
         self.requests, self.given_up, self.ended = [], [], 0
 
     def answer(self, request):
-        tokens = self.tokenizer(self.script, add_special_tokens=False)["input_ids"] + [257]
+        tokens = self.tokenizer(self.script, add_special_tokens=False)["input_ids"]
+        tokens = [*tokens, self.stop]
         tokens = tokens[: request.sampling.max_new_tokens]
         for i, token in enumerate(tokens):
             if token in request.sampling.stop_ids:
@@ -58,7 +60,7 @@ class Scripted:
         return tokens, "length", None
 
     async def stream(self, request):
-        prompt = self.tokenizer.decode(request.prompt)
+        prompt = self.tokenizer.decode(request.prompt) if self.traps else ""
         if "!" in prompt:
             raise EngineError("the prompt holds a !")
         self.requests.append(request)

@@ -459,7 +459,7 @@ def test_a_reader_that_stands_still_leaves_the_gate_in_time(engine, served, monk
         await asyncio.sleep(1000)
 
     async def run():
-        replies = server._replies(ask_for("Hi", stream=True), chat=False)
+        replies = server._replies(ask_for("Hi", stream=True), "/v1/completions")
         assert (await anext(replies)).stream
         assert server.limiter.running == 1
         stream = EventStream(replies, asyncio.get_running_loop().time() + 0.2)

@@ -1,0 +1,131 @@
+"""Competition math as rows: what DAPO trains on, and the cold start of ReTool."""
+
+import json
+import re
+from pathlib import Path
+
+from jaxrl_llm.data.call_formats import write_hermes
+from jaxrl_llm.data.call_text import ToolCall
+from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
+from jaxrl_llm.data.source_rows import hub_rows
+from jaxrl_llm.data.task_rows import Messages, chat_message, turn_rows
+
+QUESTION = "*user question:*"
+PART = re.compile(r"<(code|interpreter)>(.*?)</\1>", re.DOTALL)
+FENCE = re.compile(r"```(?:python)?\n?(.*?)```", re.DOTALL)
+
+
+def dapo_math(
+    out: str | Path,
+    *,
+    source: str = "BytedTsinghua-SIA/DAPO-Math-17k",
+    validation_source: str = "BytedTsinghua-SIA/AIME-2024",
+) -> Written:
+    """Write DAPO's math problems (https://arxiv.org/abs/2503.14476), each of them once.
+
+    The published files are in verl's schema, as ours, but have each problem many times.
+
+    Args:
+        out: directory for train.parquet and validation.parquet.
+        source: a dataset on the Hugging Face hub, or a parquet or jsonl file of it.
+        validation_source: the same, to validate with.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: a source can't be read, or a row of it has no prompt or no reference answer.
+
+    >>> dapo_math("out", source="no.jsonl")
+    Traceback (most recent call last):
+    ValueError: no.jsonl: no such file
+    """
+    splits = {
+        split: _once_each(_read(given), given, split)
+        for split, given in (("train", source), ("validation", validation_source))
+    }
+    return write_splits(Path(out), splits)
+
+
+def retool_sft(out: str | Path, *, source: str = "JoeYing/ReTool-SFT") -> Written:
+    """Write the cold start of ReTool (https://arxiv.org/abs/2504.11536), a row for each turn.
+
+    Code becomes a call of the tool `python`, as Qwen's templates write it, and what the interpreter
+    says becomes a tool's message.
+
+    Args:
+        out: directory for sft.parquet.
+        source: a dataset on the Hugging Face hub, or a parquet or jsonl file of it, with two
+            `messages` in each row: the question, and the solution with <code> and <interpreter>.
+
+    Returns:
+        The file and its rows.
+
+    Raises:
+        ValueError: the source can't be read, or a row has another form.
+
+    >>> retool_sft("out", source="no.jsonl")
+    Traceback (most recent call last):
+    ValueError: no.jsonl: no such file
+    """
+    rows = [
+        turn
+        for number, row in enumerate(_read(source))
+        for turn in turn_rows(_retool_chat(row, f"{source}, row {number}"))
+    ]
+    return write_splits(Path(out), {"sft": rows})
+
+
+def _read(source: str) -> list[Row]:
+    if source.endswith((".parquet", ".jsonl")):
+        return read_rows(source)
+    return hub_rows(source, "default", "train")
+
+
+def _once_each(rows: list[Row], source: str, split: str) -> list[Row]:
+    found: dict[str, Row] = {}
+    for number, row in enumerate(rows):
+        prompt, reference = row.get("prompt"), row.get("reward_model")
+        if not prompt or not isinstance(reference, dict) or "ground_truth" not in reference:
+            raise ValueError(
+                f"{source}, row {number}: expected a prompt and reward_model.ground_truth,"
+                f" got columns {', '.join(sorted(row))}"
+            )
+        found.setdefault(
+            json.dumps(prompt),
+            {
+                "data_source": "math_dapo",
+                "prompt": prompt,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(reference["ground_truth"])},
+                "extra_info": {"split": split, "index": len(found)},
+            },
+        )
+    return [*found.values()]
+
+
+def _retool_chat(row: Row, where: str) -> Messages:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or len(messages) != 2:
+        raise ValueError(f"{where}: expected two messages, got columns {', '.join(sorted(row))}")
+    question, solution = (message["content"] for message in messages)
+    before, found, problem = question.partition(QUESTION)
+    if not found:
+        raise ValueError(f"{where}: expected a question with {QUESTION!r}, got {before[:80]!r}")
+    chat, place = [chat_message("user", _without_tags(problem))], 0
+    for part in PART.finditer(solution):
+        said, place = solution[place : part.start()].strip(), part.end()
+        if part[1] == "code":
+            chat.append(chat_message("assistant", f"{said}\n{_call(part[2])}".strip()))
+        else:  # nothing is said between code and what it gives
+            chat.append(chat_message("tool", part[2].strip()))
+    return [*chat, chat_message("assistant", _without_tags(solution[place:]))]
+
+
+def _call(code: str) -> str:
+    fenced = FENCE.search(code)
+    return write_hermes([ToolCall("python", {"code": (fenced[1] if fenced else code).strip()})])
+
+
+def _without_tags(text: str) -> str:
+    return re.sub(r"</?answer>", "", text).strip()

@@ -1,0 +1,1 @@
+"""Programs that lead episodes through an OpenAI client: their processes, and the server."""

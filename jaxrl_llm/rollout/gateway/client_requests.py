@@ -1,0 +1,152 @@
+"""What programs ask for by `/chat/completions`, and what they are told."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.serving.fields import Fields
+from jaxrl_llm.serving.messages import answer_delta, finish_reason, parse_messages, parse_tools
+from jaxrl_llm.serving.requests import parse_stops
+from jaxrl_llm.serving.responses import event
+
+MODEL = "policy"
+KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+"""What chat templates know of a message."""
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request of a program.
+
+    Attributes:
+        messages: the chat, as chat templates want it.
+        tools: that the model is told of.
+        max_tokens: of the answer; None: as the run has it.
+        stop: texts that end it.
+        stream: whether it is sent as events.
+        include_usage: whether these end with a count of tokens.
+        overridden: names of fields that ask for something else than the run does.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    overridden: tuple[str, ...] = ()
+
+
+def read_chat_request(tree: Mapping[str, Any], sampling: SamplingParams) -> ClientRequest:
+    """Read the body of a request.
+
+    How answers are drawn is the run's choice: a temperature is read and ignored. What would make
+    another distribution of the answers, as a penalty does, is refused.
+
+    Args:
+        tree: the body.
+        sampling: of the run.
+
+    Raises:
+        APIError: a field is wrong, unknown or refused.
+    """
+    fields = Fields(tree)
+    fields.take("model", str)  # programs name the one that they were written with
+    messages = parse_messages(fields.take("messages", list, []))
+    if not messages or messages[-1]["role"] == "assistant":
+        last = [message["role"] for message in messages[-1:]]
+        raise fields.refuse("messages", last, "a last message that is not the assistant's")
+    tools, choice = parse_tools(fields.take("tools", list, [])), fields.any_of("tool_choice")
+    request = ClientRequest(
+        messages=tuple(as_template_message(message) for message in messages),
+        tools=() if choice == "none" else tuple(tools),
+        max_tokens=read_max_tokens(fields),
+        stop=parse_stops(fields),
+        stream=fields.take("stream", bool, False),
+        include_usage=bool(fields.take("stream_options", dict, {}).get("include_usage")),
+        overridden=(
+            *read_overridden(fields, sampling),
+            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
+        ),
+    )
+    if fields.take("n", int, 1) != 1:
+        raise fields.refuse("n", tree["n"], "1: the same request again gets another answer")
+    if fields.take("logprobs", bool, False):
+        raise fields.refuse("logprobs", True, "none: the run keeps them itself")
+    fields.end()
+    return request
+
+
+def read_max_tokens(fields: Fields) -> int | None:
+    """Return how long an answer may be at most, by both names that there are for it."""
+    names = "max_tokens", "max_completion_tokens"
+    sizes = [fields.between(name, int, None, 1, float("inf")) for name in names]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def read_overridden(fields: Fields, sampling: SamplingParams) -> list[str]:
+    """Return the names of fields that ask for what the run decides otherwise."""
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "parallel_tool_calls": True,
+        "seed": None,
+    }
+    given = {name: fields.any_of(name) for name in own}
+    return [name for name, value in given.items() if value is not None and value != own[name]]
+
+
+def as_template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without what chat templates do not know.
+
+    >>> as_template_message({"role": "developer", "content": "Be brief.", "refusal": None})
+    {'role': 'system', 'content': 'Be brief.'}
+    """
+    plain = {name: message[name] for name in KNOWN if message.get(name) is not None}
+    return {**plain, "role": "system"} if plain["role"] == "developer" else plain
+
+
+class Reply:
+    """An answer on its way to the client.
+
+    Args:
+        id: of the answer.
+        message: the assistant's.
+        finish: of the turn.
+        prompt_tokens: before the answer.
+        tokens: of the answer.
+    """
+
+    def __init__(
+        self, id: str, message: dict[str, Any], finish: str, *, prompt_tokens: int, tokens: int
+    ) -> None:
+        """Keep what the answer says."""
+        self.message = message
+        self._finish = finish_reason(finish, has_calls="tool_calls" in message)
+        self._around = {"id": f"chatcmpl-{id}", "created": int(time.time()), "model": MODEL}
+        self._usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": prompt_tokens + tokens,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer to a request without a stream."""
+        choice = {"index": 0, "message": self.message, "finish_reason": self._finish}
+        kind = {"object": "chat.completion"}
+        return {**self._around, **kind, "choices": [choice], "usage": self._usage}
+
+    def events(self, *, include_usage: bool) -> str:
+        """Return the answer as the events of a stream, all at once."""
+        kind = {"object": "chat.completion.chunk"}
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+            for delta, finish in ((answer_delta(self.message), None), ({}, self._finish))
+        ]
+        chunks += [{"choices": [], "usage": self._usage}] if include_usage else []
+        text = "".join(event({**self._around, **kind, **chunk}) for chunk in chunks)
+        return text + "data: [DONE]\n\n"

@@ -1,0 +1,321 @@
+"""Runs programs of users, each episode in a process of its own, forked from this one.
+
+This file is run by the interpreter that has what the programs import, and needs nothing but Python
+3.9. The trainer sends lines of JSON that start or kill a program by number. It gets a line for the
+import, and one for each program's end.
+Only this process holds the connection: a program can't answer for another one.
+"""
+
+import asyncio
+import gc
+import importlib
+import inspect
+import json
+import math
+import os
+import random
+import resource
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+GIVEN = ("base_url", "api_key", "model", "row", "messages", "ground_truth", "extra_info")
+GIVEN += ("data_source", "rng", "seed")
+READ_BYTES = 2**16
+TAIL_BYTES = 4000  # of what a program prints
+RESULT_BYTES = 10**6
+DRAIN_S = 0.05  # for a pipe whose other end a child of the program may hold
+
+
+class Program:
+    """One program that runs: its process, and the ends of its pipes."""
+
+    def __init__(self, number, pid, result, output):
+        self.number, self.pid, self.result, self.output = number, pid, result, output
+        self.told, self.tail = b"", b""
+
+    def read(self, fd):
+        """Take what came through a pipe; return whether there was anything."""
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if fd == self.output:
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
+        else:
+            self.told = (self.told + data)[: RESULT_BYTES + 1]
+        return bool(data)
+
+    def drain(self):
+        """Take what is left in the pipes, and close them."""
+        end = time.monotonic() + DRAIN_S
+        for fd in (self.result, self.output):
+            while self.read(fd) and time.monotonic() < end:
+                pass
+            os.close(fd)
+
+
+class Runner:
+    """Starts programs, and tells the trainer how they end."""
+
+    def __init__(self, connection, spec):
+        self.connection, self.spec, self.function = connection, spec, None
+        self.programs, self.pending = {}, b""
+        self.selector = selectors.DefaultSelector()
+        self.awake, self.wake = os.pipe()
+        for fd in (self.awake, self.wake):
+            os.set_blocking(fd, False)
+
+    def tell(self, **message):
+        """Write a line to the trainer."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(self.connection, data) :]
+
+    def run(self):
+        """Import the program, and run it until the connection ends."""
+        try:
+            if self.spec["run"]:
+                self.function = load(self.spec)
+        except BaseException as error:
+            self.tell(load_error=described(error))
+            return
+        gc.collect()
+        gc.freeze()  # collections in the programs would write to, and so copy, all of these pages
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
+        self.selector.register(self.connection, selectors.EVENT_READ)
+        self.selector.register(self.awake, selectors.EVENT_READ)
+        self.tell(load_error=None)
+        while self.turn():
+            pass
+
+    def turn(self):
+        """Do what has come; return whether the connection is there."""
+        for key, _ in self.selector.select():
+            if key.fd == self.connection:
+                data = os.read(self.connection, READ_BYTES)
+                if not data:
+                    return False
+                *lines, self.pending = (self.pending + data).split(b"\n")
+                for line in lines:
+                    self.take(json.loads(line))
+            elif key.fd == self.awake:
+                with suppress(BlockingIOError):
+                    os.read(self.awake, READ_BYTES)
+            elif key.data in self.programs.values() and not key.data.read(key.fd):
+                self.selector.unregister(key.fd)
+        self.reap()
+        return True
+
+    def take(self, message):
+        """Start or kill a program."""
+        if "start" in message:
+            self.start(message["start"], message["given"])
+            return
+        for program in self.programs.values():
+            if program.number == message["kill"]:
+                kill_all(program.pid)
+
+    def start(self, number, given):
+        """Fork a process for a program."""
+        (result, tells), (output, prints) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become_program(given, tells, prints)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(tells)
+        os.close(prints)
+        program = self.programs[pid] = Program(number, pid, result, output)
+        for fd in (result, output):
+            os.set_blocking(fd, False)
+            self.selector.register(fd, selectors.EVENT_READ, program)
+
+    def become_program(self, given, tells, prints):
+        """Run a program in the process that was forked for it."""
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self.selector.close()
+        others = [fd for p in self.programs.values() for fd in (p.result, p.output)]
+        for fd in (self.connection, self.awake, self.wake, *others):
+            with suppress(OSError):
+                os.close(fd)
+        limit_memory(self.spec["memory_gb"])
+        for name in ("base_url", "api_key", "model"):
+            os.environ["OPENAI_" + name.upper()] = given[name]
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(given).encode())
+            file.seek(0)
+            os.dup2(file.fileno() if self.function is None else os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(prints, 1)
+        os.dup2(prints, 2)
+        os.close(prints)
+        if self.function is None:
+            self.become_command()
+        message = call(self.function, self.spec["keywords"], given)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        with os.fdopen(tells, "wb") as file:
+            file.write(json.dumps(message).encode())
+        os._exit(0)
+
+    def become_command(self):
+        """Replace this process by the command of the config."""
+        words = self.spec["command"]
+        try:
+            os.execvp(words[0], words)
+        except OSError as error:
+            os.write(2, f"can't run {words[0]!r}: {error}\n".encode())
+            os._exit(127)
+
+    def reap(self):
+        """Tell how programs have ended, and end what they have left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            program = self.programs.pop(pid, None)
+            if program is None:
+                continue
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            for fd in (program.result, program.output):
+                with suppress(KeyError):
+                    self.selector.unregister(fd)
+            program.drain()
+            code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            answer = {"end": program.number, "output": program.tail.decode(errors="replace")}
+            self.tell(**answer, **self.result(program, code))
+
+    def result(self, program, code):
+        """Return what came of a program: its value, or its error."""
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if code != 0 or self.function is None:
+            last = program.tail.decode(errors="replace").strip().rpartition("\n")[2]
+            return {"value": None, "error": how + (f": {last}" if last else "") if code else None}
+        with suppress(ValueError, RecursionError):
+            message = json.loads(program.told)
+            if isinstance(message, dict) and set(message) == {"value", "error"}:
+                return message
+        return {"value": None, "error": "ended without a result"}
+
+
+def call(function, keywords, given):
+    """Call a program with what it asks for; return its value or its error."""
+    random.seed(given["seed"])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(given["seed"] % 2**32)
+    values = {**given, "row": SimpleNamespace(**given["row"]), "rng": random.Random(given["seed"])}
+    asked = {n: values[n] for n in inspect.signature(function).parameters if n in GIVEN}
+    try:
+        value = function(**asked, **keywords)
+        if inspect.isawaitable(value):
+            value = asyncio.run(awaited(value))
+        if value is not None:
+            number = float(value) if not isinstance(value, (str, bytes)) else math.nan
+            if not math.isfinite(number):
+                raise ValueError(
+                    f"the program returned {value!r}, expected None or a finite number"
+                )
+            value = number
+    except BaseException as error:
+        traceback.print_exc()
+        return {"value": None, "error": described(error)}
+    return {"value": value, "error": None}
+
+
+async def awaited(value):
+    """Await something; `asyncio.run` takes coroutines only."""
+    return await value
+
+
+def load(spec):
+    """Return the function that a spec names, which takes its keywords."""
+    where, _, name = spec["run"].rpartition(":")
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        sys.path.insert(0, str(path.parent))  # as `python my_agent.py` has it
+        module = importlib.import_module(path.stem)
+    else:
+        module = importlib.import_module(where)
+    function = getattr(module, name)
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [p.name for p in parameters if p.name in named and p.default is p.empty]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for keyword in spec["keywords"]:
+            if keyword not in named:
+                raise TypeError(f"{name} takes no {keyword!r}; it takes {', '.join(named)}")
+    for keyword in needed:
+        if keyword not in GIVEN and keyword not in spec["keywords"]:
+            raise TypeError(
+                f"{name} asks for {keyword!r}, which is no key of the config and not among what a "
+                f"program is given: {', '.join(GIVEN)}"
+            )
+    return function
+
+
+def described(error):
+    """Return the last line of an error's traceback, with the place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return " ".join(text.split())[:1000] + place
+
+
+def limit_memory(memory_gb):
+    """Limit what this process and each that it starts may take."""
+    if memory_gb is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = int(memory_gb * 1e9)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def kill_all(pid):
+    """Kill a process, its group, and all that it has started and that has not left it."""
+    below, parents = [pid], [pid]
+    while parents:
+        with suppress(OSError, ValueError):
+            parent = parents.pop()
+            with suppress(OSError):
+                os.kill(parent, signal.SIGSTOP)  # it starts nothing while we look
+            tasks = Path(f"/proc/{parent}/task")
+            for task in tasks.iterdir():
+                children = [int(child) for child in (task / "children").read_text().split()]
+                below += children
+                parents += children
+    for one in below:
+        with suppress(OSError):
+            os.kill(one, signal.SIGKILL)
+    with suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main():
+    """Serve on a connection, given by its number, what the JSON behind it says."""
+    connection, spec = int(sys.argv[1]), json.loads(sys.argv[2])
+    os.set_inheritable(connection, False)
+    sys.path[:0] = spec["search"]
+    with suppress(BrokenPipeError, ConnectionResetError):
+        Runner(connection, spec).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""The process from which programs are forked, as the trainer sees it."""
+
+import ast
+import itertools
+import json
+import os
+import pickle
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeGuard
+
+from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.functions import closest
+from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.workers.answers import decode_load_error, to_plain
+from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.process import LaunchOptions, WorkerProcess, WorkerProgram
+
+RUNNER = Path(__file__).with_name("program_runner.py")
+PROGRAM = WorkerProgram("jaxrl_llm.rollout.gateway.programs:serve", "rollout.tool_process.")
+OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
+
+
+class ProgramSpec(NamedTuple):
+    """What to run for each episode.
+
+    Attributes:
+        run: `my_agent.py:main` or `pkg.mod:main`; None: a command.
+        command: its words.
+        python: the interpreter that imports `run`; None: this one.
+        keywords: of the function, as JSON has them.
+        memory_gb: GB that each process may take; None sets no limit.
+        pass_env: variables of the environment that programs get besides the usual ones.
+    """
+
+    run: str | None
+    command: tuple[str, ...]
+    python: str | None
+    keywords: str
+    memory_gb: float | None
+    pass_env: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self.run or self.command[0]
+
+
+class ProgramEnd(NamedTuple):
+    """How a program has ended.
+
+    Attributes:
+        value: that it returned.
+        error: why there is none; a line.
+        output: the end of what it printed.
+    """
+
+    value: float | None
+    error: str | None
+    output: str
+
+
+class ProgramPool:
+    """Runs a program for each episode.
+
+    Args:
+        spec: what to run.
+
+    Raises:
+        RunError: the program can't be imported, or its process can't be kept alive.
+    """
+
+    def __init__(self, spec: ProgramSpec) -> None:
+        """Start the process that imports it, and return."""
+        self._spec, self._numbers = spec, itertools.count()
+        self._inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._running: dict[int, Future[ProgramEnd]] = {}
+        self._ready: Future[None] = Future()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._closed, self._lock = False, threading.Lock()
+        limits = Limits(None, None, spec.pass_env)
+        told = {
+            "python": spec.python,
+            "run": spec.run,
+            "command": list(spec.command),
+            "keywords": json.loads(spec.keywords),
+            "memory_gb": spec.memory_gb,
+            "search": [] if spec.python else [p for p in sys.path if p],
+        }
+        self._worker = WorkerProcess(PROGRAM, told, 0.0, LaunchOptions(limits=limits))
+        self._thread = threading.Thread(target=self._run, name="programs", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Return once the program is imported.
+
+        Raises:
+            RunError: it can't be.
+        """
+        self._ready.result()
+
+    def start(self, given: Mapping[str, Any]) -> tuple[int, Future[ProgramEnd]]:
+        """Start the program of an episode; return its number and its end.
+
+        Args:
+            given: what it may ask for.
+        """
+        number, future = next(self._numbers), Future[ProgramEnd]()
+        with self._lock:
+            if self._closed:
+                raise RunError(f"rollout.agent: the process of {self._spec.name} has ended")
+            self._running[number] = future
+        self._tell({"start": number, "given": given})
+        return number, future
+
+    def kill(self, number: int) -> None:
+        """Kill a program with all that it has started, if it still runs."""
+        self._tell({"kill": number})
+
+    def close(self) -> None:
+        """Kill all programs."""
+        self._fail("it was closed")
+        self._thread.join()
+        self._worker.stop()
+        self._wake.close()
+        self._woken.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._inbox.put(message)
+        with suppress(OSError):  # it is full, and the thread will wake up; or all is closed
+            self._wake.send(b"x")
+
+    def _fail(self, reason: str) -> None:
+        error = RunError(f"rollout.agent: {self._spec.name}: {reason}")
+        with self._lock:
+            self._closed = True
+            waiting, self._running = list(self._running.values()), {}
+        for future in (self._ready, *waiting):
+            if not future.done():
+                future.set_exception(error)
+        self._tell({})
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._turn()
+        except Exception as error:
+            self._fail(repr(error))
+
+    def _turn(self) -> None:
+        with suppress(Empty):
+            while self._ready.done():
+                message = self._inbox.get_nowait()
+                if message:
+                    text = json.dumps(message, default=to_plain)
+                    self._worker.channel.send(text.encode() + b"\n")
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            self._worker.watch(selector)
+            active = {key.data for key, _ in selector.select()}
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        if self._worker not in active:
+            return
+        channel = self._worker.channel
+        channel.flush()
+        lines = channel.receive()
+        for line in lines:
+            self._take(line)
+        if not lines and self._worker.has_ended() and not self._closed:
+            self._fail(f"the process of the programs {self._worker.end_reason()}")
+
+    def _take(self, line: bytes) -> None:
+        """Take a line that the runner has written."""
+        if not self._ready.done():
+            load_error = decode_load_error(line)
+            if load_error is not None:
+                self._fail(f"it can't be loaded: {load_error}")
+            else:
+                self._ready.set_result(None)
+            return
+        end = json.loads(line)
+        with self._lock:
+            future = self._running.pop(end["end"], None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(ProgramEnd(end["value"], end["error"], end["output"]))
+
+
+def serve(connection: int, *, memory_gb: float | None) -> None:
+    """Become the runner, in the interpreter of the programs.
+
+    Args:
+        connection: the descriptor of our end of the connection.
+        memory_gb: of the worker's limits; the runner sets those of its programs.
+    """
+    with open(connection, "rb", closefd=False) as requests:  # only the spec is there yet
+        told = pickle.load(requests)
+    environment, python = dict(os.environ), told["python"] or sys.executable
+    if told["python"]:
+        for name in OF_THIS_PYTHON:
+            environment.pop(name, None)
+    os.set_inheritable(connection, True)
+    words = [python, str(RUNNER), str(connection), json.dumps(told)]
+    os.execve(python, words, environment)
+
+
+def given_to_program(address: str, secret: str, row: EpisodeRow, seed: int) -> dict[str, Any]:
+    """Return what a program may ask for by name, as JSON has it.
+
+    Args:
+        address: of the gateway for this episode.
+        secret: of the episode.
+        row: of the data.
+        seed: of the program's random numbers.
+    """
+    fields = {
+        "index": row.index,
+        "data_source": row.data_source,
+        "ground_truth": row.ground_truth,
+        "extra_info": row.extra_info,
+        "messages": row.messages,
+    }
+    return {
+        "base_url": address,
+        "api_key": secret,
+        "model": "policy",
+        "row": fields,
+        "seed": seed,
+        **{name: value for name, value in fields.items() if name != "index"},
+    }
+
+
+def check_program(keywords: Mapping[str, Any]) -> None:
+    """Refuse what can be seen to be no program, before anything is loaded.
+
+    What is in another interpreter's environment is not imported here.
+
+    Args:
+        keywords: of `openai_program`, as the config gives them.
+
+    Raises:
+        ConfigError: neither or both of `run` and `command`; there is no such file or function.
+    """
+    key, run, command = "rollout.agent", keywords.get("run"), keywords.get("command")
+    if (run is None) == (not command):
+        raise ConfigError(
+            f"{key}: openai_program needs either run: my_agent.py:main or command: [...], got "
+            f"run={run!r} and command={command!r}"
+        )
+    if run is None:
+        if isinstance(command, str) or not all(isinstance(word, str) for word in command):
+            raise ConfigError(f"{key}.command: got {command!r}, expected a list of words")
+        if more := sorted(keywords.keys() - {"command", "host", "idle_s"}):
+            raise ConfigError(f"{key}: a command takes no {', '.join(more)}")
+        return
+    where, _, name = run.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ConfigError(f"{key}.run: got {run!r}, expected my_agent.py:main or pkg.mod:main")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise ConfigError(f"{key}.run: no file {str(Path(where).resolve())!r}")
+        names = [node.name for node in ast.parse(Path(where).read_bytes()).body if is_def(node)]
+        if name not in names:
+            raise ConfigError(f"{key}.run: no function {name!r} in {where}; {closest(name, names)}")
+
+
+def is_def(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Tell whether a statement defines a function."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

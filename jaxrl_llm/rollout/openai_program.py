@@ -1,0 +1,98 @@
+"""An agent that is a program of its own, written for any library with an OpenAI client."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.rollout.chat import BrokenEpisode, Chat
+from jaxrl_llm.rollout.gateway.programs import ProgramEnd, ProgramSpec, given_to_program
+from jaxrl_llm.rollout.gateway.server import EpisodeGateway
+from jaxrl_llm.rollout.gateway.session import GatewaySession
+from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.seeds import tool_seed
+
+LOOK_S = 1.0  # between two looks whether a program does anything
+
+
+async def openai_program(
+    chat: Chat,
+    row: EpisodeRow,
+    gateway: EpisodeGateway,
+    *,
+    run: str | None = None,
+    command: Sequence[str] | None = None,
+    python: str | None = None,
+    host: str = "127.0.0.1",
+    idle_s: float = 300.0,
+    **keywords: Any,
+) -> None:
+    """Let a program lead the episode by requests to an OpenAI-compatible server.
+
+    Either `run` or `command`. Each episode has a process and an address of its own. The number that
+    a function returns is the episode's `environment_score`.
+
+    Args:
+        chat: of the episode.
+        row: of the data.
+        gateway: answers the requests.
+        run: `my_agent.py:main` or `pkg.mod:main`, a function, async or not. It may ask by name for
+            base_url, api_key, model, row, messages, ground_truth, extra_info, data_source, rng and
+            seed.
+        command: the words of a command, which gets these values as JSON on its standard input.
+        python: the interpreter that runs `run`, where its libraries have an environment of their
+            own; null is this one.
+        host: address at which programs reach the server.
+        idle_s: seconds that a program may take without a request; then it is killed.
+        **keywords: of the function.
+
+    Raises:
+        RunError: the program can't be loaded.
+        BrokenEpisode: it raised, ended with an exit code other than 0, or did nothing for long.
+    """
+    server, session = gateway
+    memory_gb, _, pass_env = server.limits
+    words, told = tuple(command or ()), json.dumps(keywords, sort_keys=True)
+    spec = ProgramSpec(run, words, python, told, memory_gb, pass_env)
+    pool = await asyncio.to_thread(server.programs, spec)
+    with server.serving(session, host) as (address, secret):
+        given = given_to_program(address, secret, row, tool_seed(chat.seed))
+        number, ended = pool.start(given)
+        try:
+            end = await _wait_for_end(asyncio.wrap_future(ended), session, idle_s)
+        finally:
+            pool.kill(number)
+            await session.end()
+    if session.prompt_error is not None and not chat.turn:
+        raise BrokenEpisode(session.prompt_error)
+    if end is None or end.error is not None:
+        if session.is_limited:
+            return
+        reason = f"did nothing for {idle_s:g} s" if end is None else str(end.error)
+        server.tally.warn_once(
+            reason.partition(":")[0],
+            "%s: %s\n%s",
+            *(spec.name, reason, "" if end is None else end.output),
+        )
+        raise BrokenEpisode(f"{spec.name}: {reason}")
+    chat.score = end.value
+
+
+async def _wait_for_end(
+    ended: "asyncio.Future[ProgramEnd]", session: GatewaySession, idle_s: float
+) -> ProgramEnd | None:
+    """Return how a program has ended; None where it has done nothing for long.
+
+    Raises:
+        EngineFailure: the engine failed.
+    """
+    while session.idle_s < idle_s:
+        look = min(LOOK_S, idle_s)
+        await asyncio.wait(
+            [ended, session.failure], timeout=look, return_when=asyncio.FIRST_COMPLETED
+        )
+        if session.failure.done():
+            session.failure.result()
+        if ended.done():
+            return ended.result()
+    return None

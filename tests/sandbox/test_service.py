@@ -1,0 +1,204 @@
+"""The level `service` against a server that answers as SandboxFusion does, or in any other way."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.sandbox.loading import open_interpreter
+from jaxrl_llm.sandbox.types import CodeLimits
+
+LIMITS = CodeLimits(cpu_s=1.0, wall_s=2.0, output_bytes=1000)
+
+
+def executed(body):
+    """Answer as SandboxFusion does, with its names and values."""
+    run = {"status": "Finished", "execution_time": 0.01, "return_code": 0}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", body["code"]],
+            input=body["stdin"],
+            capture_output=True,
+            text=True,
+            timeout=body["run_timeout"],
+        )
+        run |= {"return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+    except subprocess.TimeoutExpired:
+        run |= {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
+    status = "Success" if run["return_code"] == 0 else "Failed"
+    return {"status": status, "message": "", "compile_result": None, "run_result": run, "files": {}}
+
+
+LIES = {
+    "no json": b"<html>",
+    "nested": b"[" * 100_000,
+    "list": b"[]",
+    "empty": b"{}",
+    "numbers": b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0,'
+    b' "stdout": 1, "stderr": {}}}',
+    "success that failed": b'{"status": "Success", "run_result": {"status": "Finished",'
+    b' "return_code": 1}}',
+    "failure without a code": b'{"status": "Failed", "run_result": {"status": "Finished",'
+    b' "return_code": null}}',
+    "error": b'{"status": "SandboxError", "message": "no room", "run_result": null}',
+    "not utf-8": b"\xff\xfe",
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.asked.append((self.path, body))
+        word = body["code"].removeprefix("# ")
+        if server.failing:
+            server.failing -= 1
+            self.reply(b"busy", 503)
+        elif word == "refused":
+            self.reply(b"no", 403)
+        elif word == "hang":
+            server.ending.wait(20)
+        elif word == "drip":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not server.ending.wait(0.05):
+                    self.wfile.write(b" ")
+        elif word == "gigabyte":
+            self.send_response(200)
+            self.send_header("Content-Length", str(10**9))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    self.wfile.write(b" " * 10**6)
+                    server.sent += 1
+        elif word == "cut":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"{")
+            self.close_connection = True
+        else:
+            self.reply(LIES.get(word) or json.dumps(executed(body)).encode())
+
+    def reply(self, content, status=200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def server():
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request, client_address):
+            pass  # the other side has hung up
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        server.asked, server.failing, server.sent = [], 0, 0
+        server.ending = threading.Event()
+        server.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.ending.set()
+        server.shutdown()
+        thread.join()
+
+
+def open_service(server, limits=LIMITS, path=""):
+    return open_interpreter("service", limits, url=server.url + path)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/run_code"])
+def test_what_is_asked_is_what_the_server_takes(server, path):
+    with open_service(server, path=path) as interpreter:
+        result = interpreter.run("print(input())", stdin="7\n")
+    assert result[:4] == ("7\n", "", None, "")
+    assert result.seconds > 0
+    tried, (asked_path, body) = server.asked
+    assert tried[0] == asked_path == "/run_code"
+    assert body == {
+        "code": "print(input())",
+        "language": "python",
+        "stdin": "7\n",
+        "run_timeout": 1.0,
+        "memory_limit_MB": 256,
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "failure", "reason"),
+    [
+        ("1 / 0", "error", "ZeroDivisionError: division by zero"),
+        ("exit(3)", "error", "exit code 3"),
+        ("import time; time.sleep(9)", "timeout", "it took more than 1 s"),
+        ("raise MemoryError", "memory", "it needs more than 256 MB"),
+        ("import os; os.kill(os.getpid(), 9)", "killed", "exit code -9"),
+    ],
+)
+def test_code_that_fails_is_told(server, code, failure, reason):
+    with open_service(server) as interpreter:
+        result = interpreter.run(code)
+    assert (result.failure, result.reason) == (failure, reason)
+
+
+def test_long_output_loses_its_middle(server):
+    with open_service(server) as interpreter:
+        output = interpreter.run("print('a' * 10**5)").output
+    assert "bytes left out" in output and len(output) < 1100
+
+
+@pytest.mark.parametrize("word", [*LIES, "cut"])
+def test_an_answer_that_is_none_is_no_fault_of_the_code(server, word):
+    with open_service(server, LIMITS._replace(wall_s=0.4)) as interpreter:
+        result = interpreter.run(f"# {word}")
+        assert interpreter.run("print(1)").output == "1\n"
+    assert result.failure == "unavailable"
+    assert server.url in result.reason
+    assert result.output == ""
+
+
+@pytest.mark.parametrize("word", ["hang", "drip", "gigabyte"])
+def test_a_server_that_does_not_come_to_an_end_is_left(server, word):
+    began = time.monotonic()
+    with open_service(server, LIMITS._replace(wall_s=0.5)) as interpreter:
+        result = interpreter.run(f"# {word}")
+    assert result.failure == "unavailable"
+    assert time.monotonic() - began < 10
+    assert server.sent < 200
+
+
+def test_what_may_pass_is_asked_again_and_what_may_not_is_not(server):
+    with open_service(server, LIMITS._replace(wall_s=20.0)) as interpreter:
+        server.failing = 2
+        assert interpreter.run("print(1)").output == "1\n"
+        assert len(server.asked) == 4
+        result = interpreter.run("# refused")
+        assert len(server.asked) == 5
+    assert result.failure == "unavailable"
+    assert "403" in result.reason and "try 1" in result.reason
+
+
+def test_state_is_refused(server):
+    with pytest.raises(ConfigError, match="keeps no names from run to run; set keep_state: false"):
+        open_interpreter("service", url=server.url, keep_state=True)
+
+
+def test_a_server_that_is_not_there_is_refused_at_the_start(server, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.sandbox.service.TRIED", LIMITS._replace(wall_s=0.1))
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/run_code: ConnectError"):
+        open_interpreter("service", url="http://127.0.0.1:9")

@@ -1,0 +1,404 @@
+"""Calls of tools and reasoning in chats, and the Responses API, with templates of real models."""
+
+import contextlib
+import functools
+import json
+import urllib.request
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.serve import find_call_format
+from jaxrl_llm.serving.answers import AnswerStream
+from jaxrl_llm.serving.app import make_app
+from jaxrl_llm.serving.fields import APIError
+from jaxrl_llm.serving.messages import read_answer
+from jaxrl_llm.serving.requests import ServedModel, parse_chat
+from jaxrl_llm.serving.responses_api import chat_request
+from tests.data.real_templates import build
+from tests.serving.conftest import Scripted
+
+CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
+QUESTION = {"role": "user", "content": "How warm is it?"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["place", "days"],
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+ARGUMENTS = {"place": "Zürich", "days": 3}
+TEMPLATES = ["qwen3_8", "qwen2_5", "llama3_1", "lfm2_v2", "mistral", "deepseekv31"]
+
+
+@functools.cache
+def model_of(name):
+    """Return what is served under a real model's template."""
+    tokenizer, stops = build(name)
+    form = find_call_format(tokenizer, None)
+    return ServedModel("tiny", tokenizer, stops, len(tokenizer), 8192, 8, None, form)
+
+
+def ids(name, text):
+    return build(name)[0](text, add_special_tokens=False)["input_ids"]
+
+
+def render(name, chat, *, more=True, tools=(TOOL,)):
+    """Return a chat as `transformers` renders it."""
+    return build(name)[0].apply_chat_template(
+        chat, tools=list(tools), tokenize=False, add_generation_prompt=more
+    )
+
+
+def called(name, count=1, identity="abcdefgh{}"):
+    """Return the assistant's message with calls, as the template wants it."""
+    as_text = name.startswith("deepseek")
+    arguments = json.dumps(ARGUMENTS, ensure_ascii=False) if as_text else ARGUMENTS
+    function = {"name": "weather", "arguments": arguments}
+    calls = [
+        {"id": identity.format(i), "type": "function", "function": function} for i in range(count)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def written(name, count=1):
+    """Return how the template itself writes calls, without the turn's end."""
+    whole, before = (
+        render(name, [QUESTION, called(name, count)], more=False),
+        render(name, [QUESTION]),
+    )
+    assert whole.startswith(before), "take a template that is append-only"
+    text = whole[len(before) :]
+    stops = build(name)[0].convert_ids_to_tokens(list(build(name)[1]))
+    return text[: min(place for stop in stops if (place := text.find(stop)) >= 0)]
+
+
+@pytest.fixture
+def connect():
+    """(template, script) -> an openai client of a server whose model says the script."""
+    with contextlib.ExitStack() as stack:
+
+        def run(name, script):
+            from tests.listening import listening
+
+            served = model_of(name)
+            engine = Scripted(served.tokenizer, stop=served.stop_ids[0], traps="")
+            engine.script = script
+            address = stack.enter_context(listening(make_app(engine, served, LimitsConfig(), None)))
+            made = openai.OpenAI(base_url=f"{address}/v1", **CLIENT)
+            made.engine, made.address = engine, address
+            return stack.enter_context(made)
+
+        yield run
+
+
+def prompt_of(client):
+    """Return the text of the newest prompt."""
+    return client.engine.tokenizer.decode(client.engine.requests[-1].prompt)
+
+
+# --------------------------------------------------------------------------------------- chats
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_a_template_writes_is_read_and_told_again(connect, name):
+    """The oracle is `transformers`: what it renders is what the model says and is asked."""
+    client = connect(name, written(name))
+    ask = {"model": "tiny", "tools": [TOOL], "seed": 0}
+    choice = client.chat.completions.create(messages=[QUESTION], **ask).choices[0]
+    assert prompt_of(client) == render(name, [QUESTION])
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    with client.chat.completions.stream(messages=[QUESTION], **ask) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert [(c.id, c.function.arguments) for c in streamed.message.tool_calls] == [
+        (call.id, call.function.arguments)
+    ]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
+    chat = [QUESTION, choice.message.model_dump(), result]
+    client.chat.completions.create(messages=chat, **ask)
+    expected = [QUESTION, called(name, identity=call.id), result | {"name": "weather"}]
+    assert prompt_of(client) == render(name, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "mistral"])
+def test_several_calls_have_ids_of_their_own(connect, name):
+    client = connect(name, written(name, 2))
+    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
+    seen = []
+    for n, told in ((2, []), (1, [{"role": "assistant", "content": "x"}, QUESTION])):
+        answer = client.chat.completions.create(**ask | {"n": n, "messages": [QUESTION, *told]})
+        seen += [call.id for choice in answer.choices for call in choice.message.tool_calls]
+    assert len(seen) == 6
+    if name == "mistral":  # the model writes ids of nine letters
+        assert seen == ["abcdefgh0", "abcdefgh1"] * 3
+    else:
+        assert len(set(seen)) == 6
+
+
+def test_text_comes_before_a_call_and_is_streamed_before_it(connect):
+    client = connect("qwen2_5", "Let me see.\n" + written("qwen2_5"))
+    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
+    message = client.chat.completions.create(**ask).choices[0].message
+    assert (message.content, len(message.tool_calls)) == ("Let me see.", 1)
+    deltas = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **ask)]
+    assert len([d for d in deltas if d.content]) > 1
+    assert "".join(d.content or "" for d in deltas) == "Let me see."
+    assert [bool(d.tool_calls) for d in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_reasoning_is_apart_in_both_apis(connect):
+    client = connect("qwen3_8", "I guess.\n</think>\n\n18 degrees")  # the prompt has <think>
+    choice = client.chat.completions.create(model="tiny", messages=[QUESTION]).choices[0]
+    assert (choice.message.content, choice.message.reasoning_content) == ("18 degrees", "I guess.")
+    response = client.responses.create(model="tiny", input="How warm is it?")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "I guess."
+    assert response.output_text == "18 degrees"
+    # kept with the turn that it led to, as transformers renders it
+    turns = [*response.output, {"role": "user", "content": "And now?"}]
+    client.responses.create(model="tiny", input=[QUESTION, *turns])
+    answer = {"role": "assistant", "content": "18 degrees", "reasoning_content": "I guess."}
+    chat = [QUESTION, answer, {"role": "user", "content": "And now?"}]
+    assert prompt_of(client) == render("qwen3_8", chat, tools=())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["<tool_call>\n{no JSON}\n</tool_call>", '<tool_call>\n{"name": "weather"', "<tool_call>"],
+)
+def test_a_call_that_can_not_be_read_stays_in_the_text(connect, wrong):
+    script = f"So: {written('qwen2_5')}\n{wrong}"
+    client = connect("qwen2_5", script)
+    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
+    choice = client.chat.completions.create(**ask).choices[0]
+    assert (choice.message.content, choice.message.tool_calls) == (script, None)
+    assert choice.finish_reason == "stop"
+    chunks = list(client.chat.completions.create(stream=True, **ask))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == script
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_without_tools_nothing_is_taken_for_a_call(connect):
+    script = written("qwen2_5")
+    client = connect("qwen2_5", script)
+    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        answer = client.chat.completions.create(model="tiny", messages=[QUESTION], **more)
+        assert answer.choices[0].message.content == script
+        assert prompt_of(client) == render("qwen2_5", [QUESTION], tools=())
+
+
+def test_an_answer_that_is_cut_in_a_call_has_none(connect):
+    client = connect("qwen2_5", written("qwen2_5"))
+    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION], "max_tokens": 12}
+    choice = client.chat.completions.create(**ask).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content.startswith("<tool_call>")
+
+
+WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[", "{", "f(x=1)]", " \n", "é🙂"]
+WORDS += ['{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}', "STOP", "a b", "<to"]
+SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=7).map("".join)
+
+
+@given(SCRIPTS, st.lists(st.integers(1, 40), max_size=6), st.booleans(), st.data())
+def test_deltas_make_up_what_the_whole_answer_is_read_as(script, ends, opens, data):
+    """Whatever is said, and however it is cut; white space at the ends aside, as calls drop it."""
+    name = data.draw(st.sampled_from(["qwen2_5", "llama3_1", "lfm2_v2", "plain"]))
+    if name == "plain":  # no marker is a token of its own
+        tokenizer, stops = build("phi3")
+        template = TurnTemplate(tokenizer, stops, tools=[TOOL], call_format="hermes")
+    else:
+        tokenizer, stops = build(name)
+        template = TurnTemplate(tokenizer, stops, tools=[TOOL])
+    prompt = tokenizer("Hi<think>\n" if opens else "Hi", add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(script, add_special_tokens=False)["input_ids"]
+    if "STOP" in script:  # the engine ends there
+        tokens = next(
+            tokens[:i] for i in range(len(tokens) + 1) if "STOP" in tokenizer.decode(tokens[:i])
+        )
+    whole = read_answer(template, tokens, prompt=prompt, stops=["STOP"])
+    stream = AnswerStream(template, prompt=prompt, index=0, stops=["STOP"])
+    got = {"reasoning_content": "", "content": "", "tool_calls": []}
+    cuts = sorted({0, len(tokens), *(end for end in ends if end < len(tokens))})
+    for start, end in zip(cuts, [*cuts[1:], len(tokens)], strict=True):
+        if not stream.stopped:
+            for key, value in stream.push(tokens[start:end], last=end == len(tokens)).items():
+                got[key] += value
+    late = not opens and "</think>" in script.partition("<think>")[0]  # was shown as text before
+    if not late:
+        assert got["reasoning_content"].strip() == whole.reasoning.strip()
+        assert got["content"].strip() == whole.text.strip()
+    assert [c["id"] for c in got["tool_calls"]] == [call.id for call in whole.calls]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "function", "function": {}}]},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"tools": [TOOL], "parallel_tool_calls": False},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        {
+            "messages": [
+                called("qwen") | {"tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}
+            ]
+        },
+    ],
+)
+def test_what_can_not_be_kept_is_refused(fields):
+    with pytest.raises(APIError, match="tool") as caught:
+        parse_chat({"messages": [QUESTION]} | fields, model_of("qwen2_5"))
+    assert caught.value.status == 400
+
+
+def test_tools_are_refused_where_the_format_of_calls_is_unknown(served):
+    with pytest.raises(APIError, match="call_format: the chat template writes no calls"):
+        parse_chat({"messages": [QUESTION], "tools": [TOOL]}, served)
+
+
+# ----------------------------------------------------------------------------------- responses
+
+
+def events_of(client, **fields):
+    """Return the events of a stream as they were sent, each checked by OpenAI's own types."""
+    body = json.dumps({"stream": True, "input": "How warm is it?"} | fields).encode()
+    asked = urllib.request.Request(
+        f"{client.address}/v1/responses", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        blocks = answer.read().decode().strip().split("\n\n")
+    events = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
+    for block, event in zip(blocks, events, strict=True):
+        assert block.startswith(f"event: {event['type']}\n")
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    return events
+
+
+def test_a_response_has_openais_form(connect):
+    client = connect("qwen2_5", "Let me see.\n" + written("qwen2_5", 2))
+    ask = {
+        "model": "tiny",
+        "input": "How warm is it?",
+        "tools": [FLAT],
+        "instructions": "Be brief.",
+    }
+    raw = client.responses.with_raw_response.create(**ask)
+    Response.model_validate(raw.http_response.json(), strict=True)
+    response = raw.parse()
+    system = {"role": "system", "content": "Be brief."}
+    assert prompt_of(client) == render("qwen2_5", [system, QUESTION])
+    text, *calls = response.output
+    assert (text.type, response.output_text) == ("message", "Let me see.")
+    assert [(c.name, json.loads(c.arguments)) for c in calls] == [("weather", ARGUMENTS)] * 2
+    assert response.status == "completed"
+    assert response.usage.input_tokens == len(client.engine.requests[-1].prompt)
+    assert response.usage.output_tokens == len(ids("qwen2_5", client.engine.script)) + 1
+    # the next turn, as the Agents SDK sends it, is the chat's
+    outputs = [
+        {"type": "function_call_output", "call_id": c.call_id, "output": f"{i} degrees"}
+        for i, c in enumerate(calls)
+    ]
+    client.responses.create(**ask | {"input": [QUESTION, *response.output, *outputs]})
+    told = [{"role": "tool", "content": f"{i} degrees"} for i in range(2)]
+    turn = called("qwen2_5", 2) | {"content": "Let me see."}
+    assert prompt_of(client) == render("qwen2_5", [system, QUESTION, turn, *told])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_8"])
+def test_events_make_up_the_response(connect, name):
+    thought = "One place.\n</think>\n\n" if name == "qwen3_8" else ""
+    call = written(name).rpartition("</think>")[2]
+    client = connect(name, f"{thought}Let me see.\n\n{call}")
+    events = events_of(client, tools=[FLAT])
+    kinds = [event["type"] for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    final = events[-1]["response"]
+    Response.model_validate(final, strict=True)
+    whole = client.responses.create(model="tiny", input="How warm is it?", tools=[FLAT])
+    names = [item["type"] for item in final["output"]]
+    assert names == [item.type for item in whole.output]
+    assert names == (["reasoning"] if thought else []) + ["message", "function_call"]
+    for place, item in enumerate(final["output"]):
+        own = [event for event in events if event.get("output_index") == place]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[0]["item"]["status"] == "in_progress"
+        assert own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
+        pieces = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert pieces == (item.get("arguments") or item["content"][0]["text"])
+        (done,) = (
+            e for e in own if e["type"].endswith((".text.done", "_text.done", "arguments.done"))
+        )
+        assert pieces == done.get("arguments", done.get("text"))
+    with client.responses.stream(model="tiny", input="How warm is it?", tools=[FLAT]) as stream:
+        kept = stream.get_final_response()
+    assert kept.output_text == "Let me see."
+    assert [item.type for item in kept.output] == names
+
+
+def test_a_response_that_is_cut_is_incomplete(connect):
+    client = connect("qwen2_5", "It is rather warm today")
+    response = client.responses.create(model="tiny", input="Hi", max_output_tokens=5)
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert response.output[0].status == "incomplete"
+    assert events_of(client, max_output_tokens=5)[-1]["type"] == "response.incomplete"
+
+
+def test_an_empty_answer_is_an_empty_message(connect):
+    client = connect("qwen2_5", "")
+    assert client.responses.create(model="tiny", input="Hi").output[0].content[0].text == ""
+    assert events_of(client)[-1]["response"]["output"][0]["type"] == "message"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"background": True},
+        {"truncation": "auto"},
+        {"reasoning": {"effort": "high"}},
+        {"text": {"format": {"type": "json_object"}}},
+        {"include": ["message.output_text.logprobs"]},
+        {"top_logprobs": 2},
+        {"messages": [QUESTION]},
+        {"n": 2},
+        {"max_tokens": 3},
+        {"max_output_tokens": 0},
+        {"tools": [{"type": "web_search"}]},
+        {"input": []},
+        {"input": None},
+        {"input": [3]},
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]},
+    ],
+)
+def test_a_wrong_response_is_refused(fields):
+    with pytest.raises(APIError) as caught:
+        chat_request({"input": "Hi"} | fields)
+    assert caught.value.status == 400
+    assert next(iter(fields)) in caught.value.message
+
+
+def test_what_asks_for_nothing_is_accepted():
+    fields = {"store": True, "include": [], "truncation": "disabled", "user": "me", "seed": 3}
+    fields |= {"text": {"format": {"type": "text"}}, "stream": True, "background": False}
+    chat = chat_request({"input": "Hi", "temperature": 0.5} | fields)
+    assert (chat["seed"], chat["stream"], chat["temperature"]) == (3, True, 0.5)
+    assert parse_chat(chat, model_of("qwen2_5")).sampling.temperature == 0.5
