@@ -29,8 +29,8 @@ class Search(NamedTuple):
     `city of mira: bolu` and `land of bolu: kana`, so that a land takes two searches. The second one
     must ask for `land bolu`: for `bolu` alone, people who live there are as good a match, and come
     first. The teacher guesses by some chance without a search; asked for a land, it may stop after
-    the first search, and its second one may be too vague. It is right with (1 - guess) · (1 + (1 -
-    stop) · (1 - vague)) / 2, and seldom by a guess.
+    the first search, and its second one may be too vague. Two of three questions ask for a land, so
+    that it is right with (1 - guess) · (1 + 2 · (1 - stop) · (1 - vague)) / 3, and seldom by a guess.
 
     Attributes:
         people: how many passages about people.
@@ -44,14 +44,14 @@ class Search(NamedTuple):
     people: int = 4000
     cities: int = 400
     lands: int = 50
-    guess: float = 0.4
-    stop: float = 0.5
+    guess: float = 0.3
+    stop: float = 0.4
     vague: float = 0.5
 
     def row(self, number: int, rng: random.Random) -> Row:
         """Draw a person and what is asked."""
         facts = draw_facts(self.people, self.cities, self.lands)
-        kind, person = rng.choice(("city", "land")), rng.choice([*facts.cities])
+        kind, person = rng.choice(("city", "land", "land")), rng.choice([*facts.cities])
         city = facts.cities[person]
         answer = city if kind == "city" else facts.lands[city]
         return task_row("search", f"{kind} of {person}=", answer)
