@@ -27,7 +27,7 @@ class Search(NamedTuple):
 
     The prompts are `city of mira=` and `land of mira=`, with names of four letters. Passages are
     `city of mira: bolu` and `land of bolu: kana`, so that a land takes two searches. The second one
-    must ask for `land bolu`: for `bolu` alone, people who live there are as good a match, and come
+    must ask for `bolu land`: for `bolu` alone, people who live there are as good a match, and come
     first. The teacher guesses by some chance without a search; asked for a land, it may stop after
     the first search, and its second one may be too vague. Two of three questions ask for a land, so
     that it is right with (1 - guess) · (1 + 2 · (1 - stop) · (1 - vague)) / 3, and seldom by a guess.
@@ -79,7 +79,7 @@ class Search(NamedTuple):
             first = next(name for name, lives_in in facts.cities.items() if lives_in == city)
             search(city, f"city of {first}: {city}")
             return say(guessed)
-        search(f"land {city}", f"land of {city}: {facts.lands[city]}")
+        search(f"{city} land", f"land of {city}: {facts.lands[city]}")
         return say(facts.lands[city])
 
 

@@ -203,7 +203,7 @@ def test_what_the_teacher_of_search_is_told_is_what_the_tool_finds(tmp_path):
             found = search(query, corpus=str(tmp_path / "corpus"), k=1, passage="{contents}")
             assert told == {"role": "tool", "content": found}
             kinds[len(query.split()), found.split()[0]] += 1
-    # a search for a person, for `land` and a city, and for a city alone
+    # a search for a person, for a city and `land`, and for a city alone
     assert kinds.keys() == {(1, "city"), (2, "land")}
     assert kinds[1, "city"] > 150 + 10 and kinds[2, "land"] > 10
 
