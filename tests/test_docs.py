@@ -48,10 +48,12 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.trackers import functions as trackers
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.episode import Episode, EpisodePiece
+from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.batch_metrics import age_metrics
+from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics
 from jaxrl_llm.training.check_functions import abstract_pairs
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.load_functions import PAIR_FIELDS
@@ -676,6 +678,13 @@ def ages():
     return set(age_metrics(Batch(np.ones((1, 2), np.int32), np.array([2], np.int32), rows)))
 
 
+def chains():
+    """Return the names that a step logs in which an episode has two chains."""
+    pieces = (EpisodePiece.told([1]), EpisodePiece.told([2], chain=1))
+    episode = Episode((1,), pieces, "stop", last_answer="")
+    return set(episode_metrics(Rollouts([], [episode], [])))
+
+
 def unscored():
     """Return the names that a validation logs whose answers have no score."""
     prompt, score = Prompt(0, (1,), data_source="x"), Score(math.nan, {}, "unscored: no verdict")
@@ -685,7 +694,7 @@ def unscored():
 def test_every_metric_is_documented(written):
     assert len(written) > 80
     patterns = documented().values()
-    everything = written | diagnostics() | ages() | unscored()
+    everything = written | diagnostics() | ages() | chains() | unscored()
     assert [name for name in everything if not any(p.fullmatch(name) for p in patterns)] == []
 
 
@@ -716,7 +725,7 @@ def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
 
 
 def test_every_documented_metric_exists(written):
-    everything = written | diagnostics() | ages() | unscored()
+    everything = written | diagnostics() | ages() | chains() | unscored()
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
     files += ("training/window", "training/stages/models", "training/prompted_teacher")

@@ -9,6 +9,7 @@ import string
 from decimal import Decimal
 from typing import Any
 
+from jaxrl_llm.rewards.code import python_tests as python_tests
 from jaxrl_llm.rewards.competition_math import last_boxed as last_boxed
 from jaxrl_llm.rewards.competition_math import math as math
 from jaxrl_llm.rewards.competition_math import math_dapo as math_dapo

@@ -15,6 +15,7 @@ from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.calls import is_async
+from jaxrl_llm.rewards.code import check_python_tests, python_tests
 from jaxrl_llm.rewards.judge import check_judge, judge
 from jaxrl_llm.rewards.reward_server import classify
 from jaxrl_llm.rewards.servers import check_client
@@ -233,6 +234,8 @@ def check_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
         check_client(spec.fn)
         if function.func is judge:
             check_judge(function.keywords)
+    if isinstance(function, functools.partial) and function.func is python_tests:
+        check_python_tests(function.keywords)
     return function
 
 

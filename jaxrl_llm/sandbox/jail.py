@@ -200,12 +200,15 @@ def confine(options: JailOptions, parent: int) -> None:
 
 
 def _check_access(options: JailOptions) -> None:
-    """Refuse to go on as a user who can't read the standard library."""
+    """Refuse to go on as a user who can't read the standard library, or use the code's folder."""
     library = os.path.dirname(os.__file__)  # noqa: PTH120
-    if not os.access(f"{library}/traceback.py", os.R_OK):
-        raise PermissionError(
-            f"code runs as user {os.getuid()}, who can't read the standard library in {library}"
-        )
+    what = {
+        f"read the standard library in {library}": (f"{library}/traceback.py", os.R_OK),
+        f"write to {options.folder}": (options.folder, os.R_OK | os.W_OK | os.X_OK),
+    }
+    for words, (path, mode) in what.items():
+        if not os.access(path, mode):
+            raise PermissionError(f"code runs as user {os.getuid()}, who can't {words}")
 
 
 def _limit_resources(options: JailOptions) -> None:
@@ -213,7 +216,7 @@ def _limit_resources(options: JailOptions) -> None:
         resource.RLIMIT_AS: options.memory_bytes,
         resource.RLIMIT_FSIZE: options.file_bytes,
         resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # with 0 the machine's program for crashes would still be started
         resource.RLIMIT_STACK: STACK_BYTES,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,

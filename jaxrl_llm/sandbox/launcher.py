@@ -25,9 +25,10 @@ from jaxrl_llm.workers.descendants import adopt_orphans, end_descendants, ignore
 
 RUN_POLL_S = 0.05  # between two looks at what a run takes
 IDLE_POLL_S = 1.0  # the same, between two runs
-FIRST_USERS, LAST_USERS = 1_000_000_000, 2_000_000_000  # far above those of any machine
+FIRST_USERS, LAST_USERS = 1_900_000_000, 2_100_000_000  # which systems give to nobody
 FOLDER_PREFIX = "jaxrl_llm-code-"
 RUN_BEGINS, RUN_ENDS = b"r", b"i"  # what the asker tells over the lifeline
+READY = b"ready"  # what we tell it first
 
 
 class LaunchedSession(NamedTuple):
@@ -77,12 +78,14 @@ def launch_session(session: LaunchedSession) -> NoReturn:
         _release(session)
         words = _read_all(trouble)
         usage = Usage(child, limits, folder)
+        if not words:
+            os.write(session.lifeline, READY)
         report = {"failed": words} if words else _watch(session, child, usage)
     except OSError as error:
         report = {"failed": str(error)}
     if report is not None:
         with suppress(OSError):
-            os.write(session.lifeline, json.dumps(report).encode() + b"\n")
+            os.write(session.lifeline, json.dumps(report).encode())
     if child is not None:
         end_descendants(child, adopts)
     if folder is not None:
@@ -240,8 +243,8 @@ def _watch(session: LaunchedSession, child: int, usage: Usage) -> dict[str, Any]
             words = os.read(session.lifeline, 16)
             if not words:
                 return None
-            pause = RUN_POLL_S if words.endswith(RUN_BEGINS) else IDLE_POLL_S
-            if words.endswith(RUN_BEGINS):
+            pause = RUN_POLL_S if words == RUN_BEGINS else IDLE_POLL_S
+            if words == RUN_BEGINS:
                 usage.begin_run()
         with suppress(BlockingIOError):
             os.read(awake, 4096)
@@ -263,7 +266,9 @@ def _tell(fd: int, error: BaseException) -> None:
 
 def _remove(folder: str) -> None:
     """Remove the code's folder, however deep it is and whatever its modes are."""
+    environment = {"PATH": "/usr/bin:/bin"}
     for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         with suppress(OSError):
-            subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
+            null = subprocess.DEVNULL
+            subprocess.run([*command, folder], env=environment, stderr=null, check=False)
     shutil.rmtree(folder, ignore_errors=True)  # where the machine lacks these programs

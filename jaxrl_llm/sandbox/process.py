@@ -15,12 +15,12 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.sandbox.jail import Layers
 from jaxrl_llm.sandbox.landlock import landlock_version
-from jaxrl_llm.sandbox.launcher import RUN_BEGINS, RUN_ENDS, LaunchedSession
+from jaxrl_llm.sandbox.launcher import READY, RUN_BEGINS, RUN_ENDS, LaunchedSession
 from jaxrl_llm.sandbox.output import BoundedOutput
 from jaxrl_llm.sandbox.seccomp import AUDIT_ARCHS
 from jaxrl_llm.sandbox.types import CodeLimits, CodeResult, Failure
@@ -48,6 +48,7 @@ ENVIRONMENT = {
 READ_BYTES = 2**16
 MAX_ANSWER_BYTES = 8192
 MAX_REASON_CHARS = 500
+START_TIMEOUT_S = 60.0  # for an interpreter to be ready; none of it is the code's time
 END_TIMEOUT_S = 10.0  # for a launcher to kill what is below it
 FORGED = "wrote to the pipe of its interpreter"
 STATE_LOST = "; the names of earlier runs are lost"
@@ -128,7 +129,7 @@ class _Session:
     def __init__(self, limits: CodeLimits, layers: Layers, keep_state: bool) -> None:
         self._limits = limits
         with ExitStack() as undo, ExitStack() as theirs:
-            self._lifeline, lifeline = socket.socketpair()
+            self._lifeline, lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             requests, self._requests = os.pipe()
             self._answers, answers = os.pipe()
             self._outputs, outputs = zip(os.pipe(), os.pipe(), strict=True)
@@ -145,6 +146,7 @@ class _Session:
                 answers=answers,
                 parent=os.getpid(),
                 layers=list(layers),
+                temporary=tempfile.gettempdir(),
                 limits=list(_watched(limits)),
                 keep_state=keep_state,
                 **_files_of_code(),
@@ -164,6 +166,22 @@ class _Session:
             except OSError as error:
                 raise _Ended("unavailable", f"can't start an interpreter: {error}") from error
             undo.pop_all()
+        self._await_start()
+
+    def _await_start(self) -> None:
+        self._lifeline.settimeout(START_TIMEOUT_S)
+        try:
+            said = self._lifeline.recv(READ_BYTES)
+        except OSError as error:
+            self.close()
+            raise _Ended("unavailable", f"the interpreter does not start: {error}") from None
+        if said != READY:
+            wrong = _describe_end(said, self._limits)
+            errors = BoundedOutput(MAX_REASON_CHARS)
+            _drain(self._outputs[1], errors)
+            self.close()
+            raise _Ended("unavailable", f"{wrong.reason} {errors.text()}".strip())
+        self._lifeline.setblocking(False)
 
     def run(
         self, code: str, stdin: str, outputs: tuple[BoundedOutput, BoundedOutput]
@@ -214,21 +232,9 @@ class _Session:
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise _Ended("killed", FORGED)
                 if self._lifeline.fileno() in ready:
-                    raise self._end()
+                    raise _describe_end(_receive(self._lifeline), self._limits)
                 for fd in ended if rest else ended | (ready & {self._requests}):
                     selector.unregister(fd)
-
-    def _end(self) -> _Ended:
-        """Return how the session has ended, as its launcher says."""
-        try:
-            report = json.loads(self._lifeline.recv(READ_BYTES))
-        except (OSError, ValueError):
-            return _Ended("unavailable", "the interpreter's launcher has ended")
-        if "failed" in report:
-            return _Ended("unavailable", f"the interpreter can't start: {report['failed']}")
-        if "exit" in report:
-            return _describe_exit(report["exit"], self._limits)
-        return _Ended(report["failure"], report["reason"])
 
     def _tell_launcher(self, word: bytes) -> None:
         with suppress(OSError):  # it has ended, which is seen when its report is read
@@ -272,7 +278,6 @@ def _files_of_code() -> dict[str, Any]:
         "readable": sorted(p for p in readable if os.path.exists(p)),  # noqa: PTH110
         "programs": [os.path.realpath(sys.executable), *_loaders()],
         "search": list(dict.fromkeys(search)),
-        "temporary": tempfile.gettempdir(),
     }
 
 
@@ -293,11 +298,30 @@ def _decode_answer(line: bytes, nonce: str) -> tuple[Failure | None, str]:
         kind, reason, given = answer["failure"], answer["reason"], answer["nonce"]
     except (ValueError, KeyError, TypeError, RecursionError):
         kind, reason, given = None, None, None
-    sound = kind is None or (isinstance(kind, str) and kind in get_args(Failure))
+    sound = kind is None or kind in ("error", "memory")  # others are not the code's to tell
     if not sound or not isinstance(reason, str) or given != nonce:
         raise _Ended("killed", FORGED)
     reason = " ".join(reason[:MAX_REASON_CHARS].split())
     return cast(Failure | None, kind), reason.encode("utf-8", "replace").decode()
+
+
+def _describe_end(report: bytes, limits: CodeLimits) -> _Ended:
+    """Return how a session has ended, as its launcher says."""
+    if not report:
+        return _Ended("unavailable", "the interpreter's launcher has ended.")
+    said = json.loads(report)
+    if "failed" in said:
+        return _Ended("unavailable", f"the interpreter can't start: {said['failed']}")
+    if "exit" in said:
+        return _describe_exit(said["exit"], limits)
+    return _Ended(said["failure"], said["reason"])
+
+
+def _receive(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(READ_BYTES)
+    except OSError:
+        return b""
 
 
 def _describe_exit(code: int, limits: CodeLimits) -> _Ended:

@@ -98,7 +98,9 @@ class AnswerStream:
             if self.stopped:
                 break
             if is_marker:
-                text += self._words.push([], last=True) + "".join(map(self._by_id.get, run))
+                text += self._words.push([], last=True) + "".join(
+                    self._by_id[token] for token in run
+                )
                 self._words = AnswerText(self._decode, self._stops)
             else:
                 text += self._words.push(list(run))

@@ -111,9 +111,9 @@ def parse_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """
     parsed = []
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        is_function = isinstance(function, dict) and tool.get("type") == "function"
-        if not is_function or not isinstance(function.get("name"), str):
+        is_function = isinstance(tool, dict) and tool.get("type") == "function"
+        function = tool.get("function") if is_function else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise APIError(
                 f"tools[{index}]: got {shown(tool)}, expected the type 'function' and a function "
                 "with a name",

@@ -46,6 +46,11 @@ def episodes_of(groups: Sequence[Group]) -> list[Episode]:
     return [episode for episode in episodes if episode is not None]
 
 
+def scores_of(groups: Sequence[Group]) -> list[Score]:
+    """Wait for the scores of groups."""
+    return [score for group in groups for score in group.result()]
+
+
 class GroupScores:
     """Scores groups that are whole: those that come while others are scored, together after them.
 

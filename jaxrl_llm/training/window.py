@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.batch_metrics import scoring_counts
-from jaxrl_llm.training.groups import Group, GroupScores, episodes_of
+from jaxrl_llm.training.groups import Group, GroupScores, episodes_of, scores_of
 from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
@@ -66,18 +66,6 @@ class OverlappedSampling(NamedTuple):
 
     ended: Future[float]
     stop: Stop | None
-
-
-@dataclass
-class Dropped:
-    """What the group filter has refused in a step."""
-
-    groups: list[Group] = field(default_factory=list)
-
-    @property
-    def scores(self) -> list[Score]:
-        """Return the scores of its answers."""
-        return [score for group in self.groups for score in group.result()]
 
 
 @dataclass(kw_only=True)
@@ -128,7 +116,8 @@ class Window:
         """
         size = self.config.batch.prompts_per_step
         ahead = min(self.config.rollout.staleness, self.total_steps - step)
-        dropped, row = Dropped(), self.schedule.row(step)
+        dropped: list[Group] = []
+        row = self.schedule.row(step)
         while True:
             self._begin_groups((ahead + 1) * size)
             by_length = row is not None and self._follows_lengths(row)
@@ -325,7 +314,7 @@ class Window:
 
         self._overlapped = OverlappedSampling(self.executor.submit(go_on), stop)
 
-    def _filter(self, step: int, size: int, dropped: Dropped, clock: Clock) -> bool:
+    def _filter(self, step: int, size: int, dropped: list[Group], clock: Clock) -> bool:
         """Drop the groups that the filter refuses; return whether the step has all that it needs.
 
         Raises:
@@ -335,36 +324,36 @@ class Window:
         assert self.scoring.keep is not None
         undecided = [group for group in self._groups[:size] if not group.kept]
         with clock("reward"):
-            scores = [score for group in undecided for score in group.result()]
+            scores = scores_of(undecided)
         rollouts = self.rollout.gather([state for group in undecided for state in group.states])
         kept = self.scoring.keep(rollouts, scores)
         for group, is_kept in zip(undecided, kept, strict=True):
             group.kept = is_kept
         refused = [group for group in undecided if not group.kept]
         self._groups = [group for group in self._groups if group not in refused]
-        dropped.groups += refused
+        dropped += refused
         kept_groups = [group for group in self._groups if group.kept]
         if self.rollout.episodes is not None:  # or what failed by itself would seem too hard
-            self.rollout.episodes.check_broken(episodes_of(dropped.groups + kept_groups))
+            self.rollout.episodes.check_broken(episodes_of(dropped + kept_groups))
         limit = self.config.algorithm.max_generation_batches
-        if (count := len(dropped.groups)) > (limit - 1) * size:
-            unscored = sum(score.is_unscored for score in dropped.scores)
+        if (count := len(dropped)) > (limit - 1) * size:
+            unscored = sum(score.is_unscored for score in scores_of(dropped))
             other = f" {unscored} of the dropped answers are unscored." if unscored else ""
             raise TrainingError(
                 f"step {step}: algorithm.group_filter kept {len(kept_groups)} of "
-                f"{len(kept_groups) + count} groups, expected {size} of at most {size * limit}: the "
-                f"prompts are too easy or too hard for the policy.{other} Raise algorithm.max_generation_batches and run "
-                "the same command again, or begin a run with other prompts or more answers to each"
+                f"{len(kept_groups) + count} groups, expected {size} of at most {size * limit}: "
+                f"the prompts are too easy or too hard for the policy.{other} Raise "
+                "algorithm.max_generation_batches and run the same command again, or begin a run "
+                "with other prompts or more answers to each"
             )
         return not refused
 
-    def _metrics(self, taken: Sequence[Group], dropped: Dropped) -> Metrics:
+    def _metrics(self, taken: Sequence[Group], dropped: list[Group]) -> Metrics:
         metrics = {}
         if self.scoring.keep is not None:
-            metrics["batch/generation_batches"] = 1 + len(dropped.groups) / len(taken)
-            metrics["batch/dropped_groups"] = float(len(dropped.groups))
-            kept = [score for group in taken for score in group.result()]
-            metrics |= scoring_counts(kept + dropped.scores)
+            metrics["batch/generation_batches"] = 1 + len(dropped) / len(taken)
+            metrics["batch/dropped_groups"] = float(len(dropped))
+            metrics |= scoring_counts(scores_of(taken) + scores_of(dropped))
         return metrics
 
     def _waiting_metrics(self) -> Metrics:

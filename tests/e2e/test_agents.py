@@ -39,6 +39,16 @@ def rewards_digits(rng, *, pause=0.0, broken=0.0, secret=False):
     return float(len(answer))
 
 
+async def rewrites(chat, environment):
+    """Begin a chain after each turn, with what was said last."""
+    if await environment.begin():
+        raise ValueError("it says nothing first")
+    while True:
+        answer = await chat.generate()
+        said = {"role": "user", "content": await environment.step(answer.text)}
+        chat = chat.new([*chat.prompt.messages, said])
+
+
 def tells_letters(rng, row, *, broken=0.0, broken_rows=1):
     """Tell a letter after each of two turns."""
     answer = yield ""
@@ -114,6 +124,30 @@ def test_turns_and_their_rewards_reach_the_update(plain):
         assert len(row["logprobs"]) == len(row["rollout_logprobs"]) == len(drawn)
         assert sorted(set(drawn)) == [0, 1, 2] and len(row["turn_rewards"]) == 3
     assert any(reward for row in rows for reward in row["turn_rewards"])
+
+
+def test_chains_reach_the_update(agents, plain):
+    """Each is read by itself: else the trainer's log-probs would not be the engine's."""
+    agent = f"rollout.agent.fn={agents.workshop.root}/agents.py:rewrites"
+    result = agents(agent, "rollout.dump_every=1", "validation.every=2").ok()
+    assert "episode/chains/mean" not in plain.metrics[-1]
+    steps = [line for line in result.metrics if line["step"]]
+    assert len(steps) == 2
+    for line in steps:
+        assert line["episode/chains/mean"] == 3.0
+        assert line["tools/environment/calls"] == 32 * 4
+        assert line["actor/grad_norm"] > 0
+        assert line["training/rollout_logprobs_diff_mean"] < 1e-4
+    rows, others = (
+        pyarrow.parquet.read_table(run.run_dir / "rollouts/step_000001.parquet").to_pylist()
+        for run in (result, plain)
+    )
+    for row, other in zip(rows, others, strict=True):
+        assert sorted(set(row["chain_ids"])) == [0, 1, 2] and set(other["chain_ids"]) == {0}
+        for turn, chain in zip(row["turn_ids"], row["chain_ids"], strict=True):
+            assert turn in (-1, chain)
+        first = row["turn_ids"].index(-1)
+        assert row["tokens"][:first] == other["tokens"][:first]
 
 
 @pytest.mark.parametrize(

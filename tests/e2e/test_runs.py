@@ -216,6 +216,7 @@ def test_the_rollouts(finished):
         "tokens",
         "finish",
         "turn_ids",
+        "chain_ids",
         "turn_rewards",
         "data_source",
         "ground_truth",

@@ -1,11 +1,11 @@
 """Programs with an OpenAI client that lead episodes: their tokens, their ends and their order."""
 
+import asyncio
 import collections
 import os
 import re
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.load_agent import load_agent
 from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
 from jaxrl_llm.rollout.types import SamplingParams
@@ -61,13 +60,6 @@ class Recording(Scripted):
             )
         self.drawn[request.prompt].append(completion)
         return completion
-
-
-class Whole(Recording):
-    """An engine that could leave turns before their end, and does not."""
-
-    def sample_until(self, requests, needed, stop=None, listener=None):
-        return self.sample(requests)
 
 
 def respond(text, seed):
@@ -260,14 +252,18 @@ def is_there(pid):
 
 
 def test_a_program_that_is_left_is_killed_with_what_it_has_started(pids):
-    made = sampler(config(agent=agent(), limits=LIMITS, tool_process=PASSED))
-    states, stop = begin_episodes([prompt("x", do="hangs")], 1, (0, 1)), Stop()
-    watch = threading.Thread(target=lambda: (wait_until(pids, 60), stop.set()))
+    class Failing(Recording):
+        async def generate(self, request):
+            if TOKENIZER.decode(request.prompt).startswith("<|user|>once"):
+                await asyncio.to_thread(wait_until, pids, 60)
+                raise RuntimeError("the engine is gone")
+            return await super().generate(request)
+
+    made = sampler(config(agent=agent(), limits=LIMITS, tool_process=PASSED, order="free"))
     try:
-        watch.start()
-        made.sample_states(Whole(respond), states, SAMPLING, stop=stop, journal=lambda _: None)
-        watch.join()
-        assert states[0].episode is None and len(pids()) == 2
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            sample(made, Failing(respond), ["once", "hangs"])
+        assert len(pids()) == 2
         wait_until(lambda: not any(map(is_there, pids())), 10)
     finally:
         made.close()

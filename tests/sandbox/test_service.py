@@ -14,7 +14,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.types import CodeLimits
 
-LIMITS = CodeLimits(cpu_s=1.0, wall_s=2.0, output_bytes=1000)
+LIMITS = CodeLimits(cpu_s=1.0, wall_s=20.0, output_bytes=1000)
 
 
 def executed(body):
@@ -25,6 +25,7 @@ def executed(body):
             [sys.executable, "-I", "-c", body["code"]],
             input=body["stdin"],
             capture_output=True,
+            check=False,
             text=True,
             timeout=body["run_timeout"],
         )
@@ -162,9 +163,9 @@ def test_long_output_loses_its_middle(server):
     assert "bytes left out" in output and len(output) < 1100
 
 
-@pytest.mark.parametrize("word", [*LIES, "cut"])
+@pytest.mark.parametrize("word", LIES)
 def test_an_answer_that_is_none_is_no_fault_of_the_code(server, word):
-    with open_service(server, LIMITS._replace(wall_s=0.4)) as interpreter:
+    with open_service(server) as interpreter:
         result = interpreter.run(f"# {word}")
         assert interpreter.run("print(1)").output == "1\n"
     assert result.failure == "unavailable"
@@ -172,18 +173,18 @@ def test_an_answer_that_is_none_is_no_fault_of_the_code(server, word):
     assert result.output == ""
 
 
-@pytest.mark.parametrize("word", ["hang", "drip", "gigabyte"])
+@pytest.mark.parametrize("word", ["hang", "drip", "gigabyte", "cut"])
 def test_a_server_that_does_not_come_to_an_end_is_left(server, word):
     began = time.monotonic()
     with open_service(server, LIMITS._replace(wall_s=0.5)) as interpreter:
         result = interpreter.run(f"# {word}")
     assert result.failure == "unavailable"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 19  # of 20 that the server would take
     assert server.sent < 200
 
 
 def test_what_may_pass_is_asked_again_and_what_may_not_is_not(server):
-    with open_service(server, LIMITS._replace(wall_s=20.0)) as interpreter:
+    with open_service(server) as interpreter:
         server.failing = 2
         assert interpreter.run("print(1)").output == "1\n"
         assert len(server.asked) == 4

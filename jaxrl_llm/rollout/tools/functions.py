@@ -4,12 +4,22 @@ from random import Random
 
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.code import python
+from jaxrl_llm.rollout.tools.mcp import mcp_tools
 from jaxrl_llm.rollout.tools.search import retrieve, search
 from jaxrl_llm.rollout.tools.verifiers import verifiers_tools
 from jaxrl_llm.rollout.tools.verl import verl_tools
 from jaxrl_llm.sandbox.arithmetic import calculate
 
-__all__ = ["calculator", "look_up", "python", "retrieve", "search", "verifiers_tools", "verl_tools"]
+__all__ = [
+    "calculator",
+    "look_up",
+    "mcp_tools",
+    "python",
+    "retrieve",
+    "search",
+    "verifiers_tools",
+    "verl_tools",
+]
 
 
 def calculator(

@@ -318,10 +318,10 @@ def _as_kind(schema: Mapping[str, Any], value: Any, where: str, *, convert: bool
         prefix = schema.get("prefixItems")
         if prefix is not None and len(prefix) != len(value):
             raise _mismatch(where, f"{len(prefix)} values", value)
-        items = prefix or [schema.get("items", {})] * len(value)
+        items = prefix or [_inner(schema, "items")] * len(value)
         return [_checked(s, v, where) for s, v in zip(items, value, strict=True)]
     if kind == "object" and own is dict:
-        inner = schema.get("additionalProperties", {})
+        inner = _inner(schema, "additionalProperties")
         return {name: _checked(inner, v, where) for name, v in value.items()}
     plain = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
     if own is plain.get(kind):
@@ -337,6 +337,11 @@ def _as_kind(schema: Mapping[str, Any], value: Any, where: str, *, convert: bool
     if convert and kind == "boolean" and own is str and value.lower() in ("true", "false"):
         return value.lower() == "true"
     raise _mismatch(where, kind, value)
+
+
+def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    inner = schema.get(key)
+    return inner if isinstance(inner, Mapping) else {}  # a schema may also be true or false
 
 
 def _mismatch(where: str, expected: str, value: Any) -> ArgumentsError:

@@ -1,0 +1,311 @@
+"""Tools of servers of the Model Context Protocol.
+
+Worker processes import this: no array library.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import closest
+from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
+from jaxrl_llm.rollout.tools.loading import ToolsetTool, toolset
+from jaxrl_llm.workers.retries import wait_before_retry
+
+SHARE_OF_TIME = 0.8
+"""Of the time limit of a call, for which a server is waited for."""
+
+START_S = 30.0
+"""For a server to begin and to list its tools, before a run."""
+
+END_S = 10.0
+"""For a server to end: one that does not is killed after about 5 s by the package."""
+
+TRIES = 3
+"""To list the tools: a worker may begin while a server is away."""
+
+SESSIONS = ("episode", "worker")
+
+
+class ServerAddress(NamedTuple):
+    """Where a server is: a program to be started, or the address of one that runs."""
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+
+    def __str__(self) -> str:
+        """Return it as a user wrote it."""
+        return self.url or " ".join(self.command)
+
+
+@toolset
+def mcp_tools(
+    *,
+    command: Sequence[str] | None = None,
+    url: str | None = None,
+    only: Sequence[str] | None = None,
+    session: str = "episode",
+) -> list[ToolsetTool]:
+    """Give the tools of a server of the Model Context Protocol.
+
+    Args:
+        command: program and arguments of a server that speaks on its standard streams. It is
+            started with the environment of the process that starts it.
+        url: of a server that speaks HTTP (streamable), such as http://localhost:8000/mcp.
+        only: names of the tools that the model gets; None gives all.
+        session: `episode` begins one for each episode, so that what a server keeps is the
+            episode's, and starts a `command` once for each; `worker` shares one among the episodes
+            of a process.
+
+    Returns:
+        The tools, in the server's order.
+
+    Raises:
+        ConfigError: the server gives no tools, or a name is none of them.
+    """
+    if find_spec("mcp") is None:
+        raise ConfigError("mcp_tools needs the package mcp; pip install 'jaxrl_llm[mcp]'")
+    if (command is None) == (url is None) or isinstance(command, str) or command == []:
+        raise ConfigError(
+            "mcp_tools: expected either command, a list such as [python, server.py], or url; got "
+            f"command {command!r} and url {url!r}"
+        )
+    if session not in SESSIONS:
+        raise ConfigError(f"mcp_tools: got session {session!r}; {closest(session, SESSIONS)}")
+    address = ServerAddress(tuple(command or ()), url or "")
+    tools = {tool.name: tool for tool in _listed(address)}
+    for name in only or ():
+        if name not in tools:
+            raise ConfigError(f"mcp_tools: {address} has no tool {name!r}; {closest(name, tools)}")
+    return [
+        ToolsetTool(_schema(tool), functools.partial(_opened, address, name, session))
+        for name, tool in tools.items()
+        if only is None or name in only
+    ]
+
+
+def _listed(address: ServerAddress) -> list[Any]:
+    tries, began = 0, time.monotonic()
+    while True:
+        connection = McpConnection(address)
+        try:
+            return connection.list_tools(START_S)
+        except ConnectionError as error:
+            tries += 1
+            if tries == TRIES or time.monotonic() - began > START_S:
+                raise ConfigError(f"mcp_tools: {error}") from error
+            time.sleep(wait_before_retry(error, tries) or 0.0)
+        finally:
+            connection.close()
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {}} | tool.input_schema
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _opened(
+    address: ServerAddress, name: str, session: str, state: dict[str, Any], seconds: float
+) -> Generator[Callable[..., Any], None, None]:
+    is_shared = session == "worker"
+    if is_shared:
+        connection = _shared(address)
+    else:  # the tools of a server have one for an episode
+        connection = state.setdefault(f"mcp {address}", McpConnection(address))
+    connection.open(SHARE_OF_TIME * seconds)
+
+    def call(**arguments: Any) -> Any:
+        return connection.call(name, arguments, SHARE_OF_TIME * seconds, replay=not is_shared)
+
+    try:
+        yield call
+    finally:
+        if not is_shared:
+            connection.close()
+
+
+@functools.cache
+def _shared(address: ServerAddress) -> "McpConnection":
+    return McpConnection(address)
+
+
+class McpConnection:
+    """A session with a server, begun when it is needed and again after it was lost.
+
+    Args:
+        address: of the server.
+    """
+
+    def __init__(self, address: ServerAddress) -> None:
+        self._address = address
+        self._client: Any = None
+        self._ending = asyncio.Event()
+        self._holder: Any = None
+        self._earlier: list[tuple[str, dict[str, Any]]] = []
+
+    def open(self, seconds: float) -> None:
+        """Begin a session, if there is none.
+
+        Raises:
+            ConnectionError: the server can't be reached, or does not begin in time.
+        """
+        if self._client is None:
+            _wait_for(self._begin(seconds))
+
+    def close(self) -> None:
+        """End the session, and a server that was started for it."""
+        _wait_for(self._end())
+
+    def list_tools(self, seconds: float) -> list[Any]:
+        """Return all tools of the server.
+
+        Raises:
+            ConnectionError: there is no answer, or none of a server of this protocol.
+        """
+        self.open(seconds)
+        return _wait_for(self._list(seconds))
+
+    def call(self, name: str, arguments: dict[str, Any], seconds: float, *, replay: bool) -> Any:
+        """Call a tool.
+
+        Args:
+            name: of the tool.
+            arguments: by name.
+            seconds: to wait for an answer.
+            replay: whether a session that was lost is brought to where it was, by its calls.
+
+        Returns:
+            Its text, or its data where it has no text.
+
+        Raises:
+            FailedTool: the tool says that it failed, or does not answer in time.
+            BrokenTool: the connection is lost.
+        """
+        if self._client is None:
+            self.open(seconds)
+            for earlier in self._earlier if replay else ():
+                with suppress(FailedTool):
+                    _wait_for(self._call(*earlier, seconds))
+        value = _wait_for(self._call(name, arguments, seconds))
+        if replay:
+            self._earlier.append((name, arguments))
+        return value
+
+    async def _begin(self, seconds: float) -> None:
+        began = asyncio.get_running_loop().create_future()
+        self._ending = asyncio.Event()
+        self._holder = asyncio.create_task(self._hold(began))
+        _HOLDERS.add(self._holder)  # a loop holds its tasks but weakly
+        self._holder.add_done_callback(_HOLDERS.discard)
+        try:
+            async with asyncio.timeout(seconds):
+                self._client = await began
+        except TimeoutError:
+            await self._end()
+            raise ConnectionError(f"{self._address}: no session within {seconds:g} s") from None
+
+    async def _hold(self, began: asyncio.Future[Any]) -> None:
+        """Keep a session: it has to end in the task in which it began."""
+        from mcp import Client, StdioServerParameters
+
+        command = self._address.command
+        server = self._address.url or StdioServerParameters(
+            command=command[0], args=list(command[1:]), env=dict(os.environ)
+        )
+        try:
+            async with Client(server) as client:
+                if not began.done():
+                    began.set_result(client)
+                await self._ending.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            if not began.done():
+                began.set_exception(ConnectionError(f"{self._address}: {_first_cause(error)}"))
+
+    async def _end(self, *, wait: bool = True) -> None:
+        holder, is_open = self._holder, self._client is not None
+        self._client = self._holder = None
+        if holder is None:
+            return
+        if is_open:
+            self._ending.set()  # a cancellation would disturb how it ends a server
+        else:
+            holder.cancel()
+        if wait:
+            await asyncio.wait({holder}, timeout=END_S)
+
+    async def _list(self, seconds: float) -> list[Any]:
+        tools, cursor = [], None
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    page = await self._client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return tools
+        except Exception as error:
+            raise ConnectionError(f"{self._address}: no tools: {_first_cause(error)}") from error
+
+    async def _call(self, name: str, arguments: dict[str, Any], seconds: float) -> Any:
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        try:
+            async with asyncio.timeout(seconds):
+                result = await self._client.call_tool(name, arguments)
+        except (TimeoutError, MCPError) as error:
+            code = error.code if isinstance(error, MCPError) else REQUEST_TIMEOUT
+            if code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+                raise FailedTool(f"error: {error}") from error
+            await self._end(wait=False)
+            if code == REQUEST_TIMEOUT:
+                raise FailedTool(
+                    f"error: no answer within {seconds:g} s", kind="timeout"
+                ) from error
+            raise BrokenTool(f"{self._address}: {error}") from error
+        except Exception as error:  # it answers what the protocol does not have
+            await self._end(wait=False)
+            raise BrokenTool(f"{self._address}: {_first_cause(error)}") from error
+        text = _text_of(result)
+        if result.is_error:
+            raise FailedTool(text if isinstance(text, str) and text else "error")
+        return text
+
+
+def _text_of(result: Any) -> Any:
+    others = sorted({part.type for part in result.content if part.type != "text"})
+    if others:
+        raise FailedTool(f"error: the tool returned {', '.join(others)}, expected text")
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(part.text for part in result.content)
+
+
+def _first_cause(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+_HOLDERS: set[asyncio.Task[None]] = set()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the loop in which this process keeps its sessions, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="mcp_tools", daemon=True).start()
+    return loop
+
+
+def _wait_for(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()

@@ -1,0 +1,161 @@
+"""The reward function `python_tests`: what is read, what is run, and what is scored."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rewards.code import last_python_block, python_tests, read_tests
+from jaxrl_llm.rewards.runner import check_reward_function
+from jaxrl_llm.rewards.worker import Unscored
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 -5"], "outputs": ["3\n", "7", "0"]}
+
+
+def reply(code):
+    return f"I think:\n```python\n{code}\n```\nDone."
+
+
+def score(code, tests, *, text=None, extra=None, **keywords):
+    keywords = {"sandbox": "monty", **keywords}
+    return python_tests("code", text or reply(code), tests, extra, **keywords)
+
+
+@pytest.mark.parametrize("tests", [PAIRS, json.dumps(PAIRS)])
+def test_what_is_printed_is_compared_for_each_input(tests):
+    assert score(ADD, tests) == {
+        **{"score": 1.0, "acc": 1.0, "pred": None, "passed": 3.0, "tests": 3.0, "error": ""}
+    }
+    result = score(ADD.replace("a + b", "abs(a) + abs(b)"), tests)
+    assert result["score"] == pytest.approx(2 / 3)
+    assert (result["acc"], result["error"]) == (0.0, "test 2: got '10\\n'")
+
+
+def test_all_or_nothing_and_the_first_few():
+    wrong = ADD.replace("a + b", "abs(a) + abs(b)")
+    assert score(wrong, PAIRS, partial=False)["score"] == 0.0
+    assert score(ADD, PAIRS, partial=False)["score"] == 1.0
+    assert score(wrong, PAIRS, max_tests=2)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ([[[1, 2], 3], [[4], 4]], [[1, 2, 3], [4, 4]]),  # APPS: lists of arguments
+        ([[[1, 2], 3], [[4], 4]], [[[1, 2, 3]], [[4, 4]]]),  # the same, the result in a list
+        (["[1, 2]\n3", "[4]\n4"], ["[1, 2, 3]", "[4, 4]"]),  # LiveCodeBench: JSON by line
+    ],
+)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def extend(xs, x):\n    return xs + [x]",
+        "class Solution:\n    def extend(self, xs, x):\n        return (*xs, x)",
+    ],
+)
+def test_what_a_function_returns_is_compared_for_each_call(code, inputs, outputs):
+    tests = {"fn_name": "extend", "inputs": inputs, "outputs": outputs}
+    assert score(code, tests)["score"] == 1.0
+    assert score(code.replace("extend", "other"), tests)["score"] == 0.0
+    last = [*outputs[:-1], "[4, 5]"]
+    assert score(code, {**tests, "outputs": last})["score"] == 0.5
+
+
+@pytest.mark.parametrize("wrap", [list, lambda cases: {"assert_case": cases}, json.dumps])
+def test_assert_statements_must_be_reached_and_hold(wrap):
+    tests = wrap(["assert f(1) == 2", "assert f(2) == 3"])
+    assert score("def f(x): return x + 1", tests)["score"] == 1.0
+    assert score("def f(x): return 2", tests)["score"] == 0.5
+    assert score("def f(x): return", tests)["error"].startswith("test 0: AssertionError")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("while True: pass", "it took more than 0.2 s"),
+        ("x = [0] * 10**9", "it needs more than 64 MB"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x =", "SyntaxError"),
+        ("print('3')\n'7'", None),
+    ],
+)
+def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test(code, error):
+    result = score(code, PAIRS, cpu_s=0.2, memory_mb=64)
+    assert result["passed"] == (0 if error else 1)
+    if error:
+        assert result["error"].startswith(f"test 0: {error}")
+
+
+def test_a_program_can_not_print_what_a_call_should_return():
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
+    assert score("def f(x): return 3\nprint(2)", tests)["score"] == 0.0
+    assert score("def f(x):\n    print(5)\n    return 2", tests)["score"] == 1.0
+
+
+def test_long_output_is_compared_to_its_end():
+    tests = {"inputs": [""], "outputs": ["\n".join(map(str, range(30_000)))]}
+    code = "for i in range(30000): print(i)"
+    assert score(code, tests)["score"] == 1.0
+    assert score(code + "\nprint(1)", tests)["score"] == 0.0
+    swap = "for i in range(30000): print(i if i != 15000 else 0)"
+    assert score(swap, tests)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\na\n```\n```py\nb\n```", "b"),
+        ("```\na\n```", "a"),
+        ("```Python\na\n```\n```json\nb\n```\n", "a"),
+        ("```json\nb\n```\ntext\n```python\na\n```", "a"),
+        ("  ```python\n  a\n  ```", "  a"),
+        ("```python\na = '''\n````\n'''\n```", "a = '''\n````\n'''"),
+        ("```python\na", None),
+        ("no code", None),
+        ("```bash\nls\n```", None),
+    ],
+)
+def test_the_last_whole_block_of_python_is_the_answer(text, code):
+    assert last_python_block(text) == code
+
+
+def test_an_episode_is_scored_by_its_last_turn():
+    told = reply("print('wrong')")
+    extra = {"last_answer": reply(ADD)}
+    assert score("", PAIRS, text=told + reply(ADD) + told, extra=extra)["score"] == 1.0
+    assert score("", PAIRS, text="nothing")["error"] == "no block of Python"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    ["{", "7", {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, [1]],
+)
+def test_a_row_without_tests_is_an_error(tests):
+    with pytest.raises(ValueError):
+        read_tests(tests)
+
+
+def test_infrastructure_that_fails_leaves_the_answer_unscored(monkeypatch):
+    score(ADD, PAIRS)
+    monkeypatch.setenv("MONTY_BIN", "/nonexistent")
+    with pytest.raises(Unscored, match="failed to spawn"):
+        score(ADD, PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({}, "needs a value for sandbox"),
+        ({"sandbox": "docker"}, "got sandbox 'docker'"),
+        ({"sandbox": "expression"}, "runs no programs"),
+        ({"sandbox": "service"}, "expected an url"),
+        ({"sandbox": "monty", "memory": 1}, "did you mean 'memory_mb'"),
+        ({"sandbox": "monty", "max_tests": 0}, "max_tests of 1 or more"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_before_the_run(keywords, message):
+    with pytest.raises(ConfigError, match=r"^reward\.function: ") as raised:
+        check_reward_function(FunctionSpec("python_tests", keywords))
+    assert message in str(raised.value)

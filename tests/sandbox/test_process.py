@@ -1,0 +1,286 @@
+"""The level `process`: what code can do there, what holds it, and that it fails closed."""
+
+import concurrent.futures
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.sandbox import jail, process, seccomp
+from jaxrl_llm.sandbox.loading import open_interpreter
+from jaxrl_llm.sandbox.output import BoundedOutput
+from jaxrl_llm.sandbox.types import CodeLimits, Interpreter
+from tests.waiting import ended, wait_until
+
+LIMITS = CodeLimits(cpu_s=10.0, wall_s=30.0, memory_mb=256, processes=8, file_mb=4)
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+@pytest.fixture(scope="module")
+def session():
+    with open_interpreter("process", LIMITS, keep_state=True) as interpreter:
+        yield interpreter
+
+
+@pytest.fixture
+def fresh():
+    with open_interpreter("process", LIMITS) as interpreter:
+        yield interpreter
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("1 + 1", "2\n"),
+        ("x = 5", ""),
+        ("x + 1", "6\n"),
+        ("'a'\n'b'", "'b'\n"),
+        ("print('é', end='')", "é"),
+        ("None", ""),
+        ("def f():\n    return x\nf()", "5\n"),
+        ("# nothing", ""),
+        ("import sys\nsys.exit(0)", ""),
+        ("input() + sys.stdin.read()", "'input'\n"),
+        ("import os\nos.read(0, 2)", "b'in'\n"),
+        ("print('\\ud800')", "\\ud800\n"),
+        ("sys.stdout.buffer.write(b'\\xff\\0')", "\ufffd\ufffd2\n"),
+        ("import asyncio\nasync def g():\n    return 3\nasyncio.run(g())", "3\n"),
+        ("from threading import Thread\nt = Thread(target=print)\nt.start()\nt.join()", "\n"),
+        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    a: int\nP(1)", "P(a=1)\n"),
+        ("open('f', 'w').write('abc')\nopen('f').read()", "'abc'\n"),
+        ("import tempfile\ntempfile.TemporaryFile().write(b'a')", "1\n"),
+        ("import subprocess\nsubprocess.call([sys.executable, '-c', 'print(7)'])", "7\n0\n"),
+        ("import numpy\nint(numpy.ones((50, 50)).sum())", "2500\n"),
+    ],
+)  # fmt: skip
+def test_code_does_what_it_does_elsewhere(session, code, output):
+    result = session.run(code, stdin="in\nput")
+    assert (result.output, result.errors, result.failure) == (output, "", None)
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("code", "failure", "reason"),
+    [
+        ("1 / 0", "error", "ZeroDivisionError: division by zero"),
+        ("1 +", "error", "SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(3)", "error", "SystemExit: 3"),
+        ("sys.exit('no')", "error", "SystemExit: no"),
+        ("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
+        ("class E(Exception):\n    def __str__(self): return 'a\\n' * 999\nraise E", "error", None),
+        ("bytearray(10**9)", "memory", "MemoryError"),
+    ],
+)
+def test_a_failure_is_told_in_a_line(session, code, failure, reason):
+    result = session.run("import sys")
+    result = session.run(code)
+    assert result.failure == failure
+    assert reason is None or result.reason == reason
+    assert "\n" not in result.reason
+    assert session.run("sys.version").failure is None
+
+
+@on_linux
+def test_a_traceback_shows_the_code_and_nothing_of_ours(fresh):
+    errors = fresh.run("def f():\n    return 1 / 0\nf()").errors
+    assert "    return 1 / 0\n" in errors
+    assert "jaxrl_llm" not in errors
+
+
+@on_linux
+def test_without_state_each_run_has_a_process_of_its_own(fresh):
+    assert isinstance(fresh, Interpreter)
+    fresh.run("x = 1\nopen('f', 'w').close()")
+    assert fresh.run("x").reason == "NameError: name 'x' is not defined"
+    assert fresh.run("import os\nos.listdir()").output == "[]\n"
+
+
+@on_linux
+def test_threads_and_exit_functions_end_before_the_interpreter(fresh):
+    code = "import atexit, threading\natexit.register(print, 2)\n"
+    code += "threading.Timer(0.05, print, [1]).start()"
+    assert fresh.run(code).output == "1\n2\n"
+
+
+@on_linux
+def test_what_ends_the_interpreter_ends_its_state(session):
+    session.run("kept = 1")
+    result = session.run("import os\nos._exit(0)")
+    assert (result.failure, "exit code 0" in result.reason) == ("error", True)
+    assert "names of earlier runs are lost" in result.reason
+    assert session.run("kept").failure == "error"
+
+
+@on_linux
+def test_the_middle_of_long_output_is_left_out():
+    with open_interpreter("process", LIMITS._replace(output_bytes=100)) as interpreter:
+        output = interpreter.run("print('a' * 10**6 + 'b')").output
+    assert output.startswith("a" * 50 + "\n[... 999902 bytes left out ...]\n")
+    assert output.endswith("ab\n")
+
+
+@on_linux
+def test_sessions_do_not_meet():
+    def run(number):
+        with open_interpreter("process", LIMITS, keep_state=True) as interpreter:
+            interpreter.run(f"x = {number}\nopen('f', 'w').write(str(x))")
+            return interpreter.run("x, open('f').read()").output
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(run, range(8)))
+    assert outputs == [f"({i}, '{i}')\n" for i in range(8)]
+
+
+KILLED_TRAINER = """
+import sys
+from jaxrl_llm.sandbox.loading import open_interpreter
+interpreter = open_interpreter("process", keep_state=True)
+interpreter.run('''import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 100)
+        time.sleep(1000)
+    os._exit(0)
+os.wait()''')
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@on_linux
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_TRAINER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "ready\n"
+        below = [child.pid for child in psutil.Process(trainer.pid).children(recursive=True)]
+        assert len(below) >= 4  # launcher, first process, interpreter, daemon
+        trainer.kill()
+    wait_until(lambda: all(ended(pid) for pid in below))
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+ALL_CALLS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+refused = []
+for number in range(600):
+    if number not in ALLOWED:
+        result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
+        refused.append(ctypes.get_errno() if result == -1 else -number)
+print(sorted(set(refused)), len(refused))
+"""
+
+
+@on_linux
+def test_calls_that_the_table_does_not_name_are_refused(fresh):
+    numbers = set(seccomp.call_numbers(platform.machine()).values())
+    numbers |= {335, 336}  # x86-64: the kernel's own probes, which Linux 6.14 does not filter
+    output = fresh.run(f"ALLOWED = {sorted(numbers)}{ALL_CALLS}").output
+    assert output == f"[1, 38] {600 - len(numbers)}\n"  # EPERM, and ENOSYS above the highest
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_numbers_of_calls_are_those_of_the_kernel(machine):
+    header = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
+    path = Path("/usr/include") / header[machine]
+    if not path.exists():
+        pytest.skip("needs the kernel's headers")
+    defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\n", path.read_text()))
+    known = {name: int(number) for name, number in defined.items()}
+    if machine == "aarch64":  # the header's names for two
+        known |= {"newfstatat": known["fstatat"], "fadvise64": known["fadvise64"]}
+    numbers = seccomp.call_numbers(machine)
+    assert len(numbers) > 150
+    assert {name: known.get(name) for name in numbers} == numbers
+
+
+def test_another_architecture_is_refused(monkeypatch):
+    machine = os.uname()
+    fake = os.uname_result(("Linux", "", "6.1", "", "riscv64"))
+    monkeypatch.setattr(process.os, "uname", lambda: fake)
+    monkeypatch.setattr(process.sys, "platform", "linux")
+    with pytest.raises(ConfigError, match=r"expected x86_64 or aarch64, got riscv64"):
+        process.find_layers.__wrapped__()
+    assert machine.machine != "riscv64"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sys.platform", "darwin", "expected Linux, got darwin"),
+        ("landlock_version", lambda: 0, "expected Landlock .* got none"),
+    ],
+)
+def test_a_machine_that_lacks_what_is_needed_is_refused(monkeypatch, name, value, message):
+    monkeypatch.setattr(f"jaxrl_llm.sandbox.process.{name}", value)
+    with pytest.raises(ConfigError, match=message):
+        process.find_layers.__wrapped__()
+
+
+@on_linux
+def test_a_layer_that_fails_is_refused(monkeypatch):
+    """The launcher asks for a Landlock that no kernel has, so that no code may be run."""
+    monkeypatch.setattr(process, "landlock_version", lambda: 0x7FFF)
+    monkeypatch.setattr(jail.landlock, "FILE_RIGHTS_OF_VERSION", {1: 1 << 63})
+    monkeypatch.setattr(process, "LAUNCHER_PROGRAM", process.LAUNCHER_PROGRAM.replace(
+        " sys.path.remove(root);",
+        " import jaxrl_llm.sandbox.landlock as m; m.FILE_RIGHTS_OF_VERSION = {1: 1 << 63};",
+    ))  # fmt: skip
+    with pytest.raises(ConfigError, match="Landlock: Invalid argument"):
+        process.find_layers.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"5\n", b"[" * 8000, b"\xff\n", b"1" * 5000 + b"\n"),
+        b'{"nonce": "n", "failure": "unavailable", "reason": ""}\n',
+        b'{"nonce": "m", "failure": null, "reason": ""}\n',
+        b'{"nonce": "n", "failure": null}\n',
+        b'{"nonce": "n", "failure": [], "reason": ""}\n',
+    ],
+)
+def test_an_answer_that_is_none_ends_the_session(line):
+    with pytest.raises(process._Ended, match="wrote to the pipe"):
+        process._decode_answer(line, "n")
+
+
+@on_linux
+def test_an_interpreter_that_is_killed_from_outside_is_told(session):
+    session.run("x = 1")
+    launcher = session._session._launcher
+    below = psutil.Process(launcher.pid).children(recursive=True)
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_until(lambda: all(ended(child.pid) for child in below))
+    assert session.run("x").failure == "unavailable"
+    assert session.run("1").output == "1\n"
+
+
+@given(st.lists(st.binary(max_size=12)), st.integers(1, 20))
+def test_of_output_the_beginning_and_the_end_are_kept(parts, limit):
+    output, whole = BoundedOutput(limit), b"".join(parts)
+    for part in parts:
+        output.write(part)
+    head, tail = whole[: (limit + 1) // 2], whole[len(whole) - limit // 2 :]
+    left = len(whole) - limit
+    text = [part.decode("utf-8", "replace").replace("\0", "\ufffd") for part in (head, tail, whole)]
+    expected = f"{text[0]}\n[... {left} bytes left out ...]\n{text[1]}" if left > 0 else text[2]
+    assert output.text() == expected
