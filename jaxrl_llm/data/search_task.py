@@ -30,7 +30,7 @@ class Search(NamedTuple):
     must ask for `bolu land`: for `bolu` alone, people who live there are as good a match, and come
     first. The teacher guesses by some chance without a search; asked for a land, it may stop after
     the first search, and its second one may be too vague. Two of three questions ask for a land, so
-    that it is right with (1 - guess) · (1 + 2 · (1 - stop) · (1 - vague)) / 3, and seldom by a guess.
+    it is right with (1 - guess) · (1 + 2 · (1 - stop) · (1 - vague)) / 3, and seldom by a guess.
 
     Attributes:
         people: how many passages about people.
