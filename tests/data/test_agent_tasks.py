@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.tools.functions import look_up, search
 from jaxrl_llm.sandbox.loading import open_interpreter
 
 TASKS = sorted(AGENT_TASKS)
+FEW = {"people": 60, "cities": 50, "lands": 50}
 
 
 def episodes(task, count, **settings):
@@ -86,9 +87,9 @@ def right(task, row, chat):
         # half of the failures are followed by another program
         ("code", {}, 0.6 * (0.8 * 0.3 * 0.75) / (1 - 0.2 / 2)),
         ("code", {"guess": 0.0, "broken": 0.0, "wrong": 0.0, "forget": 0.0}, 1.0),
-        ("search", {"lands": 400}, 0.7 * (1 + 2 * 0.6 * 0.5) / 3),
-        ("search", {"guess": 0.0, "stop": 0.0, "vague": 0.0}, 1.0),
-        ("search", {"guess": 1.0, "lands": 2}, 1 / 3),  # by luck
+        ("search", FEW, 0.7 * (1 + 2 * 0.6 * 0.5) / 3),
+        ("search", FEW | {"guess": 0.0, "stop": 0.0, "vague": 0.0}, 1.0),
+        ("search", FEW | {"guess": 1.0, "lands": 2}, 1 / 3),  # by luck
         ("guess_number", {}, found(31, 5)),
         ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
         ("guess_number", {"high": 3, "guesses": 3}, 1.0),
