@@ -51,9 +51,8 @@ async def openai_program(
         BrokenEpisode: it raised, ended with an exit code other than 0, or did nothing for long.
     """
     server, session = gateway
-    memory_gb, _, pass_env = server.limits
-    words, told = tuple(command or ()), json.dumps(keywords, sort_keys=True)
-    spec = ProgramSpec(run, words, python, told, memory_gb, pass_env)
+    told = json.dumps(keywords, sort_keys=True)
+    spec = ProgramSpec(run, tuple(command or ()), python, told, server.limits)
     pool = await asyncio.to_thread(server.programs, spec)
     with server.serving(session, host) as (address, secret):
         given = given_to_program(address, secret, row, tool_seed(chat.seed))

@@ -42,9 +42,9 @@ def chain_places(batch: Batch) -> ChainPlaces | None:
     episodes, columns = [], []
     for episode, size in enumerate(batch.sequence_lengths):
         ids = batch["chain_ids"][episode, :size]
-        for chain in np.unique(ids):
-            episodes.append(episode)
-            columns.append(np.flatnonzero(ids == chain))
+        own = [np.flatnonzero(ids == chain) for chain in range(ids.max(initial=-1) + 1)]
+        columns += [places for places in own if len(places)]
+        episodes += [episode] * (len(columns) - len(episodes))
     sizes = np.array([len(own) for own in columns], np.int32)
     padded = np.zeros((len(sizes), sizes.max()), np.int32)
     for row, own in zip(padded, columns, strict=True):
@@ -57,18 +57,23 @@ def has_chains(batch: Batch) -> bool:
     return bool(batch.fields.get("chain_ids", np.zeros(1)).max(initial=0) > 0)
 
 
-def cut_chains(batch: Batch, names: Iterable[str]) -> Batch:
+def cut_chains(batch: Batch, names: Iterable[str], width: int) -> Batch:
     """Return a batch with a sequence for each chain; the same one where each episode has one.
 
     Args:
         batch: of episodes.
         names: of the fields that it needs; those of an episode [B] are each of its chains'.
+        width: tokens of the longest chain that there may be. A mini-batch of episodes of one chain
+            is cut down to it, as others of the step may have more.
     """
+    names = {*names, "mask"} & batch.fields.keys()
     places = chain_places(batch)
     if places is None:
-        return batch
+        if "chain_ids" not in batch.fields or batch.tokens.shape[1] <= width:
+            return batch
+        narrow = {n: batch[n][:, :width] if batch[n].ndim > 1 else batch[n] for n in names}
+        return Batch(batch.tokens[:, :width], batch.sequence_lengths, narrow)
     rows = places.episodes[:, None]
-    names = {*names, "mask"} & batch.fields.keys()
     fields = {
         name: batch[name][rows, places.columns]
         if batch[name].ndim > 1
@@ -78,23 +83,21 @@ def cut_chains(batch: Batch, names: Iterable[str]) -> Batch:
     return Batch(batch.tokens[rows, places.columns], places.sizes, fields)
 
 
-def join_chains(values: np.ndarray, batch: Batch) -> np.ndarray:
+def join_chains(values: np.ndarray, places: ChainPlaces, batch: Batch) -> np.ndarray:
     """Return what is said of the tokens of `cut_chains`'s sequences in their places in the batch.
 
     Args:
-        values: [N L ...] of sequences as long as the longest, or longer.
-        batch: [B T] of episodes.
+        values: [N L ...].
+        places: of the batch.
+        batch: of episodes.
 
     Returns:
-        Values [B T ...], 0 where there are no tokens; the same where each episode has one chain.
+        Values [B T ...], 0 where there are no tokens.
     """
-    places = chain_places(batch)
-    if places is None:
-        return values
     inside = np.arange(places.columns.shape[1]) < places.sizes[:, None]
     rows = np.broadcast_to(places.episodes[:, None], inside.shape)
     whole = np.zeros((*batch.tokens.shape, *values.shape[2:]), values.dtype)
-    whole[rows[inside], places.columns[inside]] = values[:, : inside.shape[1]][inside]
+    whole[rows[inside], places.columns[inside]] = values[inside]
     return whole
 
 

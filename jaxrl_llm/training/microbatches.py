@@ -15,7 +15,7 @@ from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.training.chains import cut_chains, join_chains
+from jaxrl_llm.training.chains import chain_places, cut_chains, join_chains
 from jaxrl_llm.types import Batch, Rows
 
 Fields = dict[str, Any]
@@ -145,7 +145,7 @@ class BucketPrograms:
             params: what the step runs with; their layout and dtypes tell programs apart.
             inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
-        buckets, batch = self._shape.buckets, cut_chains(batch, names)
+        buckets, batch = self._shape.buckets, cut_chains(batch, names, self._shape.width)
         programs = self._programs.get(layout_and_dtypes(params), {})
         is_ready = all(p.is_done and not p.has_failed for p in programs.values())
         if len(programs) < len(buckets) or not is_ready:
@@ -207,14 +207,17 @@ def merge_microbatches(
         batch: that was cut.
     """
     merged: dict[str, np.ndarray] = {}
-    sequences = cut_chains(batch, ()).tokens.shape
+    chains = chain_places(batch)
+    sequences = batch.tokens.shape if chains is None else chains.columns.shape
     for indices, results in list(parts):
         for name, values in distributed.fetch(results).items():
             shape = *sequences, *values.shape[2:]
             whole = merged.setdefault(name, np.zeros(shape, values.dtype))
             width = min(values.shape[1], whole.shape[1])
             whole[indices, :width] = values[: len(indices), :width]
-    return {name: join_chains(values, batch) for name, values in merged.items()}
+    if chains is None:
+        return merged
+    return {name: join_chains(values, chains, batch) for name, values in merged.items()}
 
 
 def empty_total(like: tuple[Params, Fields]) -> tuple[Params, Fields]:

@@ -10,7 +10,6 @@ A step has two parts. In `take` the engine samples until the step's groups are w
 others. What is in flight then is plain data: the engine is empty.
 """
 
-import base64
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +26,9 @@ from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN
+from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
-from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.groups import Group, GroupScores, episodes_of, scores_of
 from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
@@ -181,7 +180,7 @@ class Window:
                 {
                     "ordinal": group.ordinal,
                     "prompt": group.states[0].prompt.index,
-                    "turns": [[_packed(turn) for turn in s.turns] for s in group.states],
+                    "turns": [[packed_completion(turn) for turn in s.turns] for s in group.states],
                     "seeds": [s.seeds for s in group.states],
                 }
                 for group in self._groups
@@ -199,7 +198,7 @@ class Window:
         for group in state["groups"]:
             begun = self._new_group(group["ordinal"], by_index[group["prompt"]])
             for episode, turns in zip(begun.states, group["turns"], strict=True):
-                episode.turns = [_unpacked(turn) for turn in turns]
+                episode.turns = [unpacked_completion(turn) for turn in turns]
             for number, episode in enumerate(begun.states):
                 own = [turn_seed(episode.seed, turn) for turn in range(len(episode.turns))]
                 episode.seeds = group["seeds"][number] if "seeds" in group else own  # older states
@@ -364,31 +363,3 @@ class Window:
             "async/in_flight_answers": float(len(open_ones)),
             "async/in_flight_tokens": float(sum(state.drawn for state in open_ones)),
         }
-
-
-def _packed(turn: Completion) -> dict[str, Any]:
-    """Return a turn as JSON can hold it, bit for bit."""
-
-    def packed(array: np.ndarray, dtype: str) -> str:
-        return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
-
-    return {
-        "tokens": packed(turn.tokens, "<i4"),
-        "logprobs": packed(turn.logprobs, "<f4"),
-        "versions": packed(turn.versions, "<i4"),
-        "finish": turn.finish,
-        "stopped_by": turn.stopped_by,
-    }
-
-
-def _unpacked(packed: dict[str, Any]) -> Completion:
-    def array(name: str, dtype: str) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(packed[name]), dtype)
-
-    return Completion(
-        array("tokens", "<i4"),
-        array("logprobs", "<f4"),
-        array("versions", "<i4"),
-        packed["finish"],
-        packed["stopped_by"],
-    )

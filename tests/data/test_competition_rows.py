@@ -1,11 +1,23 @@
 """Competition math as DAPO and ReTool have it, from rows of the published form."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.config.files import load
+from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
 from jaxrl_llm.data.rows import sft_rows, verl_rows, write_rows
+from jaxrl_llm.data.tool_calls import FORMATS
+from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.rollout.tools.code import python
+from jaxrl_llm.rollout.tools.signature import tool_schema
+from tests.data.real_templates import build
+
+CONFIGS = Path(__file__).parents[2] / "configs/agents"
 
 PROBLEM = {
     "data_source": "math_dapo",
@@ -105,3 +117,24 @@ def test_a_row_of_another_form_is_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=r"bad.parquet, row 0: expected a prompt and reward_model"):
         dapo_math(tmp_path / "out", source=bad, validation_source=bad)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_cold_start_shows_the_prompts_of_rl(tmp_path):
+    """With the template of Qwen3: the same tokens, calls that are read, results in their place."""
+    retool_sft(tmp_path / "out", source=saved(tmp_path / "source.parquet", [TAUGHT]))
+    first, second, _ = sft_rows([str(tmp_path / "out/sft.parquet")])
+    sft = load(SftConfig, CONFIGS / "retool_qwen3_4b_sft.yaml").data.chat_template_kwargs
+    rl = load(TrainConfig, CONFIGS / "retool_qwen3_4b.yaml").data.chat_template_kwargs
+    tokenizer, stops = build("qwen3")
+    (schema,) = sft["tools"]
+    run = next(python(10.0, sandbox="expression"))
+    for_call = tool_schema(run, "python", key="rollout.tools")["function"]["parameters"]
+    assert schema["function"]["parameters"] == for_call, "not the tool's"
+    turns = TurnTemplate(tokenizer, stops, tools=[schema], template_kwargs=rl)
+    opening = turns.opening(first["prompt"])
+    assert encode_prompt(tokenizer, first["prompt"], **sft) == opening
+    response = tokenizer(first["response"], add_special_tokens=False)["input_ids"]
+    (call,) = FORMATS["hermes"].parse(response, tokenizer, [schema]).calls
+    assert call.name == "python" and call.arguments["code"].startswith("n = sum(1")
+    text = tokenizer.decode(encode_prompt(tokenizer, second["prompt"], **sft))
+    assert "<tool_response>\nn = 9\n</tool_response>" in text

@@ -224,7 +224,7 @@ def dynamic(agents):
             "algorithm.advantage=grpo",
             "algorithm.group_filter=with_spread",
             "algorithm.max_generation_batches=6",
-            "algorithm.penalty={fn: overlong_penalty, max_tokens: 14, buffer: 8}",
+            "algorithm.penalty={fn: overlong_penalty, max_tokens: 20, buffer: 10}",
             "rollout.dump_every=1",
             "data.validation=[]",
             *words,
@@ -245,7 +245,7 @@ def test_episodes_without_spread_are_drawn_again_and_long_ones_penalized(dynamic
             scores[row["prompt"]].add(row["score"])
         assert all(len(found) > 1 for found in scores.values())
         drawn = np.array([sum(turn >= 0 for turn in row["turn_ids"]) for row in usable])
-        penalty = np.clip((14 - 8 - drawn) / 8, -1, 0)
+        penalty = np.clip((20 - 10 - drawn) / 10, -1, 0)
         assert -1 < penalty.mean() < 0
         charged = line["critic/rewards/mean"] - line["critic/score/mean"]
         assert charged == pytest.approx(penalty.mean(), abs=1e-5)

@@ -386,6 +386,7 @@ def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(
     ("name", "billions"),
     [
         ("Qwen3-1.7B", 1.72),
+        ("Qwen3-4B", 4.02),
         ("Qwen3-8B", 8.19),
         ("Qwen3-32B", 32.8),
         ("Qwen3-235B-A22B", 235.1),

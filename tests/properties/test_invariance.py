@@ -504,6 +504,14 @@ def test_chains_are_read_by_themselves_and_weighed_as_one_episode(params, one_de
     assert_same(params, run(as_episodes(batch)), wanted)
 
 
+def test_an_episode_of_one_chain_beside_longer_ones(params, in_pairs):
+    (chain,) = EPISODES[2]
+    alone = as_episodes(make_batch(SIZES, 16)).take([2])
+    assert alone.tokens.shape[1] > 16
+    batch = make_batch(SIZES, 16).take([chain])
+    assert_same(params, in_pairs(alone), reference(params, batch, sequence_mean_token_mean))
+
+
 def test_what_a_model_says_of_chains_lies_where_their_tokens_do(params, one_device):
     batch = make_batch(SIZES, 16)
     shape = row_shape(32, 16, sequences=len(SIZES))

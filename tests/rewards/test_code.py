@@ -1,6 +1,7 @@
 """The reward function `python_tests`: what is read, what is run, and what is scored."""
 
 import json
+import sys
 
 import pytest
 
@@ -86,6 +87,28 @@ def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test(code, er
     assert result["passed"] == (0 if error else 1)
     if error:
         assert result["error"].startswith(f"test 0: {error}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the level process needs Linux")
+def test_programs_as_people_write_them_run_in_cpython():
+    code = """
+import heapq, sys
+
+if __name__ == "__main__":
+    xs = [int(word) for word in sys.stdin.read().split()]
+    heapq.heapify(xs)
+    sys.stdout.write(f"{heapq.heappop(xs)}\\n")
+    sys.exit(0)"""
+    tests = {"inputs": ["3 1 2", "5\n4"], "outputs": ["1", "4"]}
+    assert score(code, tests, sandbox="process", wall_s=30.0)["score"] == 1.0
+    calls = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
+    assert score("import sys\nprint(1)\nsys.exit(0)", calls, sandbox="process")["passed"] == 0
+
+
+def test_after_a_limit_no_further_test_is_run():
+    code = "if input() == 'a':\n    while True: pass\nprint(1)"
+    tests = {"inputs": ["b", "a", "b"], "outputs": ["1"] * 3}
+    assert score(code, tests, cpu_s=0.2)["passed"] == 1.0
 
 
 def test_a_program_can_not_print_what_a_call_should_return():

@@ -121,6 +121,21 @@ def streams(ask, chat, client):
     return float(used.completion_tokens)
 
 
+def responses(ask, chat, client):
+    """Do the same by the Responses API, with a stream at the end."""
+    tool = {"type": "function", **ADD["function"]}
+    items = [{"role": "user", "content": "tools"}]
+    first = client.responses.create(model="m", input=items, tools=[tool])
+    calls = [item for item in first.output if item.type == "function_call"]
+    items += first.output
+    for call in calls:
+        total = str(sum(json.loads(call.arguments).values()))
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": total})
+    with client.responses.stream(model="m", input=items, tools=[tool]) as stream:
+        stream.until_done()
+        return float(stream.get_final_response().output_text)
+
+
 def parallel(ask, chat, client):
     """Ask the same and other things at once."""
     own = openai.AsyncOpenAI(base_url=str(client.base_url), api_key=client.api_key)

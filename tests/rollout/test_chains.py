@@ -226,7 +226,7 @@ def test_an_episode_is_one_sequence_for_the_algorithm(rollouts):
 
 def test_a_model_reads_each_chain_as_the_policy_did(rollouts):
     batch = lay_out(rollouts, samples=2, max_tokens=32)
-    cut = cut_chains(batch, ["rollout_logprobs", "usable", "turn_ids"])
+    cut = cut_chains(batch, ["rollout_logprobs", "usable", "turn_ids"], 32)
     assert len(cut.tokens) == 8
     for row in range(8):
         episode, chain = rollouts.episodes[row // 2], row % 2
@@ -243,7 +243,7 @@ def test_a_model_reads_each_chain_as_the_policy_did(rollouts):
 def test_episodes_of_one_chain_stay_as_they_are():
     rollouts = play(Scripted(echo), [prompt("7?")], agent=appends, samples=2)
     batch = lay_out(rollouts, samples=2, max_tokens=100)
-    assert cut_chains(batch, ["turn_ids"]) is batch
+    assert cut_chains(batch, ["turn_ids"], 100) is batch
     assert check_chains(batch, ["algorithm.pairs"]) is batch
 
 

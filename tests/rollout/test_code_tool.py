@@ -1,6 +1,7 @@
 """The tool `python` in sessions, as an episode has it."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -9,15 +10,18 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the level process needs Linux")
 
 
 @pytest.fixture
 def make():
     pools = []
 
-    def build(*others, workers=0, timeout_s=10.0, **keywords):
+    def build(*others, workers=0, timeout_s=10.0, limits=DEFAULT_LIMITS, **keywords):
         tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
-        pools.append(SessionPool(SessionSettings(tools, None, workers, timeout_s)))
+        pools.append(SessionPool(SessionSettings(tools, None, workers, timeout_s, limits=limits)))
         return pools[-1]
 
     yield build
@@ -50,6 +54,21 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
     assert told[3] == ("out\n41", None)
     assert run(pool, "x")[0][1] == "failed"
     assert pool.failures.counts == {("python", "error"): 2}
+
+
+@on_linux
+def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
+    pool = make(workers=1, timeout_s=60.0, limits=Limits(max_processes=2), sandbox="process")
+
+    async def episodes():
+        sessions = [pool.open(n, EpisodeRow(n), n, None) for n in range(3)]
+        for code in ("x = {0}", "import time\ntime.sleep(0.2)\nx"):
+            asked = [call(s, code.format(n)) for n, s in enumerate(sessions)]
+            told = await asyncio.gather(*asked)
+        await asyncio.gather(*(session.close() for session in sessions))
+        return told
+
+    assert asyncio.run(episodes()) == [("0", None), ("1", None), ("2", None)]
 
 
 def test_without_state_each_call_begins_anew(make):

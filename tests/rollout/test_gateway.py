@@ -28,7 +28,7 @@ PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "score", "turns", "tools", "streams", "rewrites", "branches", "parallel")
 DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
-DOES += ("short", "fills")
+DOES += ("short", "fills", "responses")
 
 
 class Recording(Scripted):
@@ -125,9 +125,10 @@ def test_what_is_trained_is_what_the_engine_drew_and_all_of_it(played):
 
 def test_an_answer_that_is_echoed_in_another_way_is_gone_on_from(played):
     _, _, episodes = played
-    call, told, answer = picture(episodes["tools"])
-    assert call.startswith("[add(a=") and told == f"<<|tool|>{answer[0]}<|end|><|assistant|>>"
-    assert episodes["tools"].score == 2.0 * float(answer[0])
+    for do in ("tools", "responses"):
+        call, told, answer = picture(episodes[do])
+        assert call.startswith("[add(a=") and told == f"<<|tool|>{answer[0]}<|end|><|assistant|>>"
+        assert episodes[do].score == 2.0 * float(answer[0])
     assert [m["role"] for m in episodes["tools"].messages] == [
         *("user", "assistant", "tool", "assistant")
     ]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox import jail, process, seccomp
+from jaxrl_llm.sandbox import process, seccomp, session
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.output import BoundedOutput
 from jaxrl_llm.sandbox.types import CodeLimits, Interpreter
@@ -26,7 +26,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture(scope="module")
-def session():
+def kept():
     with open_interpreter("process", LIMITS, keep_state=True) as interpreter:
         yield interpreter
 
@@ -63,8 +63,8 @@ def fresh():
         ("import numpy\nint(numpy.ones((50, 50)).sum())", "2500\n"),
     ],
 )  # fmt: skip
-def test_code_does_what_it_does_elsewhere(session, code, output):
-    result = session.run(code, stdin="in\nput")
+def test_code_does_what_it_does_elsewhere(kept, code, output):
+    result = kept.run(code, stdin="in\nput")
     assert (result.output, result.errors, result.failure) == (output, "", None)
 
 
@@ -81,13 +81,13 @@ def test_code_does_what_it_does_elsewhere(session, code, output):
         ("bytearray(10**9)", "memory", "MemoryError"),
     ],
 )
-def test_a_failure_is_told_in_a_line(session, code, failure, reason):
-    result = session.run("import sys")
-    result = session.run(code)
+def test_a_failure_is_told_in_a_line(kept, code, failure, reason):
+    result = kept.run("import sys")
+    result = kept.run(code)
     assert result.failure == failure
     assert reason is None or result.reason == reason
     assert "\n" not in result.reason
-    assert session.run("sys.version").failure is None
+    assert kept.run("sys.version").failure is None
 
 
 @on_linux
@@ -113,12 +113,12 @@ def test_threads_and_exit_functions_end_before_the_interpreter(fresh):
 
 
 @on_linux
-def test_what_ends_the_interpreter_ends_its_state(session):
-    session.run("kept = 1")
-    result = session.run("import os\nos._exit(0)")
+def test_what_ends_the_interpreter_ends_its_state(kept):
+    kept.run("y = 1")
+    result = kept.run("import os\nos._exit(0)")
     assert (result.failure, "exit code 0" in result.reason) == ("error", True)
     assert "names of earlier runs are lost" in result.reason
-    assert session.run("kept").failure == "error"
+    assert kept.run("y").failure == "error"
 
 
 @on_linux
@@ -239,8 +239,7 @@ def test_a_machine_that_lacks_what_is_needed_is_refused(monkeypatch, name, value
 def test_a_layer_that_fails_is_refused(monkeypatch):
     """The launcher asks for a Landlock that no kernel has, so that no code may be run."""
     monkeypatch.setattr(process, "landlock_version", lambda: 0x7FFF)
-    monkeypatch.setattr(jail.landlock, "FILE_RIGHTS_OF_VERSION", {1: 1 << 63})
-    monkeypatch.setattr(process, "LAUNCHER_PROGRAM", process.LAUNCHER_PROGRAM.replace(
+    monkeypatch.setattr(session, "LAUNCHER_PROGRAM", session.LAUNCHER_PROGRAM.replace(
         " sys.path.remove(root);",
         " import jaxrl_llm.sandbox.landlock as m; m.FILE_RIGHTS_OF_VERSION = {1: 1 << 63};",
     ))  # fmt: skip
@@ -259,19 +258,19 @@ def test_a_layer_that_fails_is_refused(monkeypatch):
     ],
 )
 def test_an_answer_that_is_none_ends_the_session(line):
-    with pytest.raises(process._Ended, match="wrote to the pipe"):
-        process._decode_answer(line, "n")
+    with pytest.raises(session.SessionEnded, match="wrote to the pipe"):
+        session._decode_answer(line, "n")
 
 
 @on_linux
-def test_an_interpreter_that_is_killed_from_outside_is_told(session):
-    session.run("x = 1")
-    launcher = session._session._launcher
+def test_an_interpreter_that_is_killed_from_outside_is_told(kept):
+    kept.run("x = 1")
+    launcher = kept._session._launcher
     below = psutil.Process(launcher.pid).children(recursive=True)
     os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: all(ended(child.pid) for child in below))
-    assert session.run("x").failure == "unavailable"
-    assert session.run("1").output == "1\n"
+    assert kept.run("x").failure == "unavailable"
+    assert kept.run("1").output == "1\n"
 
 
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 20))

@@ -7,7 +7,7 @@ import urllib.request
 
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -204,15 +204,34 @@ def test_an_answer_that_is_cut_in_a_call_has_none(connect):
     assert choice.message.content.startswith("<tool_call>")
 
 
-WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[", "{", "f(x=1)]", " \n", "é🙂"]
+CALLED = 'a<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+WORDS = [
+    CALLED,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "[",
+    "{",
+    "f(x=1)]",
+    " \n",
+    "é🙂",
+]
 WORDS += ['{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}', "STOP", "a b", "<to"]
 SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=7).map("".join)
 
 
-@given(SCRIPTS, st.lists(st.integers(1, 40), max_size=6), st.booleans(), st.data())
-def test_deltas_make_up_what_the_whole_answer_is_read_as(script, ends, opens, data):
+@given(
+    SCRIPTS,
+    st.lists(st.integers(1, 40), max_size=6),
+    st.booleans(),
+    st.sampled_from(["qwen2_5", "llama3_1", "lfm2_v2", "plain"]),
+)
+@example(CALLED, [*range(1, 60)], False, "plain")
+@example(f"so\n</think>{CALLED}STOP", [*range(1, 60)], True, "plain")
+@example(f"so\n</think>\n {CALLED} \n", [*range(1, 60)], True, "qwen2_5")
+def test_deltas_make_up_what_the_whole_answer_is_read_as(script, ends, opens, name):
     """Whatever is said, and however it is cut; white space at the ends aside, as calls drop it."""
-    name = data.draw(st.sampled_from(["qwen2_5", "llama3_1", "lfm2_v2", "plain"]))
     if name == "plain":  # no marker is a token of its own
         tokenizer, stops = build("phi3")
         template = TurnTemplate(tokenizer, stops, tools=[TOOL], call_format="hermes")
@@ -228,7 +247,7 @@ def test_deltas_make_up_what_the_whole_answer_is_read_as(script, ends, opens, da
     whole = read_answer(template, tokens, prompt=prompt, stops=["STOP"])
     stream = AnswerStream(template, prompt=prompt, index=0, stops=["STOP"])
     got = {"reasoning_content": "", "content": "", "tool_calls": []}
-    cuts = sorted({0, len(tokens), *(end for end in ends if end < len(tokens))})
+    cuts = sorted({0, *(end for end in ends if end < len(tokens))})
     for start, end in zip(cuts, [*cuts[1:], len(tokens)], strict=True):
         if not stream.stopped:
             for key, value in stream.push(tokens[start:end], last=end == len(tokens)).items():

@@ -10,6 +10,7 @@ from jaxrl_llm.serving.fields import Fields
 from jaxrl_llm.serving.messages import answer_delta, finish_reason, parse_messages, parse_tools
 from jaxrl_llm.serving.requests import parse_stops
 from jaxrl_llm.serving.responses import event
+from jaxrl_llm.serving.responses_api import ResponseEnvelope
 
 MODEL = "policy"
 KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
@@ -125,28 +126,42 @@ class Reply:
         self, id: str, message: dict[str, Any], finish: str, *, prompt_tokens: int, tokens: int
     ) -> None:
         """Keep what the answer says."""
-        self.message = message
+        self._id, self._message = id, message
         self._finish = finish_reason(finish, has_calls="tool_calls" in message)
-        self._around = {"id": f"chatcmpl-{id}", "created": int(time.time()), "model": MODEL}
-        self._usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
+        self._prompt_tokens, self._tokens = prompt_tokens, tokens
+
+    def chat(self, request: ClientRequest) -> dict[str, Any] | str:
+        """Return the answer to a request of `/chat/completions`: whole, or all its events."""
+        around = {"id": f"chatcmpl-{self._id}", "created": int(time.time()), "model": MODEL}
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._tokens,
+            "total_tokens": self._prompt_tokens + self._tokens,
         }
-
-    def whole(self) -> dict[str, Any]:
-        """Return the answer to a request without a stream."""
-        choice = {"index": 0, "message": self.message, "finish_reason": self._finish}
-        kind = {"object": "chat.completion"}
-        return {**self._around, **kind, "choices": [choice], "usage": self._usage}
-
-    def events(self, *, include_usage: bool) -> str:
-        """Return the answer as the events of a stream, all at once."""
-        kind = {"object": "chat.completion.chunk"}
+        if not request.stream:
+            choices = [self._choice("message", self._message, self._finish)]
+            return {**around, "object": "chat.completion", "choices": choices, "usage": usage}
         chunks: list[dict[str, Any]] = [
-            {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-            for delta, finish in ((answer_delta(self.message), None), ({}, self._finish))
+            {"choices": [self._choice("delta", answer_delta(self._message), None)]},
+            {"choices": [self._choice("delta", {}, self._finish)]},
         ]
-        chunks += [{"choices": [], "usage": self._usage}] if include_usage else []
-        text = "".join(event({**self._around, **kind, **chunk}) for chunk in chunks)
-        return text + "data: [DONE]\n\n"
+        chunks += [{"choices": [], "usage": usage}] if request.include_usage else []
+        kind = {"object": "chat.completion.chunk"}
+        events = [event({**around, **kind, **chunk}) for chunk in chunks]
+        return "".join([*events, "data: [DONE]\n\n"])
+
+    def response(self, tree: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return the answer to a request of `/responses`, likewise.
+
+        Args:
+            tree: the request's body.
+        """
+        envelope = ResponseEnvelope(tree, MODEL, self._prompt_tokens)
+        if not tree.get("stream"):
+            choice = self._choice("message", self._message, self._finish)
+            return envelope.answer([choice], self._tokens)
+        choice = self._choice("delta", answer_delta(self._message), self._finish)
+        return envelope.chunk(choice, first=True) + envelope.end(self._tokens)
+
+    def _choice(self, part: str, message: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": 0, part: message, "finish_reason": finish}

@@ -33,7 +33,7 @@ RESULT_BYTES = 10**6
 DRAIN_S = 0.05  # for a pipe whose other end a child of the program may hold
 
 
-class Program:
+class RunningProgram:
     """One program that runs: its process, and the ends of its pipes."""
 
     def __init__(self, number, pid, result, output):
@@ -82,7 +82,7 @@ class Runner:
         """Import the program, and run it until the connection ends."""
         try:
             if self.spec["run"]:
-                self.function = load(self.spec)
+                self.function = load_program(self.spec)
         except BaseException as error:
             self.tell(load_error=described(error))
             return
@@ -136,7 +136,7 @@ class Runner:
                 os._exit(1)
         os.close(tells)
         os.close(prints)
-        program = self.programs[pid] = Program(number, pid, result, output)
+        program = self.programs[pid] = RunningProgram(number, pid, result, output)
         for fd in (result, output):
             os.set_blocking(fd, False)
             self.selector.register(fd, selectors.EVENT_READ, program)
@@ -164,7 +164,7 @@ class Runner:
         os.close(prints)
         if self.function is None:
             self.become_command()
-        message = call(self.function, self.spec["keywords"], given)
+        message = call_program(self.function, self.spec["keywords"], given)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -216,7 +216,7 @@ class Runner:
         return {"value": None, "error": "ended without a result"}
 
 
-def call(function, keywords, given):
+def call_program(function, keywords, given):
     """Call a program with what it asks for; return its value or its error."""
     random.seed(given["seed"])
     if "numpy" in sys.modules:
@@ -226,7 +226,7 @@ def call(function, keywords, given):
     try:
         value = function(**asked, **keywords)
         if inspect.isawaitable(value):
-            value = asyncio.run(awaited(value))
+            value = asyncio.run(awaited_value(value))
         if value is not None:
             number = float(value) if not isinstance(value, (str, bytes)) else math.nan
             if not math.isfinite(number):
@@ -240,12 +240,12 @@ def call(function, keywords, given):
     return {"value": value, "error": None}
 
 
-async def awaited(value):
+async def awaited_value(value):
     """Await something; `asyncio.run` takes coroutines only."""
     return await value
 
 
-def load(spec):
+def load_program(spec):
     """Return the function that a spec names, which takes its keywords."""
     where, _, name = spec["run"].rpartition(":")
     if where.endswith(".py"):

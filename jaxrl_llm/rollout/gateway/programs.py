@@ -24,7 +24,7 @@ from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.workers.process import LaunchOptions, WorkerProcess, WorkerProgram
 
 RUNNER = Path(__file__).with_name("program_runner.py")
-PROGRAM = WorkerProgram("jaxrl_llm.rollout.gateway.programs:serve", "rollout.tool_process.")
+PROGRAM = WorkerProgram("jaxrl_llm.rollout.gateway.programs:become_runner", "rollout.tool_process.")
 OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
 
 
@@ -36,16 +36,14 @@ class ProgramSpec(NamedTuple):
         command: its words.
         python: the interpreter that imports `run`; None: this one.
         keywords: of the function, as JSON has them.
-        memory_gb: GB that each process may take; None sets no limit.
-        pass_env: variables of the environment that programs get besides the usual ones.
+        limits: of each program; their number has none.
     """
 
     run: str | None
     command: tuple[str, ...]
     python: str | None
     keywords: str
-    memory_gb: float | None
-    pass_env: tuple[str, ...]
+    limits: Limits
 
     @property
     def name(self) -> str:
@@ -87,13 +85,13 @@ class ProgramPool:
         for end in (self._wake, self._woken):
             end.setblocking(False)
         self._closed, self._lock = False, threading.Lock()
-        limits = Limits(None, None, spec.pass_env)
+        limits = Limits(None, None, spec.limits.pass_env)
         told = {
             "python": spec.python,
             "run": spec.run,
             "command": list(spec.command),
             "keywords": json.loads(spec.keywords),
-            "memory_gb": spec.memory_gb,
+            "memory_gb": spec.limits.memory_gb,
             "search": [] if spec.python else [p for p in sys.path if p],
         }
         self._worker = WorkerProcess(PROGRAM, told, 0.0, LaunchOptions(limits=limits))
@@ -195,7 +193,7 @@ class ProgramPool:
             future.set_result(ProgramEnd(end["value"], end["error"], end["output"]))
 
 
-def serve(connection: int, *, memory_gb: float | None) -> None:
+def become_runner(connection: int, *, memory_gb: float | None) -> None:
     """Become the runner, in the interpreter of the programs.
 
     Args:
@@ -257,6 +255,7 @@ def check_program(keywords: Mapping[str, Any]) -> None:
             f"run={run!r} and command={command!r}"
         )
     if run is None:
+        assert command is not None, "checked above"
         if isinstance(command, str) or not all(isinstance(word, str) for word in command):
             raise ConfigError(f"{key}.command: got {command!r}, expected a list of words")
         if more := sorted(keywords.keys() - {"command", "host", "idle_s"}):

@@ -20,6 +20,7 @@ from jaxrl_llm.rollout.gateway.client_requests import MODEL
 from jaxrl_llm.rollout.gateway.programs import ProgramPool, ProgramSpec
 from jaxrl_llm.rollout.gateway.session import GatewaySession, GatewayTally, Ticket
 from jaxrl_llm.serving.fields import APIError, parse_body
+from jaxrl_llm.serving.responses_api import chat_request
 from jaxrl_llm.workers.limits import Limits
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 MakeTemplate = Callable[[Sequence[Mapping[str, Any]]], TurnTemplate]
 """From the tools of a request to the chat template that tells the model of them."""
 
+GATEWAY_METRICS = ("gateway/requests", "gateway/unmatched", "gateway/retries")
 MAX_BODY_BYTES = 64_000_000
 CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
@@ -85,8 +87,7 @@ class Gateway:
     def metrics(self) -> dict[str, float]:
         """Return what was counted since the last call."""
         counts, self.tally.counts = self.tally.counts, type(self.tally.counts)()
-        names = ("requests", "streams", "unmatched", "retries")
-        return {f"gateway/{name}": float(counts[f"gateway/{name}"]) for name in names}
+        return {name: float(counts[name]) for name in GATEWAY_METRICS}
 
     def programs(self, spec: ProgramSpec) -> ProgramPool:
         """Return what runs a program; its process is started by the first call.
@@ -170,18 +171,20 @@ class Gateway:
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
 
-        async def chat(request: Request) -> Response:
+        async def answer(request: Request) -> Response:
             session = self._find(request.path_params["secret"])
             tree = parse_body(await read_body(request))
+            is_chat = request.url.path.endswith("/chat/completions")
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            replied = await self._ask(session, Ticket(tree, is_retry), request.receive)
+            ticket = Ticket(tree if is_chat else chat_request(tree), is_retry)
+            replied = await self._ask(session, ticket, request.receive)
             if replied is None:
                 return Response(status_code=CLIENT_GONE)
             asked, reply = replied
-            if not asked.stream:
-                return JSONResponse(reply.whole())
-            events = reply.events(include_usage=asked.include_usage)
-            return Response(events, media_type="text/event-stream")
+            told = reply.chat(asked) if is_chat else reply.response(tree)
+            if isinstance(told, str):
+                return Response(told, media_type="text/event-stream")
+            return JSONResponse(told)
 
         async def models(request: Request) -> Response:
             self._find(request.path_params["secret"])
@@ -199,7 +202,8 @@ class Gateway:
         base = "/episodes/{secret}/v1"
         return Starlette(
             routes=[
-                Route(f"{base}/chat/completions", chat, methods=["POST"]),
+                Route(f"{base}/chat/completions", answer, methods=["POST"]),
+                Route(f"{base}/responses", answer, methods=["POST"]),
                 Route(f"{base}/models", models),
             ],
             exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), refuse),

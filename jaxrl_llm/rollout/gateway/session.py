@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.gateway.client_requests import (
     as_template_message,
     read_chat_request,
 )
-from jaxrl_llm.rollout.gateway.turn_tree import DrawnTurn, TurnTree, digests
+from jaxrl_llm.rollout.gateway.turn_tree import DrawnTurn, TurnTree, history_digests
 from jaxrl_llm.rollout.seeds import request_seed
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.serving.fields import APIError, shown
@@ -34,7 +34,7 @@ class Ticket:
     """A request that was received.
 
     Attributes:
-        tree: its body.
+        tree: its body, as `/chat/completions` has it.
         is_retry: whether the client says that it has sent it before.
         is_left: whether its client has gone without the answer.
         work: what draws the answer.
@@ -74,7 +74,7 @@ class GatewaySession:
     """Answers the requests of one program by turns of the policy.
 
     A request whose messages go on from a turn that was drawn is answered after exactly the tokens
-    of that turn; what is new is told behind them. Any other begins a stream of its own. All methods
+    of that turn; what is new is told behind them. Any other begins a chain of its own. All methods
     run in the event loop of the episodes.
 
     Args:
@@ -116,7 +116,7 @@ class GatewaySession:
         return 0.0 if self._running else self.loop.time() - self._last_active
 
     async def answer(self, ticket: Ticket) -> tuple[ClientRequest, Reply]:
-        """Answer a request of `/chat/completions`.
+        """Answer a request.
 
         If it repeats one whose client has gone without its answer, it gets that answer.
 
@@ -128,7 +128,7 @@ class GatewaySession:
         self._check_open()
         for name in request.overridden:
             self._tally.warn_once(
-                name, "a program asks for %s: what the run says is used (docs/agents.md)", name
+                name, "a program asks for %s: what the run says is used (docs/gateway.md)", name
             )
         tickets = self._tickets.setdefault(ticket.key, [])
         earlier = next((t for t in tickets if t.is_left or ticket.is_retry), None)
@@ -158,7 +158,6 @@ class GatewaySession:
         for task in work:
             task.cancel()
         streams = self._tree.streams()
-        self._tally.counts["gateway/streams"] += len(streams)
         for stream in streams:
             before = [m for turn in stream[0].path[:-1] for m in turn.messages]
             turns = [
@@ -209,7 +208,7 @@ class GatewaySession:
             completion,
             Answer(*parsed, completion.finish),
             (*messages, known),
-            digests([*request.messages, *as_echoed(message)], request.tools)[-1],
+            history_digests([*request.messages, *as_echoed(message)], request.tools)[-1],
         )
         self._tree.turns.append(turn)
         return Reply(
@@ -254,11 +253,11 @@ class GatewaySession:
         known = [message for turn in self._tree.streams()[-1] for message in turn.messages]
         pairs = enumerate(zip(known, request.messages, strict=False))
         for place, (one, other) in pairs:
-            if digests([one], []) != digests([other], []):
+            if history_digests([one], []) != history_digests([other], []):
                 self._tally.warn_once(
                     "unmatched",
                     "a program has rewritten its history: message %d was %s and is %s. What "
-                    "follows is a stream of its own (docs/agents.md)",
+                    "follows is a chain of its own (docs/gateway.md)",
                     *(place, shown(one), shown(other)),
                 )
                 return

@@ -72,7 +72,7 @@ class TurnTree:
         """
         found: tuple[DrawnTurn | None, int] = None, 0
         by_digest = {turn.digest: turn for turn in sorted(self.turns, key=_order, reverse=True)}
-        for count, digest in enumerate(digests(messages, tools), 1):
+        for count, digest in enumerate(history_digests(messages, tools), 1):
             if messages[count - 1]["role"] == "assistant" and digest in by_digest:
                 found = by_digest[digest], count
         return found
@@ -99,7 +99,7 @@ def _weight(path: Sequence[DrawnTurn]) -> Any:
     return -sum(len(turn.completion.tokens) for turn in path), path[-1].order
 
 
-def digests(
+def history_digests(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[bytes]:
     """Return a digest of each beginning of a chat.
@@ -113,7 +113,7 @@ def digests(
 
     >>> one = {"role": "user", "content": "Hi "}, {"role": "assistant", "content": None}
     >>> two = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}
-    >>> digests(one, []) == digests(two, [])
+    >>> history_digests(one, []) == history_digests(two, [])
     True
     """
     state, found = _digest(b"", list(tools)), []

@@ -1,6 +1,6 @@
 """A tool that runs code of the model. Worker processes import this: no array library."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
@@ -69,6 +69,17 @@ def python(
             f"{ABILITIES[sandbox]}{has_state}{SEEN[sandbox]}\n\nArgs:\n    code: to be run.\n"
         )
         yield run
+
+
+def starts_processes(function: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether a tool keeps processes of its own for each open episode, which it bounds.
+
+    A limit on the processes of a worker, in which many episodes live, would end them all.
+
+    >>> starts_processes(python, {"sandbox": "monty"})
+    False
+    """
+    return function is python and keywords.get("sandbox") == "process"
 
 
 def told_result(result: CodeResult) -> str:

@@ -10,6 +10,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.answers import ToolAnswer, ToolboxSpec, ToolRequest
+from jaxrl_llm.rollout.tools.code import starts_processes
 from jaxrl_llm.rollout.tools.crew import Crew, InProcess, Job
 from jaxrl_llm.rollout.tools.failures import FailureLog
 from jaxrl_llm.rollout.tools.journal import Journal
@@ -121,7 +122,12 @@ class SessionPool:
         self._settings = settings
         self._backend: Crew | InProcess
         if settings.workers:
-            self._backend = Crew(spec, settings.workers, settings.limits, self.failures.note)
+            limits = settings.limits
+            if any(
+                starts_processes(t.definition, s.kwargs) for s, several in loaded for t in several
+            ):
+                limits = limits._replace(max_processes=None)
+            self._backend = Crew(spec, settings.workers, limits, self.failures.note)
         else:
             self._backend = InProcess(spec, self.failures.note)
         self._finalizer = weakref.finalize(self, self._backend.close)  # at exit, too

@@ -1,0 +1,1 @@
+"""Agents of other frameworks, unmodified, that learn behind the gateway."""
