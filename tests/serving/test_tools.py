@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.serve import find_call_format
@@ -286,7 +287,17 @@ def test_tools_are_refused_where_the_format_of_calls_is_unknown(served):
         parse_chat({"messages": [QUESTION], "tools": [TOOL]}, served)
 
 
+def test_an_unknown_format_is_refused_before_anything_is_served():
+    with pytest.raises(ConfigError, match="call_format: got 'xml', expected one of hermes"):
+        find_call_format(build("qwen2_5")[0], "xml")
+
+
 # ----------------------------------------------------------------------------------- responses
+
+
+@functools.cache
+def event_types():
+    return TypeAdapter(ResponseStreamEvent)
 
 
 def events_of(client, **fields):
@@ -300,7 +311,7 @@ def events_of(client, **fields):
     events = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
     for block, event in zip(blocks, events, strict=True):
         assert block.startswith(f"event: {event['type']}\n")
-        TypeAdapter(ResponseStreamEvent).validate_python(event)
+        event_types().validate_python(event)
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     return events
 

@@ -1,7 +1,7 @@
 """Let agents of smolagents and of OpenAI's Agents SDK, unmodified, learn the calculator's task.
 
     python3 -m venv agents_env && agents_env/bin/pip install smolagents openai-agents openai
-    python -m benchmarks.learning.external --python agents_env/bin/python
+    python -m benchmarks.learning.external.frameworks --python agents_env/bin/python
 
 One run after the other, each its own process; finished ones are kept in `runs/external`, so that
 the same command once more only writes. Each run ends with the proof of
@@ -51,7 +51,7 @@ def main() -> None:
     found = sorted(WORK.glob("*/*/result.json"))
     results = [json.loads(path.read_text()) for path in found]
     results.sort(key=lambda result: ([*TASKS].index(result["task"]), result["seed"]))
-    write_numbers(args.out / "external.json", "external", results)
+    write_numbers(args.out / "external.json", "external.frameworks", results)
     draw(results, args.out / "external.png")
     print("\n" + markdown_table(HEADS, [row(result) for result in results]))
 
