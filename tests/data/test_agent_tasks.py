@@ -14,7 +14,7 @@ from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, program_of
+from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
 from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
@@ -232,14 +232,14 @@ def test_programs_print_what_the_teacher_is_told(bug):
     rng = random.Random(2)
     for number in range(100):
         row = Code().row(number, rng)
-        program = program_of(row["prompt"][0]["content"], bug)
+        program = taught_program(row["prompt"][0]["content"], bug)
         assert printed_by(program.source) == program.value
         assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
 
 
 def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
     pytest.importorskip("pydantic_monty")
-    source = program_of("c7372:3|7=").source.replace("):", ")")
+    source = taught_program("c7372:3|7=").source.replace("):", ")")
     with open_interpreter("monty") as interpreter, pytest.raises(FailedTool) as failed:
         told_result(interpreter.run(source))
     head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
