@@ -79,15 +79,14 @@ def _count_parameters(node: FunctionNode) -> int:
 def find_duplicates(sources: dict[str, str]) -> dict[str, list[str]]:
     """Return the public functions and classes that several files define, with these files.
 
-    Programs have a `main` each and levels of the sandbox an `open_level`; the files of `SIDECAR`
-    are not part of the package.
+    Programs have a `main` each, and the files of `SIDECAR` are not part of the package.
     """
     defined = defaultdict(list)
     for path, source in sources.items():
         for node in [] if path.startswith(SIDECAR) else ast.parse(source).body:
             if not isinstance(node, FunctionNode | ast.ClassDef):
                 continue
-            if not node.name.startswith("_") and node.name not in ("main", "open_level"):
+            if not node.name.startswith("_") and node.name != "main":
                 defined[node.name].append(path)
     return {name: paths for name, paths in sorted(defined.items()) if len(paths) > 1}
 

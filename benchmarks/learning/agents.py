@@ -1,4 +1,4 @@
-"""Train every task of configs/agents, and controls of two; write table, curves and numbers.
+"""Train every task of configs/agents, and controls of some; write table, curves and numbers.
 
     python -m benchmarks.learning.agents
     python -m benchmarks.learning.agents --tasks grid --seeds 0 --out curves
@@ -39,6 +39,7 @@ SAMPLED = {  # the second has the rewards of turns in it
     "grid": ("critic/rewards/mean", "reward of an episode"),
     "retool": ("critic/score/mean", "right answers"),
     "dapo_calculator": ("critic/score/mean", "right answers, groups that were kept"),
+    "search": ("critic/score/mean", "right answers"),
 }
 CONTROLS = {
     task: f'rollout.tools=[{{fn: {tool}, answer: "?"}}]'
@@ -46,6 +47,7 @@ CONTROLS = {
         ("look_up", "look_up"),
         ("calculator", "calculator"),
         ("retool", "python, sandbox: monty, keep_state: false"),
+        ("search", "search, corpus: none"),
     )
 }
 HEADS = ["recipe", "seed", "sampled, first step", "last step", "greedy before", "after", "minutes"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxrl_llm.data.code_task import Code
 from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.search_task import Search
 from jaxrl_llm.data.task_rows import Messages, chat_message, task_row, turn_rows
 from jaxrl_llm.rollout.environments import MOVES, Play, grid, guess_number, moved
 
@@ -203,6 +204,7 @@ AGENT_TASKS: dict[str, Any] = {
     "guess_number": GuessNumber,
     "grid": Grid,
     "code": Code,
+    "search": Search,
 }
 
 
@@ -312,17 +314,11 @@ def _secret(row: Row) -> str:
 
 def _check_settings(task: str, settings: Any) -> None:
     chances = {
-        "stop",
-        "guess",
-        "miscopy",
-        "forget",
-        "failing",
-        "careful",
-        "slip",
-        "broken",
-        "wrong",
+        *("stop", "guess", "miscopy", "forget", "failing", "careful", "slip", "broken", "wrong"),
+        "vague",
     }
     most = {"hops": 9, "high": 999, "guesses": 99, "walls": GRID_SIDE**2 - 4, "steps": 99}
+    most |= {"people": 5000, "cities": 1000, "lands": 400}
     for name, value in settings._asdict().items():
         low, high = (0, 1) if name in chances else (name != "walls", most[name])
         whole = name in chances or isinstance(value, int)

@@ -11,7 +11,7 @@ TOLD_OF_A_BROKEN_PROGRAM = "Traceback (most rece ... `:`, found name"
 """What Monty says of a program without its colon, the middle left out, of 40 tokens."""
 
 
-class Program(NamedTuple):
+class TaughtProgram(NamedTuple):
     """A program and what it prints."""
 
     source: str
@@ -59,7 +59,7 @@ class Code(NamedTuple):
         while True:
             fails = rng.random() < self.broken
             bug = 0 if fails or rng.random() >= self.wrong else rng.randint(1, 2)
-            source, value = program_of(prompt, bug)
+            source, value = taught_program(prompt, bug)
             source = source.replace("):", ")") if fails else source
             chat.append(chat_message("assistant", f"[python(code={source!r})]"))
             chat.append(chat_message("tool", TOLD_OF_A_BROKEN_PROGRAM if fails else value))
@@ -70,7 +70,7 @@ class Code(NamedTuple):
                 return [*chat, chat_message("assistant", guessed)]
 
 
-def program_of(prompt: str, bug: int = 0) -> Program:
+def taught_program(prompt: str, bug: int = 0) -> TaughtProgram:
     """Return the program for a problem, as one of `Code`'s rows states it.
 
     Args:
@@ -84,7 +84,7 @@ def program_of(prompt: str, bug: int = 0) -> Program:
     return digits_program(*map(int, problem.split("^")), bug=bug)
 
 
-def count_program(below: int, first: int, second: int, *, bug: int = 0) -> Program:
+def count_program(below: int, first: int, second: int, *, bug: int = 0) -> TaughtProgram:
     """Count the positive numbers below one that can be divided by one of two others.
 
     Args:
@@ -105,10 +105,10 @@ def count_program(below: int, first: int, second: int, *, bug: int = 0) -> Progr
     either = (below - 1) // first + (below - 1) // second - both
     value = both if bug == 2 else either + (bug == 1)
     loop = f"for i in range({start}{below}):c+=i%{first}<1 {word} i%{second}<1"
-    return Program(f"c=0\n{loop}\nprint(c)", str(value))
+    return TaughtProgram(f"c=0\n{loop}\nprint(c)", str(value))
 
 
-def digits_program(base: int, exponent: int, *, bug: int = 0) -> Program:
+def digits_program(base: int, exponent: int, *, bug: int = 0) -> TaughtProgram:
     """Add the digits of a power.
 
     Args:
@@ -126,4 +126,6 @@ def digits_program(base: int, exponent: int, *, bug: int = 0) -> Program:
     sign, added = "*" if bug == 2 else "**", "1" if bug == 1 else "int(d)"
     digits = str(base * exponent if bug == 2 else base**exponent)
     value = len(digits) if bug == 1 else sum(map(int, digits))
-    return Program(f"s=0\nfor d in str({base}{sign}{exponent}):s+={added}\nprint(s)", str(value))
+    return TaughtProgram(
+        f"s=0\nfor d in str({base}{sign}{exponent}):s+={added}\nprint(s)", str(value)
+    )

@@ -20,6 +20,8 @@ from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
 from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, Written, write_splits
+from jaxrl_llm.data.search_rows import search_r1
+from jaxrl_llm.data.search_task import Search, write_corpus
 from jaxrl_llm.data.source_rows import source_rows
 from jaxrl_llm.data.verifiers_rows import verifiers
 from jaxrl_llm.rewards.functions import last_boxed
@@ -204,11 +206,12 @@ def agent_task(
 ) -> Written:
     """Write a task of several turns, with a tool or an environment, that a small model can learn.
 
-    No validation row comes in another file, except for guess_number.
+    No validation row comes in another file, except for guess_number. For search there is a folder
+    `corpus`, too, in which its tool searches.
 
     Args:
         out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
-        task: look_up, calculator, guess_number, grid or code.
+        task: look_up, calculator, guess_number, grid, code or search.
         settings: of the task and its teacher (jaxrl_llm.data.agent_tasks).
         train_rows: rows to train on.
         validation_rows: rows held out.
@@ -226,6 +229,8 @@ def agent_task(
     splits = agent_task_splits(
         task, settings or {}, rows=rows, sft_episodes=sft_episodes, seed=seed
     )
+    if task == "search":
+        write_corpus(Path(out), Search(**(settings or {})))
     return write_splits(Path(out), splits)
 
 
@@ -276,6 +281,7 @@ DATASETS: dict[str, Callable[..., Written]] = {
         agent_task,
         dapo_math,
         retool_sft,
+        search_r1,
         verifiers,
     )
 }

@@ -5,6 +5,7 @@ Each returns `{"score": …, "acc": …, "pred": …}`: the reward, whether the 
 """
 
 import re
+import string
 from decimal import Decimal
 from typing import Any
 
@@ -20,6 +21,8 @@ Result = dict[str, Any]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}")
 _NUMBER = r"[+-]?\$?[0-9][0-9,]*(?:\.[0-9]+)?|[+-]?\$?\.[0-9]+"
 _MARKED = re.compile(rf"####[ \t]*\$?[ \t]*({_NUMBER})")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANY_NUMBER = re.compile(rf"(?<![0-9.,])(?:{_NUMBER})")
 
 
@@ -181,6 +184,58 @@ def last_answer(
     return _result(pred == ground_truth.strip(), pred)
 
 
+def search_em(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None,
+    *,
+    format_score: float = 0.0,
+) -> Result:
+    """Score a question's answer in the last <answer>…</answer>, by exact match as SQuAD has it.
+
+    Case, punctuation, articles and spaces make no difference. Of an agent's episode only the last
+    turn counts, so that no passage which was found can answer.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply, or all of the episode.
+        ground_truth: the reference answer, several, or Search-R1's `{"target": […]}`.
+        extra_info: `last_answer`, the text of the last turn; without it, the reply is the turn.
+        format_score: for a wrong answer that is written as it should be.
+
+    Returns:
+        Score 1.0 for one of the references; `pred` is the answer without what makes no difference.
+
+    Raises:
+        ValueError: the ground truth is none of these.
+
+    >>> search_em("nq", "<answer>The Beatles!</answer>", {"target": ["Beatles"]}, None)
+    {'score': 1.0, 'acc': 1.0, 'pred': 'beatles'}
+    >>> search_em("nq", "The Beatles", "Beatles", None)["pred"] is None
+    True
+    """
+    targets = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    targets = [targets] if isinstance(targets, str) else targets
+    if not isinstance(targets, list | tuple) or not all(isinstance(t, str) for t in targets):
+        raise ValueError(
+            "search_em: expected a text, texts or {'target': texts} as ground truth, got"
+            f" {ground_truth!r}"
+        )
+    said = (extra_info or {}).get("last_answer", solution_str)
+    answers = _ANSWER.findall(said)
+    if not answers:
+        return _result(False, None)
+    pred = _squad_text(answers[-1])
+    result = _result(pred in map(_squad_text, targets), pred)
+    return result if result["acc"] else result | {"score": format_score}
+
+
+def _squad_text(text: str) -> str:
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
 def environment_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
 ) -> Result:
@@ -212,6 +267,9 @@ def environment_score(
 GENERATED = "reasoning_gym/"
 """How the data sources of generated tasks begin."""
 
+SEARCH_R1 = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+"""Data sets of Search-R1, as verl names them behind `searchR1_`."""
+
 SOURCES = {
     "arithmetic": arithmetic,
     "look_up": last_answer,
@@ -220,6 +278,8 @@ SOURCES = {
     "guess_number": environment_score,
     "grid": environment_score,
     "verifiers": environment_score,
+    "search": search_em,
+    **dict.fromkeys(map("searchR1_{}".format, SEARCH_R1), search_em),
     "openai/gsm8k": gsm8k,
     "MATH": math,
     "lighteval/MATH": math,
@@ -231,7 +291,7 @@ SOURCES = {
 
 
 def by_source(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
 ) -> Result:
     """Score with the reward function that belongs to the row's `data_source` (see `SOURCES`).
 

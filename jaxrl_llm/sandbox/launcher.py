@@ -7,13 +7,9 @@ ended, or the code breaks a limit, all that is below this process is killed.
 
 import json
 import os
-import random
 import select
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -101,6 +97,8 @@ def _options(
     user = _unused_user() if layers.own_user else None
     folder = None
     if not layers.namespaces:
+        import tempfile  # which takes long to import
+
         folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=session.temporary)
         if user is not None:
             os.chown(folder, user, user)
@@ -126,8 +124,10 @@ def _unused_user() -> int:
     ]
     first, count = max(ranges, key=lambda r: r[1])
     if first + count > LAST_USERS:
-        return random.SystemRandom().randrange(FIRST_USERS, LAST_USERS)
-    return random.SystemRandom().randrange(first + count // 2, first + count - 1)
+        first, count = FIRST_USERS, LAST_USERS - FIRST_USERS
+    else:
+        first, count = first + count // 2, count // 2
+    return first + int.from_bytes(os.urandom(8), "little") % count
 
 
 def _own_tasks(layers: jail.Layers) -> int:
@@ -266,6 +266,9 @@ def _tell(fd: int, error: BaseException) -> None:
 
 def _remove(folder: str) -> None:
     """Remove the code's folder, however deep it is and whatever its modes are."""
+    import shutil  # these take long to import
+    import subprocess
+
     environment = {"PATH": "/usr/bin:/bin"}
     for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         with suppress(OSError):

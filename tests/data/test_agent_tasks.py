@@ -14,16 +14,17 @@ from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, program_of
+from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
 from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
 from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
 from jaxrl_llm.rollout.tools.code import told_result
-from jaxrl_llm.rollout.tools.functions import look_up
+from jaxrl_llm.rollout.tools.functions import look_up, search
 from jaxrl_llm.sandbox.loading import open_interpreter
 
 TASKS = sorted(AGENT_TASKS)
+FEW = {"people": 60, "cities": 50, "lands": 50}
 
 
 def episodes(task, count, **settings):
@@ -69,6 +70,7 @@ def arrivals(rows, careful, steps, slip):
 
 def right(task, row, chat):
     answer, truth = chat[-1]["content"], row["reward_model"]["ground_truth"]
+    answer = answer.removeprefix("<answer>").removesuffix("</answer>")
     return int(answer) == int(truth) if task == "guess_number" else answer == truth
 
 
@@ -85,6 +87,9 @@ def right(task, row, chat):
         # half of the failures are followed by another program
         ("code", {}, 0.6 * (0.8 * 0.3 * 0.75) / (1 - 0.2 / 2)),
         ("code", {"guess": 0.0, "broken": 0.0, "wrong": 0.0, "forget": 0.0}, 1.0),
+        ("search", FEW, 0.7 * (1 + 2 * 0.6 * 0.5) / 3),
+        ("search", FEW | {"guess": 0.0, "stop": 0.0, "vague": 0.0}, 1.0),
+        ("search", FEW | {"guess": 1.0, "lands": 2}, 1 / 3),  # by luck
         ("guess_number", {}, found(31, 5)),
         ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
         ("guess_number", {"high": 3, "guesses": 3}, 1.0),
@@ -154,12 +159,16 @@ def test_the_seed_decides(task):
     [
         (
             {"task": "chess"},
-            "expected one of look_up, calculator, guess_number, grid, code, got 'chess'",
+            "expected one of look_up, calculator, guess_number, grid, code, search, got 'chess'",
         ),
         ({"settings": {"hop": 3}}, r"look_up has the settings hops, stop, got \['hop'\]"),
         ({"settings": {"stop": 1.5}}, "look_up: expected stop from 0 to 1, got 1.5"),
         ({"settings": {"hops": 0}}, "look_up: expected hops from 1 to 9, got 0"),
         ({"settings": {"hops": 2.5}}, "expected hops from 1 to 9, got 2.5"),
+        (
+            {"task": "search", "settings": {"people": 30}},
+            "expected lands <= cities <= people, and 6400 together at most, got people=30",
+        ),
         ({"sft_episodes": -1}, "sft_episodes=-1"),
         ({"train_rows": 0}, "expected at least 1 row each"),
     ],
@@ -186,6 +195,20 @@ def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
         assert len(seen) == 26
 
 
+def test_what_the_teacher_of_search_is_told_is_what_the_tool_finds(tmp_path):
+    agent_task(tmp_path, task="search", train_rows=1, validation_rows=1, sft_episodes=0)
+    kinds = Counter()
+    for _, chat in episodes("search", 150, guess=0.0, stop=0.2):
+        for said, told in zip(chat[1:-1:2], chat[2:-1:2], strict=True):
+            query = said["content"].removeprefix("[search(query='").removesuffix("')]")
+            found = search(query, corpus=str(tmp_path / "corpus"), k=1, passage="{contents}")
+            assert told == {"role": "tool", "content": found}
+            kinds[len(query.split()), found.split()[0]] += 1
+    # a search for a person, for a city and `land`, and for a city alone
+    assert kinds.keys() == {(1, "city"), (2, "land")}
+    assert kinds[1, "city"] > 150 + 10 and kinds[2, "land"] > 10
+
+
 def test_products_of_both_lengths_are_multiplied_and_copied():
     lengths = Counter()
     for row, chat in episodes("calculator", 400, guess=0.0, forget=0.0, miscopy=0.0):
@@ -209,14 +232,14 @@ def test_programs_print_what_the_teacher_is_told(bug):
     rng = random.Random(2)
     for number in range(100):
         row = Code().row(number, rng)
-        program = program_of(row["prompt"][0]["content"], bug)
+        program = taught_program(row["prompt"][0]["content"], bug)
         assert printed_by(program.source) == program.value
         assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
 
 
 def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
     pytest.importorskip("pydantic_monty")
-    source = program_of("c7372:3|7=").source.replace("):", ")")
+    source = taught_program("c7372:3|7=").source.replace("):", ")")
     with open_interpreter("monty") as interpreter, pytest.raises(FailedTool) as failed:
         told_result(interpreter.run(source))
     head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
@@ -227,7 +250,10 @@ def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
 
 @pytest.mark.parametrize(
     ("task", "most"),
-    [("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59), ("code", 400)],
+    [
+        *(("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59), ("code", 400)),
+        ("search", 70),
+    ],
 )
 def test_episodes_are_short_and_their_texts_are_stable(task, most):
     tokenizer = load_tokenizer("configs/agents/model")

@@ -1,6 +1,8 @@
 """Reward functions against hand-made cases."""
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from jaxrl_llm.rewards.functions import (
     SOURCES,
@@ -10,6 +12,7 @@ from jaxrl_llm.rewards.functions import (
     last_boxed,
     math,
     math_dapo,
+    search_em,
 )
 
 
@@ -179,6 +182,47 @@ def test_math_dapo_adds_to_wrong_episodes_what_retool_adds(turns, last, score):
 
 def test_math_gives_up_in_time():
     assert math("MATH", r"\boxed{9^{9^{9^{9}}}}", "3", None, seconds=1)["score"] == 0.0
+
+
+def as_squad(text):
+    """Return the words of a text that count, letter by letter; spaces part its words."""
+    kept = ""
+    for letter in text.lower():
+        if letter not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~":
+            kept += letter
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+WORDS = st.sampled_from(["the", "A", "an", "Theatre", "u.s.", "it's", "1,000", " ", "\n", "–", "é"])
+
+
+@given(st.lists(WORDS, max_size=5), st.lists(st.lists(WORDS, max_size=5), min_size=1, max_size=3))
+@example(["the", "Theatre"], [["u.s."], ["theatre", " "]])
+def test_search_em_is_the_exact_match_of_squad(said, references):
+    said = " ".join(said)
+    references = [" ".join(reference) for reference in references]
+    right = any(as_squad(said) == as_squad(reference) for reference in references)
+    reply = f"<answer>no</answer> and <answer>\n{said} </answer>, so."
+    for truth in (references, {"target": references}):
+        assert search_em("nq", reply, truth, None)["score"] == right
+        assert search_em("nq", reply, truth, {}, format_score=0.1)["score"] == (right or 0.1)
+    assert search_em("nq", reply, references[0], None)["acc"] == (
+        as_squad(said) == as_squad(references[0])
+    )
+
+
+def test_search_em_takes_the_last_turn_of_an_episode():
+    told = "<answer>Rome</answer>"
+    assert search_em("nq", told, "Rome", {"last_answer": "I can't tell."})["score"] == 0.0
+    assert search_em("nq", "<answer>Rome", "Rome", None, format_score=0.1)["score"] == 0.0
+    assert search_em("nq", told + "<answer></answer>", "Rome", None)["pred"] == ""
+    assert by_source("searchR1_2wikimultihopqa", told, {"target": ["rome"]}, {})["acc"] == 1.0
+
+
+@pytest.mark.parametrize("truth", [None, 3, {"answer": "x"}, {"target": None}, [1]])
+def test_search_em_refuses_other_references(truth):
+    with pytest.raises(ValueError, match="search_em: expected a text, texts or"):
+        search_em("nq", "<answer>x</answer>", truth, None)
 
 
 def test_by_source_dispatches():

@@ -155,6 +155,7 @@ def test_what_was_drawn_before_is_not_drawn_again():
         again = Scripted(echo)
         (state,) = begin_episodes([prompt("7?")], 1, (0, 1))
         state.turns = [engine.answer(request) for request in drawn[:done]]
+        state.seeds = [request.seed for request in drawn[:done]]
         episodes = sampler(config(agent=asks_another))
         try:
             episodes.sample_states(again, [state], sampling, journal=lambda _: None)

@@ -109,7 +109,8 @@ def build_index(corpus: str, index: str | None = None) -> Path:
         index: file of the index; None: `INDEX_FILE` in the folder.
 
     Raises:
-        ValueError: the folder has no such files, a line does not fit, or two have the same id.
+        ValueError: the folder has no such files, a line does not fit, two have the same id, or
+            SQLite fails.
         OSError: the index can't be written.
     """
     files = _corpus_files(corpus)
@@ -119,7 +120,10 @@ def build_index(corpus: str, index: str | None = None) -> Path:
     with suppress(_IsBuilt), atomic_write(path) as file:
         if _is_current(path, wanted):
             raise _IsBuilt
-        _write_index(Path(str(file.name)), files, wanted)
+        try:
+            _write_index(Path(str(file.name)), files, wanted)
+        except sqlite3.Error as error:  # of a full disk, or of a Python without FTS5
+            raise ValueError(f"index: {path} can't be built: {error}") from error
     return path
 
 
