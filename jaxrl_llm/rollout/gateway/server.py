@@ -30,6 +30,7 @@ MakeTemplate = Callable[[Sequence[Mapping[str, Any]]], TurnTemplate]
 
 GATEWAY_METRICS = ("gateway/requests", "gateway/unmatched", "gateway/retries")
 MAX_BODY_BYTES = 64_000_000
+MAX_TEMPLATES = 64  # that are kept: programs may ask with other tools each time
 CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
 
@@ -65,9 +66,13 @@ class Gateway:
                 f"rollout.agent: openai_program needs a server: {error}: install the extra, as in "
                 "pip install -e '.[serve]'"
             ) from error
-        self._make_template, self._one_at_a_time = template, one_at_a_time
-        self.limits = limits
-        self._templates: dict[str, TurnTemplate] = {}
+        self.limits, self._one_at_a_time = limits, one_at_a_time
+
+        @functools.lru_cache(MAX_TEMPLATES)
+        def make_template(tools: str) -> TurnTemplate:
+            return template(json.loads(tools))
+
+        self._make_template = make_template
         self._key, self._numbers = secrets.token_bytes(32), itertools.count()
         self._sessions: dict[int, GatewaySession] = {}
         self._pools: dict[ProgramSpec, ProgramPool] = {}
@@ -141,10 +146,7 @@ class Gateway:
         return hmac.new(self._key, str(number).encode(), "sha256").hexdigest()[:40]
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._templates:
-            self._templates[key] = self._make_template(tools)
-        return self._templates[key]
+        return self._make_template(json.dumps(list(tools)))
 
     def _find(self, secret: str) -> GatewaySession:
         """Return the session of a secret.
