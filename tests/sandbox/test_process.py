@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -271,6 +272,21 @@ def test_an_interpreter_that_is_killed_from_outside_is_told(kept):
     wait_until(lambda: all(ended(child.pid) for child in below))
     assert kept.run("x").failure == "unavailable"
     assert kept.run("1").output == "1\n"
+
+
+@needs_landlock
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_worker_with_too_many_open_files_says_so_and_keeps_none(fresh, room):
+    before = sorted(os.listdir("/proc/self/fd"), key=int)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(before[-2]) + 1 + room, hard))
+    try:
+        result = fresh.run("1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (result.failure, "Too many open files" in result.reason) == ("unavailable", True)
+    assert sorted(os.listdir("/proc/self/fd"), key=int)[:-1] == before[:-1]
+    assert fresh.run("1").output == "1\n"
 
 
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 20))
