@@ -109,7 +109,7 @@ def spaces(ask, chat, client):
     """Go on from two histories that differ in a space."""
     chats = [[{"role": "user", "content": text}] for text in ("spaces", "spaces ")]
     answers = [ask(asked).message.content for asked in chats]
-    for asked, answer in zip(chats, answers):
+    for asked, answer in zip(chats, answers, strict=True):
         ask([*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "on"}])
 
 

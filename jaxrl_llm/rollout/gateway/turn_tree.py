@@ -108,8 +108,8 @@ def history_digests(
     """Return a digest of each beginning of a chat.
 
     Chats are the same that differ in spaces at the ends of what the assistant said, in how a call's
-    arguments are written, in reasoning, which most clients drop, or in the ids of calls. What others
-    said is the client's own, which it has no reason to write otherwise: there each space counts.
+    arguments are written, in reasoning, which most clients drop, or in the ids of calls. What
+    others said is the client's own, which it has no reason to write otherwise: each space counts.
 
     Args:
         messages: as `jaxrl_llm.serving.requests.parse_message` returns them.
