@@ -42,7 +42,7 @@ class DrawnTurn:
     @property
     def path(self) -> list["DrawnTurn"]:
         """The turns from the first of its stream to this one."""
-        turns = [self]
+        turns: list[DrawnTurn] = [self]
         while (before := turns[-1].parent) is not None:
             turns.append(before)
         return turns[::-1]
