@@ -34,6 +34,22 @@ CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
 
 
+def check_server_packages() -> None:
+    """Refuse to go on without what serves programs.
+
+    Raises:
+        ConfigError: a package of the extra `serve` is not installed.
+    """
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.agent: openai_program needs a server: {error}: install the extra, as in "
+            "pip install -e '.[serve]'"
+        ) from error
+
+
 class Gateway:
     """Serves the policy to programs, by an address of its own for each episode.
 
@@ -57,14 +73,7 @@ class Gateway:
         one_at_a_time: bool,
     ) -> None:
         """Serve nothing yet."""
-        try:
-            import starlette  # noqa: F401
-            import uvicorn  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"rollout.agent: openai_program needs a server: {error}: install the extra, as in "
-                "pip install -e '.[serve]'"
-            ) from error
+        check_server_packages()
         self._make_template, self._one_at_a_time = template, one_at_a_time
         self.limits = limits
         self._templates: dict[str, TurnTemplate] = {}
@@ -167,7 +176,7 @@ class Gateway:
     def _app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
 
@@ -191,6 +200,9 @@ class Gateway:
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
             return JSONResponse({"object": "list", "data": [model]})
 
+        async def leave(request: Request, error: Exception) -> Response:
+            return Response(status_code=CLIENT_GONE)
+
         async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
                 error = APIError(f"{request.method}: {error.detail}", status=error.status_code)
@@ -206,7 +218,10 @@ class Gateway:
                 Route(f"{base}/responses", answer, methods=["POST"]),
                 Route(f"{base}/models", models),
             ],
-            exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), refuse),
+            exception_handlers={
+                **dict.fromkeys((APIError, HTTPException, Exception), refuse),
+                ClientDisconnect: leave,
+            },
         )
 
     async def _ask(self, session: GatewaySession, ticket: Ticket, receive: Any) -> Any:
