@@ -38,7 +38,7 @@ def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
         return client.chat.completions.create(model=model, messages=chat, **more).choices[0]
 
     value = globals()[extra_info["do"]](ask, list(messages), client)
-    return value if value is None else scale * value
+    return scale * value if isinstance(value, int | float) else value
 
 
 def once(ask, chat, client):
