@@ -125,8 +125,17 @@ class Runner:
 
     def start(self, number, given):
         """Fork a process for a program."""
-        (result, tells), (output, prints) = os.pipe(), os.pipe()
-        pid = os.fork()
+        ends = []
+        try:
+            for _ in range(2):
+                ends += os.pipe()
+            pid = os.fork()
+        except OSError as error:  # too many descriptors, or processes
+            for fd in ends:
+                os.close(fd)
+            self.tell(end=number, value=None, error=f"can't be started: {error}", output="")
+            return
+        result, tells, output, prints = ends
         if pid == 0:
             try:
                 self.become_program(given, tells, prints)

@@ -7,6 +7,7 @@ import hmac
 import itertools
 import json
 import logging
+import resource
 import secrets
 import socket
 import threading
@@ -30,6 +31,7 @@ MakeTemplate = Callable[[Sequence[Mapping[str, Any]]], TurnTemplate]
 
 GATEWAY_METRICS = ("gateway/requests", "gateway/unmatched", "gateway/retries")
 MAX_BODY_BYTES = 64_000_000
+MOST_TEMPLATES = 256  # of tools that were asked for last
 CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
 
@@ -48,6 +50,16 @@ def check_server_packages() -> None:
             f"rollout.agent: openai_program needs a server: {error}: install the extra, as in "
             "pip install -e '.[serve]'"
         ) from error
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process, and the one that starts programs, have as many descriptors as they may.
+
+    A step has a connection here and two pipes there for each episode; 1024 are the usual limit.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS says that there is none, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Gateway:
@@ -74,9 +86,12 @@ class Gateway:
     ) -> None:
         """Serve nothing yet."""
         check_server_packages()
-        self._make_template, self._one_at_a_time = template, one_at_a_time
+        _raise_descriptor_limit()
+        self._template_of = functools.lru_cache(MOST_TEMPLATES)(
+            lambda tools: template(json.loads(tools))
+        )
+        self._one_at_a_time = one_at_a_time
         self.limits = limits
-        self._templates: dict[str, TurnTemplate] = {}
         self._key, self._numbers = secrets.token_bytes(32), itertools.count()
         self._sessions: dict[int, GatewaySession] = {}
         self._pools: dict[ProgramSpec, ProgramPool] = {}
@@ -150,10 +165,7 @@ class Gateway:
         return hmac.new(self._key, str(number).encode(), "sha256").hexdigest()[:40]
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._templates:
-            self._templates[key] = self._make_template(tools)
-        return self._templates[key]
+        return self._template_of(json.dumps(list(tools)))
 
     def _find(self, secret: str) -> GatewaySession:
         """Return the session of a secret.
