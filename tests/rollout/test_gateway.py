@@ -4,6 +4,7 @@ import asyncio
 import collections
 import os
 import re
+import resource
 import sys
 import textwrap
 import time
@@ -242,6 +243,18 @@ def test_turns_that_are_there_are_not_drawn_again(programs):
     changed, third = begin_episodes(prompts, 1, (0, 1)), Recording(respond)
     changed[0].turns, changed[0].seeds = whole[0].turns[:2], [1, 2]  # of other prompts
     assert same(before, drawn(changed, third)) and len(third.batches) == 3
+
+
+def test_more_programs_run_at_once_than_there_are_descriptors_at_first():
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, usual[1]))
+    try:
+        made = sampler(config(agent=agent(), limits={"turns": 4}))
+        rollouts, _ = sample(made, Recording(respond), ["once"], samples=100)
+        made.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert {episode.finish for episode in rollouts.episodes} == {"stop"}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import hmac
 import itertools
 import json
 import logging
-import resource
 import secrets
 import socket
 import threading
@@ -23,6 +22,7 @@ from jaxrl_llm.rollout.gateway.session import GatewaySession, GatewayTally, Tick
 from jaxrl_llm.serving.fields import APIError, parse_body
 from jaxrl_llm.serving.responses_api import chat_request
 from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.supervisor import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +52,6 @@ def check_server_packages() -> None:
         ) from error
 
 
-def _raise_descriptor_limit() -> None:
-    """Let this process, and the one that starts programs, have as many descriptors as they may.
-
-    A step has a connection here and two pipes there for each episode; 1024 are the usual limit.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS says that there is none, and has one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 class Gateway:
     """Serves the policy to programs, by an address of its own for each episode.
 
@@ -86,7 +76,7 @@ class Gateway:
     ) -> None:
         """Serve nothing yet."""
         check_server_packages()
-        _raise_descriptor_limit()
+        raise_descriptor_limit()  # for a connection of each episode
         self._template_of = functools.lru_cache(MOST_TEMPLATES)(
             lambda tools: template(json.loads(tools))
         )
