@@ -81,7 +81,11 @@ def python_tests(
         bounds = read_limits(limits, wall_s=WALL_S)
         longest = max(len(str(test.expected)) for test in tests)
         bounds = bounds._replace(output_bytes=max(bounds.output_bytes, 8 * longest))
-        with open_interpreter(sandbox, bounds, url=url) as interpreter:
+        try:
+            opened = open_interpreter(sandbox, bounds, url=url)
+        except ConnectionError as away:  # a worker that has just started tries the server first
+            raise Unscored(f"python_tests: {away}") from away
+        with opened as interpreter:
             passed, error = _count_passed(interpreter, code, tests, stop=not partial)
     acc = float(passed == len(tests))
     score = passed / len(tests) if partial else acc

@@ -49,6 +49,9 @@ class ProcessInterpreter:
             self.close()
             failure, reason = error.failure, error.reason
             reason += STATE_LOST if self._keep_state else ""
+        except OSError as error:  # as where a worker has too many open files
+            self.close()
+            failure, reason = "unavailable", f"can't run code: {error}"
         except BaseException:
             self.close()
             raise

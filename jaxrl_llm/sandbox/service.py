@@ -138,8 +138,8 @@ class ServiceInterpreter:
 
 
 READ = ("status", "run_result")
-TRIED = CodeLimits()
-"""Of the code by which a server is tried."""
+TRIAL_S = 10.0
+"""For a server to answer when it is tried, at most: within the time limit of whoever opens it."""
 
 
 def _clean(text: str) -> str:
@@ -147,13 +147,13 @@ def _clean(text: str) -> str:
 
 
 @functools.cache  # once in a process: each episode opens the level
-def _try(url: str) -> None:
-    """Run something on a server.
+def _try(url: str, wall_s: float) -> None:
+    """Run something on a server, within so many seconds.
 
     Raises:
         ConnectionError: there is no answer of a SandboxFusion.
     """
-    with ServiceInterpreter(url, TRIED) as interpreter:
+    with ServiceInterpreter(url, CodeLimits(wall_s=wall_s)) as interpreter:
         tried = interpreter.run("print(6 * 7)")
     if tried.output.strip() != "42":
         said = tried.reason or f"print(6 * 7) gave {shorten(tried.output)!r}"
@@ -174,5 +174,5 @@ def open_level(limits: CodeLimits, *, keep_state: bool, url: str | None) -> Serv
     if find_spec("httpx2") is None:
         raise ConfigError("sandbox service needs httpx2; pip install 'jaxrl_llm[client]'")
     assert url is not None, "open_interpreter asks for it"
-    _try(url)
+    _try(url, min(limits.wall_s, TRIAL_S))
     return ServiceInterpreter(url, limits)

@@ -69,20 +69,20 @@ class CodeSession:
 
     Raises:
         SessionEnded: there can be none.
+        OSError: this process may open or start no more.
     """
 
     def __init__(self, limits: CodeLimits, layers: Layers, keep_state: bool) -> None:
         self._limits = limits
-        with ExitStack() as undo, ExitStack() as theirs:
+        with ExitStack() as ours, ExitStack() as theirs:
             self._lifeline, lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            requests, self._requests = os.pipe()
-            self._answers, answers = os.pipe()
-            self._outputs, outputs = zip(os.pipe(), os.pipe(), strict=True)
-            self._lifeline.setblocking(False)
-            undo.callback(self._close_descriptors)
-            for fd in (requests, answers, *outputs):
-                theirs.callback(os.close, fd)
+            ours.callback(self._lifeline.close)
             theirs.callback(lifeline.close)
+            requests, self._requests = _open_pipe(theirs, ours)
+            self._answers, answers = _open_pipe(ours, theirs)
+            outputs_of = (_open_pipe(ours, theirs) for _ in range(2))
+            self._outputs, outputs = zip(*outputs_of, strict=True)
+            self._lifeline.setblocking(False)
             for fd in (self._requests, self._answers, *self._outputs):
                 os.set_blocking(fd, False)
             session = LaunchedSession(
@@ -98,19 +98,16 @@ class CodeSession:
             )
             options = json.dumps([PACKAGE_ROOT, session])
             command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", LAUNCHER_PROGRAM, options]
-            try:
-                self._launcher = subprocess.Popen(
-                    command,
-                    env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(session.search)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=outputs[0],
-                    stderr=outputs[1],
-                    pass_fds=[session.lifeline, requests, answers],
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SessionEnded("unavailable", f"can't start an interpreter: {error}") from error
-            undo.pop_all()
+            self._launcher = subprocess.Popen(
+                command,
+                env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(session.search)},
+                stdin=subprocess.DEVNULL,
+                stdout=outputs[0],
+                stderr=outputs[1],
+                pass_fds=[session.lifeline, requests, answers],
+                start_new_session=True,
+            )
+            self._ours = ours.pop_all()
         self._await_start()
 
     def _await_start(self) -> None:
@@ -194,12 +191,15 @@ class CodeSession:
         except subprocess.TimeoutExpired:  # it is stopped, or something can't be killed
             self._launcher.kill()
             self._launcher.wait()
-        self._close_descriptors()
+        self._ours.close()
 
-    def _close_descriptors(self) -> None:
-        self._lifeline.close()
-        for fd in (self._requests, self._answers, *self._outputs):
-            os.close(fd)
+
+def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
+    """Return the ends of a pipe, which are closed with these."""
+    ends = os.pipe()
+    reader.callback(os.close, ends[0])
+    writer.callback(os.close, ends[1])
+    return ends
 
 
 def _watched(limits: CodeLimits) -> WatchedLimits:

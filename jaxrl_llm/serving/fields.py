@@ -185,7 +185,7 @@ HALF_OF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON writes half of a surrogate pair."""
 
 
-def load_json(text: str | bytes) -> Any:
+def strict_json(text: str | bytes) -> Any:
     r"""Return the value of a JSON text, which the standard allows and UTF-8 can hold.
 
     Python's own reader also takes NaN, numbers that are too large, and halves of surrogate pairs,
@@ -195,9 +195,9 @@ def load_json(text: str | bytes) -> Any:
         ValueError: it is none.
         RecursionError: it is nested too deeply.
 
-    >>> load_json(r'["\ud83d\ude00"]')
+    >>> strict_json(r'["\ud83d\ude00"]')
     ['😀']
-    >>> load_json("1e999")
+    >>> strict_json("1e999")
     Traceback (most recent call last):
     ValueError: got 1e999, expected finite numbers
     """
@@ -225,7 +225,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     {'n': 1}
     """
     try:
-        tree = load_json(body)
+        tree = strict_json(body)
     except (ValueError, RecursionError) as error:
         raise APIError(f"the body is not JSON: {error}") from error
     if not isinstance(tree, dict):

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm.data.call_text import ToolCall, dump_json
 from jaxrl_llm.data.tool_calls import CallFormat, ParsedAnswer
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.serving.fields import APIError, load_json, shown
+from jaxrl_llm.serving.fields import APIError, strict_json, shown
 
 
 def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = load_json(arguments)
+            arguments = strict_json(arguments)
         except (ValueError, RecursionError) as error:
             raise APIError(f"{where}: arguments are no JSON: {error}", param=where) from error
     if not isinstance(arguments, dict):

@@ -140,7 +140,9 @@ FEW_TOKENS = (
 )
 
 
-@pytest.mark.parametrize("name", ["retool_qwen3_4b", "dapo_tools_qwen3_8b"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("retool_qwen3_4b", marks=pytest.mark.slow), "dapo_tools_qwen3_8b"]
+)
 def test_agents_of_full_size_run_with_a_small_model(run, workshop, small_agent, tmp_path, name):
     config = CONFIGS / f"agents/{name}.yaml"
     assert load(TrainConfig, config).batch.prompts_per_step == 64

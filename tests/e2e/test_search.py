@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from tests.data.test_search_rows import write
@@ -12,6 +14,10 @@ from tests.e2e.test_configs import CONFIGS
 CONFIG = CONFIGS / "agents/search_qwen3_4b.yaml"
 
 
+@pytest.mark.slow
+@pytest.mark.guards(
+    "jaxrl_llm/rollout/", "jaxrl_llm/data/", "jaxrl_llm/rewards/", "configs/agents/"
+)
 def test_search_r1_runs_with_a_small_model(run, tmp_path):
     assert load(TrainConfig, CONFIG).batch.prompts_per_step == 512
     model = shutil.copytree(CONFIGS / "agents/model", tmp_path / "model")

@@ -1,7 +1,6 @@
 """The reward function `python_tests`: what is read, what is run, and what is scored."""
 
 import json
-import sys
 
 import pytest
 
@@ -10,6 +9,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.code import last_python_block, python_tests, read_tests
 from jaxrl_llm.rewards.runner import check_reward_function
 from jaxrl_llm.rewards.worker import Unscored
+from tests.sandboxes import needs_landlock
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 -5"], "outputs": ["3\n", "7", "0"]}
@@ -89,7 +89,7 @@ def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test(code, er
         assert result["error"].startswith(f"test 0: {error}")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the level process needs Linux")
+@needs_landlock
 def test_programs_as_people_write_them_run_in_cpython():
     code = """
 import heapq, sys
@@ -165,6 +165,8 @@ def test_infrastructure_that_fails_leaves_the_answer_unscored(monkeypatch):
     monkeypatch.setenv("MONTY_BIN", "/nonexistent")
     with pytest.raises(Unscored, match="failed to spawn"):
         score(ADD, PAIRS)
+    with pytest.raises(Unscored, match=r"sandbox service: http://localhost:1/.* within 0.5 s"):
+        score(ADD, PAIRS, sandbox="service", url="http://localhost:1", wall_s=0.5)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def branches(ask, chat, client):
         ask([*chat, {"role": "user", "content": text}])
 
 
+def spaces(ask, chat, client):
+    """Go on from two histories that differ in a space."""
+    chats = [[{"role": "user", "content": text}] for text in ("spaces", "spaces ")]
+    answers = [ask(asked).message.content for asked in chats]
+    for asked, answer in zip(chats, answers, strict=True):
+        ask([*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "on"}])
+
+
 def streams(ask, chat, client):
     """Ask with a stream."""
     create = client.chat.completions.create

@@ -1,7 +1,6 @@
 """The tool `python` in sessions, as an episode has it."""
 
 import asyncio
-import sys
 
 import pytest
 
@@ -13,8 +12,7 @@ from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
 from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits
 from tests.episodes import config
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the level process needs Linux")
+from tests.sandboxes import needs_landlock
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
     assert pool.failures.counts == {("python", "error"): 2}
 
 
-@on_linux
+@needs_landlock
 def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
     pool = make(workers=1, timeout_s=60.0, limits=Limits(max_processes=2), sandbox="process")
 

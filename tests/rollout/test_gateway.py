@@ -29,7 +29,7 @@ PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "score", "turns", "tools", "streams", "rewrites", "branches", "parallel")
 DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
-DOES += ("short", "fills", "responses", "another", "forges")
+DOES += ("short", "fills", "responses", "spaces", "another", "forges")
 
 
 class Recording(Scripted):
@@ -71,6 +71,8 @@ def respond(text, seed):
         return f"[add(a={seed % 7}, b=2)]"
     if text.startswith("<|user|>short"):
         return "a!b" if "on<|end|>" in text else "abc"
+    if text.startswith("<|user|>spaces"):
+        return "the same"
     return "9" * 40 if text.startswith("<|user|>fills") else str(seed % 1000)
 
 
@@ -152,6 +154,13 @@ def test_a_history_that_is_rewritten_or_branches_off_begins_a_chain(played):
     ]
     batch = lay_out(rollouts, samples=1, max_tokens=160)
     assert (batch["mask"].sum(1) == [e.drawn.sum() * e.usable for e in rollouts.episodes]).all()
+
+
+def test_what_the_client_says_is_compared_to_the_letter(played):
+    spaces = played[2]["spaces"]
+    assert (spaces.turns, spaces.chains) == (4, 2)
+    said = [m["content"] for chat in spaces.chats for m in chat if m["role"] == "user"]
+    assert sorted(said) == ["on", "on", "spaces", "spaces "]
 
 
 def test_requests_at_once_have_seeds_of_their_own(played):

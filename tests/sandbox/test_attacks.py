@@ -11,11 +11,14 @@ import pytest
 from benchmarks.sandbox.attacks import read_attacks
 from benchmarks.sandbox.run_attacks import attack, opens
 from benchmarks.sandbox.target import Target
+from tests.sandboxes import needs_landlock
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or sys.platform != "linux",
-    reason="the attacks use numbers of system calls",
-)
+pytestmark = [
+    needs_landlock,
+    pytest.mark.skipif(
+        platform.machine() != "x86_64", reason="the attacks use numbers of system calls"
+    ),
+]
 FAST = [chosen for chosen in read_attacks() if not chosen.slow]
 SLOW = [chosen for chosen in read_attacks() if chosen.slow]
 GUARDED = ("jaxrl_llm/sandbox/", "benchmarks/sandbox/")

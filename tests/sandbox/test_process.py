@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from jaxrl_llm.sandbox import process, seccomp, session
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.output import BoundedOutput
 from jaxrl_llm.sandbox.types import CodeLimits, Interpreter
+from tests.sandboxes import needs_landlock
 from tests.waiting import ended, wait_until
 
 LIMITS = CodeLimits(cpu_s=10.0, wall_s=30.0, memory_mb=256, processes=8, file_mb=4)
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def fresh():
         yield interpreter
 
 
-@on_linux
+@needs_landlock
 @pytest.mark.parametrize(
     ("code", "output"),
     [
@@ -68,7 +69,7 @@ def test_code_does_what_it_does_elsewhere(kept, code, output):
     assert (result.output, result.errors, result.failure) == (output, "", None)
 
 
-@on_linux
+@needs_landlock
 @pytest.mark.parametrize(
     ("code", "failure", "reason"),
     [
@@ -90,14 +91,14 @@ def test_a_failure_is_told_in_a_line(kept, code, failure, reason):
     assert kept.run("sys.version").failure is None
 
 
-@on_linux
+@needs_landlock
 def test_a_traceback_shows_the_code_and_nothing_of_ours(fresh):
     errors = fresh.run("def f():\n    return 1 / 0\nf()").errors
     assert "    return 1 / 0\n" in errors
     assert "jaxrl_llm" not in errors
 
 
-@on_linux
+@needs_landlock
 def test_without_state_each_run_has_a_process_of_its_own(fresh):
     assert isinstance(fresh, Interpreter)
     fresh.run("x = 1\nopen('f', 'w').close()")
@@ -105,14 +106,14 @@ def test_without_state_each_run_has_a_process_of_its_own(fresh):
     assert fresh.run("import os\nos.listdir()").output == "[]\n"
 
 
-@on_linux
+@needs_landlock
 def test_threads_and_exit_functions_end_before_the_interpreter(fresh):
     code = "import atexit, threading\natexit.register(print, 2)\n"
     code += "threading.Timer(0.05, print, [1]).start()"
     assert fresh.run(code).output == "1\n2\n"
 
 
-@on_linux
+@needs_landlock
 def test_what_ends_the_interpreter_ends_its_state(kept):
     kept.run("y = 1")
     result = kept.run("import os\nos._exit(0)")
@@ -121,7 +122,7 @@ def test_what_ends_the_interpreter_ends_its_state(kept):
     assert kept.run("y").failure == "error"
 
 
-@on_linux
+@needs_landlock
 def test_the_middle_of_long_output_is_left_out():
     with open_interpreter("process", LIMITS._replace(output_bytes=100)) as interpreter:
         output = interpreter.run("print('a' * 10**6 + 'b')").output
@@ -129,7 +130,7 @@ def test_the_middle_of_long_output_is_left_out():
     assert output.endswith("ab\n")
 
 
-@on_linux
+@needs_landlock
 def test_sessions_do_not_meet():
     def run(number):
         with open_interpreter("process", LIMITS, keep_state=True) as interpreter:
@@ -158,7 +159,7 @@ sys.stdin.read()
 """
 
 
-@on_linux
+@needs_landlock
 def test_nothing_outlives_a_trainer_that_is_killed(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
@@ -189,7 +190,7 @@ print(sorted(set(refused)), len(refused))
 """
 
 
-@on_linux
+@needs_landlock
 def test_calls_that_the_table_does_not_name_are_refused(fresh):
     numbers = set(seccomp.call_numbers(platform.machine()).values())
     numbers |= {335, 336}  # x86-64: the kernel's own probes, which Linux 6.14 does not filter
@@ -235,7 +236,7 @@ def test_a_machine_that_lacks_what_is_needed_is_refused(monkeypatch, name, value
         process.find_layers.__wrapped__()
 
 
-@on_linux
+@needs_landlock
 def test_a_layer_that_fails_is_refused(monkeypatch):
     """The launcher asks for a Landlock that no kernel has, so that no code may be run."""
     monkeypatch.setattr(process, "landlock_version", lambda: 0x7FFF)
@@ -262,7 +263,7 @@ def test_an_answer_that_is_none_ends_the_session(line):
         session._decode_answer(line, "n")
 
 
-@on_linux
+@needs_landlock
 def test_an_interpreter_that_is_killed_from_outside_is_told(kept):
     kept.run("x = 1")
     launcher = kept._session._launcher
@@ -271,6 +272,25 @@ def test_an_interpreter_that_is_killed_from_outside_is_told(kept):
     wait_until(lambda: all(ended(child.pid) for child in below))
     assert kept.run("x").failure == "unavailable"
     assert kept.run("1").output == "1\n"
+
+
+def open_files():
+    return sorted(int(path.name) for path in Path("/proc/self/fd").iterdir())
+
+
+@needs_landlock
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_worker_with_too_many_open_files_says_so_and_keeps_none(fresh, room):
+    before = open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[-2] + 1 + room, hard))
+    try:
+        result = fresh.run("1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (result.failure, "Too many open files" in result.reason) == ("unavailable", True)
+    assert open_files()[:-1] == before[:-1]  # the last one is that of the look itself
+    assert fresh.run("1").output == "1\n"
 
 
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 20))

@@ -199,7 +199,7 @@ def test_state_is_refused(server):
         open_interpreter("service", url=server.url, keep_state=True)
 
 
-def test_a_server_that_is_not_there_is_refused_at_the_start(server, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.sandbox.service.TRIED", LIMITS._replace(wall_s=0.1))
+def test_a_server_that_is_not_there_is_refused_at_the_start():
+    limits = LIMITS._replace(wall_s=0.1)
     with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/run_code: ConnectError"):
-        open_interpreter("service", url="http://127.0.0.1:9")
+        open_interpreter("service", limits, url="http://127.0.0.1:9")

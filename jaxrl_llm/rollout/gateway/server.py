@@ -31,7 +31,7 @@ MakeTemplate = Callable[[Sequence[Mapping[str, Any]]], TurnTemplate]
 
 GATEWAY_METRICS = ("gateway/requests", "gateway/unmatched", "gateway/retries")
 MAX_BODY_BYTES = 64_000_000
-MOST_TEMPLATES = 256  # of tools that were asked for last
+MAX_TEMPLATES = 64  # that are kept: programs may ask with other tools each time
 CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
 
@@ -77,11 +77,13 @@ class Gateway:
         """Serve nothing yet."""
         check_server_packages()
         raise_descriptor_limit()  # for a connection of each episode
-        self._template_of = functools.lru_cache(MOST_TEMPLATES)(
-            lambda tools: template(json.loads(tools))
-        )
-        self._one_at_a_time = one_at_a_time
-        self.limits = limits
+        self.limits, self._one_at_a_time = limits, one_at_a_time
+
+        @functools.lru_cache(MAX_TEMPLATES)
+        def make_template(tools: str) -> TurnTemplate:
+            return template(json.loads(tools))
+
+        self._make_template = make_template
         self._key, self._numbers = secrets.token_bytes(32), itertools.count()
         self._sessions: dict[int, GatewaySession] = {}
         self._pools: dict[ProgramSpec, ProgramPool] = {}
@@ -155,7 +157,7 @@ class Gateway:
         return hmac.new(self._key, str(number).encode(), "sha256").hexdigest()[:40]
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        return self._template_of(json.dumps(list(tools)))
+        return self._make_template(json.dumps(list(tools)))
 
     def _find(self, secret: str) -> GatewaySession:
         """Return the session of a secret.

@@ -42,7 +42,10 @@ class DrawnTurn:
     @property
     def path(self) -> list["DrawnTurn"]:
         """The turns from the first of its stream to this one."""
-        return [*(self.parent.path if self.parent else []), self]
+        turns: list[DrawnTurn] = [self]
+        while (before := turns[-1].parent) is not None:
+            turns.append(before)
+        return turns[::-1]
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -104,17 +107,21 @@ def history_digests(
 ) -> list[bytes]:
     """Return a digest of each beginning of a chat.
 
-    Chats are the same that differ in spaces at the ends of contents, in how a call's arguments are
-    written, in reasoning, which most clients drop, or in the ids of calls.
+    Chats are the same that differ in spaces at the ends of what the assistant said, in how a call's
+    arguments are written, in reasoning, which most clients drop, or in the ids of calls. What
+    others said is the client's own, which it has no reason to write otherwise: each space counts.
 
     Args:
         messages: as `jaxrl_llm.serving.requests.parse_message` returns them.
         tools: that the model is told of.
 
-    >>> one = {"role": "user", "content": "Hi "}, {"role": "assistant", "content": None}
-    >>> two = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}
+    >>> one = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes? "}
+    >>> two = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
     >>> history_digests(one, []) == history_digests(two, [])
     True
+    >>> other = {"role": "user", "content": " Hi"}
+    >>> history_digests([other], [])[0] in history_digests(one, [])
+    False
     """
     state, found = _digest(b"", list(tools)), []
     for message in messages:
@@ -122,8 +129,9 @@ def history_digests(
             [call["function"]["name"], _as_values(call["function"]["arguments"])]
             for call in message.get("tool_calls") or ()
         ]
-        content = (message.get("content") or "").strip()
-        state = _digest(state, [message["role"], content, calls])
+        role, content = message["role"], message.get("content") or ""
+        said = content.strip() if role == "assistant" else content
+        state = _digest(state, [role, said, calls])
         found.append(state)
     return found
 
