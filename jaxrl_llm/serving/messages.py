@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm.data.call_text import ToolCall, dump_json
 from jaxrl_llm.data.tool_calls import CallFormat, ParsedAnswer
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.serving.fields import APIError, strict_json, shown
+from jaxrl_llm.serving.fields import APIError, shown, strict_json
 
 
 def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
