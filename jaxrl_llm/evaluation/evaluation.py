@@ -40,6 +40,7 @@ from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import SamplingParams
@@ -69,6 +70,8 @@ def _evaluate(config: EvaluateConfig) -> Report:
         stack.enter_context(reporting_compilation())
         stack.enter_context(compiling_on_demand())
         score = make_function_scoring(config.reward, config.reward.function, stack, out)
+        if config.has_episodes:
+            check_episode_functions(config)
         with activity("opening the devices"):
             layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         log.info("loading %s", config.model)

@@ -23,7 +23,7 @@ KEPT = {True: " Names stay from call to call.", False: " Nothing stays from call
 SEEN = {
     "expression": "",
     "monty": " What is printed is returned, and the value of a last expression.",
-    "process": " What is printed is returned.",
+    "process": " What is printed is returned, and the value of a last expression.",
     "service": " What is printed is returned.",
 }
 
