@@ -59,6 +59,8 @@ def run_evaluation(config: EvaluateConfig) -> Report:
     """Sample, score, print and write; return the contents of metrics.json."""
     distributed.initialize()
     with distributed.abort_together():
+        if config.has_episodes:
+            check_episode_functions(config)
         return _evaluate(config)
 
 
@@ -70,8 +72,6 @@ def _evaluate(config: EvaluateConfig) -> Report:
         stack.enter_context(reporting_compilation())
         stack.enter_context(compiling_on_demand())
         score = make_function_scoring(config.reward, config.reward.function, stack, out)
-        if config.has_episodes:
-            check_episode_functions(config)
         with activity("opening the devices"):
             layout = open_layout(SftMeshConfig(), "rollout", config.mesh.rollout)
         log.info("loading %s", config.model)
