@@ -38,7 +38,7 @@ SAMPLED = {  # the second has the rewards of turns in it
     "guess_number": ("critic/rewards/mean", "reward of an episode"),
     "grid": ("critic/rewards/mean", "reward of an episode"),
     "retool": ("critic/score/mean", "right answers"),
-    "dapo_calculator": ("critic/score/mean", "right answers, groups that were kept"),
+    "dapo_calculator": ("critic/score/mean", "right, kept groups"),
     "search": ("critic/score/mean", "right answers"),
 }
 CONTROLS = {
