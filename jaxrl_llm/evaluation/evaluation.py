@@ -40,6 +40,7 @@ from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import SamplingParams
@@ -58,6 +59,8 @@ def run_evaluation(config: EvaluateConfig) -> Report:
     """Sample, score, print and write; return the contents of metrics.json."""
     distributed.initialize()
     with distributed.abort_together():
+        if config.has_episodes:
+            check_episode_functions(config)
         return _evaluate(config)
 
 

@@ -10,8 +10,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
 from jaxrl_llm.config.sections.agent import AgentConfig
 from jaxrl_llm.rollout.gateway.programs import check_program
-from jaxrl_llm.rollout.gateway.server import Gateway, MakeTemplate
-from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, load_environment, load_tools
+from jaxrl_llm.rollout.gateway.server import Gateway, MakeTemplate, check_server_packages
+from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, check_tool, load_environment, load_tools
 from jaxrl_llm.rollout.tools.signature import tool_schema
 from jaxrl_llm.workers.limits import Limits
 
@@ -40,6 +40,7 @@ def load_agent(config: AgentConfig) -> Callable[..., Any]:
     check_asked(spec, asked_by(agent), config)
     if function.__name__ == "openai_program":
         check_program(spec.kwargs)
+        check_server_packages()
     return agent
 
 
@@ -47,13 +48,14 @@ def check_episode_functions(config: AgentConfig) -> None:
     """Import the agent, the tools and the environment of a config, before anything else is loaded.
 
     Raises:
-        ConfigError: one of them is not there, or does not fit.
+        ConfigError: one of them is not there, does not fit, or can't be had on this machine.
     """
     load_agent(config)
     for spec in config.tools:
         for tool in load_tools(spec):
             if tool.schema is None and not tool.is_fixture:
                 tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
+        check_tool(spec, config.tool_process.timeout_s)
     if config.environment is not None:
         load_environment(config.environment)
 

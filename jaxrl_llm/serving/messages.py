@@ -1,7 +1,6 @@
 """Messages and tools of OpenAI's chats, as chat templates want them, and answers as clients do."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from jaxrl_llm.data.call_text import ToolCall, dump_json
 from jaxrl_llm.data.tool_calls import CallFormat, ParsedAnswer
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.serving.fields import APIError, shown
+from jaxrl_llm.serving.fields import APIError, shown, strict_json
 
 
 def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -87,7 +86,7 @@ def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json(arguments)
         except (ValueError, RecursionError) as error:
             raise APIError(f"{where}: arguments are no JSON: {error}", param=where) from error
     if not isinstance(arguments, dict):

@@ -110,11 +110,23 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
     os._exit(0)  # there is nothing to clean up, and the pool waits
 
 
+def raise_descriptor_limit() -> None:
+    """Let this process, and those that it starts, have as many descriptors as they may.
+
+    Each open episode takes some: of its connection, its program or its sandbox. 1,024 in all are
+    the usual limit, and far more may be asked for.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS says that there is no limit, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _become_worker(supervisor: int, group: Path | None, memory_bytes: int | None) -> None:
     os.setsid()  # a function that kills its process group kills no supervisor
     # schedulers send it to all processes of a job, which has a step to end
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    raise_descriptor_limit()
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -4,13 +4,17 @@ A program does what its row says: `do` names one of the functions below.
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx2
 import openai
 
 ADD = {
@@ -34,7 +38,7 @@ def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
         return client.chat.completions.create(model=model, messages=chat, **more).choices[0]
 
     value = globals()[extra_info["do"]](ask, list(messages), client)
-    return value if value is None else scale * value
+    return scale * value if isinstance(value, int | float) else value
 
 
 def once(ask, chat, client):
@@ -196,6 +200,28 @@ def refused(ask, chat, client):
     return count
 
 
+def rubbish(ask, chat, client):
+    """Send what is no request, and one that breaks off; return how many were refused."""
+    base = client.base_url
+    bodies = [
+        ("chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+        ("chat/completions", rb'{"messages": [{"role": "user", "content": "a", "name": NaN}]}'),
+        ("responses", rb'{"input": "Hi", "metadata": {"a": "\ud800"}}'),
+        ("responses", b'{"input": "Hi", "metadata": {"a": NaN}}'),
+        ("responses", b'{"input": "Hi", "temperature": 1e999}'),
+    ]
+    count = 0
+    for path, body in bodies:
+        count += httpx2.post(f"{base}{path}", content=body).status_code == 400
+    with socket.create_connection((base.host, base.port)) as connection:
+        path = f"{base.path}chat/completions"
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+    ask(chat)
+    return count
+
+
 def elsewhere(ask, chat, client):
     """Ask at addresses of others; return how often that is refused."""
     base, count = str(client.base_url), 0
@@ -247,6 +273,21 @@ def raises(ask, chat, client):
 def wrong(ask, chat, client):
     ask(chat)
     return float("nan")
+
+
+def another(ask, chat, client):
+    ask(chat)
+    return {"score": 1.0}
+
+
+def forges(ask, chat, client):
+    """Write a result that is none to the pipe that is for results."""
+    ask(chat)
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, b'{"value": [1], "error": null}')
+    os._exit(0)
 
 
 def dies(ask, chat, client):

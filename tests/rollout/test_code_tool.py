@@ -7,9 +7,11 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
 from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits
+from tests.episodes import config
 from tests.sandboxes import needs_landlock
 
 
@@ -141,6 +143,12 @@ def test_what_can_not_be_run_is_refused_at_the_start(make, keywords, message):
     with pytest.raises(ConfigError, match=r"^rollout\.tools: ") as raised:
         make(**keywords)
     assert message in str(raised.value)
+
+
+def test_it_is_refused_before_a_model_is_loaded():
+    for keywords, message in (({}, "needs a value"), ({"sandbox": "docker"}, "got sandbox")):
+        with pytest.raises(ConfigError, match=rf"^rollout\.tools: .*{message}"):
+            check_episode_functions(config(tools=[FunctionSpec("python", keywords)]))
 
 
 def test_a_level_whose_package_is_missing_is_refused_with_its_name(make, monkeypatch):

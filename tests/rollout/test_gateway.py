@@ -4,6 +4,7 @@ import asyncio
 import collections
 import os
 import re
+import resource
 import sys
 import textwrap
 import time
@@ -28,7 +29,7 @@ PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "score", "turns", "tools", "streams", "rewrites", "branches", "parallel")
 DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
-DOES += ("short", "fills", "responses", "spaces")
+DOES += ("short", "fills", "responses", "spaces", "another", "forges")
 
 
 class Recording(Scripted):
@@ -182,6 +183,12 @@ def test_a_stream_has_the_same_answer(played):
     assert episodes["streams"].score == 2.0 * episodes["streams"].drawn.sum()
 
 
+def test_a_body_that_nothing_can_be_done_with_is_refused_in_one_line(programs, caplog):
+    _, episodes = sample(programs, Recording(respond), ["rubbish"])
+    assert episodes["rubbish"].score == 2.0 * 5
+    assert "Traceback" not in caplog.text and "failed" not in caplog.text
+
+
 def test_addresses_are_secret(played):
     assert played[2]["elsewhere"].score == 2.0 * 3
 
@@ -200,6 +207,8 @@ def test_a_limit_is_told_and_ends_the_episode_with_its_name(played):
     [
         ("raises", r"main: KeyError: 'no such thing' \(.*programs_of_tests.py:\d+\)"),
         ("wrong", "returned nan, expected None or a finite number"),
+        ("another", r"returned \{'score': 1.0\}, expected None or a finite number"),
+        ("forges", "ended without a result"),
         ("dies", "ended with exit code 3"),
         ("silent", "no turn was drawn"),
     ],
@@ -208,7 +217,7 @@ def test_a_program_that_fails_breaks_its_episode_alone(played, do, error):
     episode = played[2][do]
     assert episode.finish == "broken" and re.search(error, episode.error)
     others = {do: e.error for do, e in played[2].items() if e.error is None}
-    assert len(others) == len(DOES) - 4
+    assert len(others) == len(DOES) - 6
 
 
 def test_an_answer_that_a_client_has_given_up_is_not_drawn_again(programs):
@@ -243,6 +252,18 @@ def test_turns_that_are_there_are_not_drawn_again(programs):
     changed, third = begin_episodes(prompts, 1, (0, 1)), Recording(respond)
     changed[0].turns, changed[0].seeds = whole[0].turns[:2], [1, 2]  # of other prompts
     assert same(before, drawn(changed, third)) and len(third.batches) == 3
+
+
+def test_more_programs_run_at_once_than_there_are_descriptors_at_first():
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, usual[1]))
+    try:
+        made = sampler(config(agent=agent(), limits={"turns": 4}))
+        rollouts, _ = sample(made, Recording(respond), ["once"], samples=100)
+        made.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert {episode.finish for episode in rollouts.episodes} == {"stop"}
 
 
 @pytest.fixture
@@ -348,10 +369,13 @@ def test_a_program_may_have_an_environment_without_this_library(tmp_path):
     assert episode.score == len(episode.tokens) + 7 and episode.error is None
 
 
-def test_a_program_that_cannot_be_loaded_stops_the_run():
-    made = sampler(config(agent=agent(colour="red"), limits=LIMITS))
+def test_a_program_that_cannot_be_loaded_stops_the_run(tmp_path):
+    file = tmp_path / "needs_more.py"
+    file.write_text("def main(colour): ...\n")
+    program = FunctionSpec("openai_program", {"run": f"{file}:main"})
+    made = sampler(config(agent=program, limits=LIMITS))
     try:
-        with pytest.raises(RunError, match="can't be loaded: TypeError: main takes no 'colour'"):
+        with pytest.raises(RunError, match="can't be loaded: TypeError: main asks for 'colour'"):
             sample(made, Recording(respond), ["once"])
     finally:
         made.close()
@@ -366,7 +390,12 @@ def test_a_program_that_cannot_be_loaded_stops_the_run():
         ({"run": f"{PROGRAMS}:mian"}, "no function 'mian'.*did you mean 'main'"),
         ({"run": "main"}, "expected my_agent.py:main"),
         ({"command": "python x.py"}, "expected a list of words"),
-        ({"command": ["x"], "depth": 3}, "takes no depth"),
+        ({"command": ["env"], "depth": 3}, "takes no depth"),
+        ({"command": ["no-such-program"]}, "command: no program 'no-such-program'"),
+        ({"run": f"{PROGRAMS}:main", "python": "/nowhere/python"}, "no program '/nowhere/python'"),
+        ({"run": f"{PROGRAMS}:main", "host": "192.0.2.1"}, "can't listen on '192.0.2.1'"),
+        ({"run": f"{PROGRAMS}:main", "idle_s": 0}, "expected seconds above 0, got 0"),
+        ({"run": f"{PROGRAMS}:main", "scael": 1}, "takes no 'scael'; did you mean 'scale'"),
     ],
 )
 def test_what_is_no_program_is_refused_before_anything_is_loaded(keywords, message):

@@ -12,6 +12,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.tools import mcp
 from jaxrl_llm.rollout.tools.mcp import McpConnection
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
 from tests.waiting import wait_until
@@ -216,6 +217,37 @@ def test_a_server_that_gives_no_tools_is_refused_at_the_start(make, keywords, me
     with pytest.raises(ConfigError, match="mcp_tools: ") as raised:
         make(**keywords)
     assert message in str(raised.value)
+
+
+NAMELESS = """
+import json, sys
+print("Hello, I am a server.", flush=True)
+print("Hello, I am a server.", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    known = {"tools": {}}, {"name": "x", "version": "1"}
+    begun = dict(zip(("capabilities", "serverInfo"), known), protocolVersion="2025-03-26")
+    result = {"tools": TOOLS} if asked["method"] == "tools/list" else begun
+    print(json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": result}), flush=True)
+"""
+ECHO = {"name": "echo", "inputSchema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([], "got the tools none, expected each once"),
+        ([ECHO, ECHO], "got the tools echo, echo, expected each once"),
+        ([{**ECHO, "inputSchema": "x"}], "no tools: ValidationError: 1 validation error for"),
+    ],
+)
+def test_tools_that_can_not_be_told_apart_are_refused_in_one_line(make, tools, message, caplog):
+    mcp._SAID.clear()
+    with pytest.raises(ConfigError, match=message) as raised:
+        make(command=[sys.executable, "-c", f"TOOLS = {tools}\n{NAMELESS}"])
+    assert "\n" not in str(raised.value).partition("TOOLS")[2].rpartition(NAMELESS)[2]
+    (said,) = [record.getMessage() for record in caplog.records if "Hello" in record.getMessage()]
+    assert "\n" not in said and "Traceback" not in caplog.text
 
 
 def test_a_tool_that_the_server_has_not_is_refused(make, file):

@@ -173,6 +173,12 @@ def test_a_corpus_that_does_not_fit_is_refused_before_workers_start(tmp_path, li
     assert {path.name for path in Path(corpus).iterdir()} == {"a.jsonl", "b.jsonl"}
 
 
+def test_a_corpus_without_passages_is_refused(tmp_path):
+    write(tmp_path / "corpus", "a.jsonl", {})
+    with pytest.raises(ValueError, match=r"expected passages in .*a\.jsonl, got none"):
+        build_index(str(tmp_path / "corpus"))
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

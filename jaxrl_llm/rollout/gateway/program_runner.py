@@ -125,8 +125,17 @@ class Runner:
 
     def start(self, number, given):
         """Fork a process for a program."""
-        (result, tells), (output, prints) = os.pipe(), os.pipe()
-        pid = os.fork()
+        ends = []
+        try:
+            for _ in range(2):
+                ends += os.pipe()
+            pid = os.fork()
+        except OSError as error:  # too many descriptors, or processes
+            for fd in ends:
+                os.close(fd)
+            self.tell(end=number, value=None, error=f"can't be started: {error}", output="")
+            return
+        result, tells, output, prints = ends
         if pid == 0:
             try:
                 self.become_program(given, tells, prints)
@@ -211,9 +220,18 @@ class Runner:
             return {"value": None, "error": how + (f": {last}" if last else "") if code else None}
         with suppress(ValueError, RecursionError):
             message = json.loads(program.told)
-            if isinstance(message, dict) and set(message) == {"value", "error"}:
+            if is_result(message):
                 return message
         return {"value": None, "error": "ended without a result"}
+
+
+def is_result(message):
+    """Tell whether a program's process has said what `call_program` returns."""
+    if not isinstance(message, dict) or set(message) != {"value", "error"}:
+        return False
+    value, error = message["value"], message["error"]
+    is_number = type(value) is float and math.isfinite(value)
+    return (error is None and (value is None or is_number)) or isinstance(error, str)
 
 
 def call_program(function, keywords, given):
@@ -227,17 +245,20 @@ def call_program(function, keywords, given):
         value = function(**asked, **keywords)
         if inspect.isawaitable(value):
             value = asyncio.run(awaited_value(value))
-        if value is not None:
-            number = float(value) if not isinstance(value, (str, bytes)) else math.nan
-            if not math.isfinite(number):
-                raise ValueError(
-                    f"the program returned {value!r}, expected None or a finite number"
-                )
-            value = number
+        value = value if value is None else as_number(value)
     except BaseException as error:
         traceback.print_exc()
         return {"value": None, "error": described(error)}
     return {"value": value, "error": None}
+
+
+def as_number(value):
+    """Return what a program has returned as a finite number."""
+    with suppress(TypeError, ValueError):
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        if math.isfinite(number):
+            return number
+    raise ValueError(f"the program returned {value!r}, expected None or a finite number")
 
 
 async def awaited_value(value):

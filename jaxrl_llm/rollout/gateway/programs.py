@@ -3,13 +3,16 @@
 import ast
 import itertools
 import json
+import logging
+import math
 import os
 import pickle
 import selectors
+import shutil
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +25,11 @@ from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.workers.answers import decode_load_error, to_plain
 from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.workers.process import LaunchOptions, WorkerProcess, WorkerProgram
+
+log = logging.getLogger(__name__)
+
+OWN_KEYS = {"run", "python", "host", "idle_s"}
+"""Of `openai_program` with `run`; all others are the function's."""
 
 RUNNER = Path(__file__).with_name("program_runner.py")
 PROGRAM = WorkerProgram("jaxrl_llm.rollout.gateway.programs:become_runner", "rollout.tool_process.")
@@ -254,12 +262,15 @@ def check_program(keywords: Mapping[str, Any]) -> None:
             f"{key}: openai_program needs either run: my_agent.py:main or command: [...], got "
             f"run={run!r} and command={command!r}"
         )
+    _check_surroundings(keywords)
     if run is None:
         assert command is not None, "checked above"
         if isinstance(command, str) or not all(isinstance(word, str) for word in command):
             raise ConfigError(f"{key}.command: got {command!r}, expected a list of words")
         if more := sorted(keywords.keys() - {"command", "host", "idle_s"}):
             raise ConfigError(f"{key}: a command takes no {', '.join(more)}")
+        if shutil.which(command[0]) is None:
+            raise ConfigError(f"{key}.command: no program {command[0]!r}")
         return
     where, _, name = run.rpartition(":")
     if not where or not name.isidentifier():
@@ -267,9 +278,41 @@ def check_program(keywords: Mapping[str, Any]) -> None:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise ConfigError(f"{key}.run: no file {str(Path(where).resolve())!r}")
-        names = [node.name for node in ast.parse(Path(where).read_bytes()).body if is_def(node)]
-        if name not in names:
-            raise ConfigError(f"{key}.run: no function {name!r} in {where}; {closest(name, names)}")
+        _check_function(where, name, keywords.keys() - OWN_KEYS)
+
+
+def _check_surroundings(keywords: Mapping[str, Any]) -> None:
+    """Refuse an interpreter, an address or a time that can't be had."""
+    python, host = keywords.get("python"), keywords.get("host", "127.0.0.1")
+    if python is not None and shutil.which(str(python)) is None:
+        raise ConfigError(f"rollout.agent.python: no program {str(python)!r}")
+    try:
+        socket.create_server((str(host), 0)).close()
+    except OSError as error:
+        raise ConfigError(f"rollout.agent.host: can't listen on {host!r}: {error}") from error
+    idle_s = keywords.get("idle_s", 1.0)
+    if type(idle_s) not in (int, float) or not 0 < idle_s < math.inf:
+        raise ConfigError(f"rollout.agent.idle_s: expected seconds above 0, got {idle_s!r}")
+
+
+def _check_function(file: str, name: str, keywords: Iterable[str]) -> None:
+    """Refuse a file without the function, and keywords that this does not take."""
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except (SyntaxError, ValueError) as error:  # it may be of a later Python than this one
+        log.warning("rollout.agent.run: can't read %s: %s", file, error)
+        return
+    found = {node.name: node.args for node in body if is_def(node)}
+    if name not in found:
+        raise ConfigError(
+            f"rollout.agent.run: no function {name!r} in {file}; " + closest(name, [*found])
+        )
+    known = [one.arg for one in (*found[name].args, *found[name].kwonlyargs)]
+    for keyword in sorted(keywords) if found[name].kwarg is None else ():
+        if keyword not in known:
+            raise ConfigError(
+                f"rollout.agent: {name} of {file} takes no {keyword!r}; {closest(keyword, known)}"
+            )
 
 
 def is_def(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:

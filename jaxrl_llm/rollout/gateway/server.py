@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.gateway.session import GatewaySession, GatewayTally, Tick
 from jaxrl_llm.serving.fields import APIError, parse_body
 from jaxrl_llm.serving.responses_api import chat_request
 from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.supervisor import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,22 @@ MAX_BODY_BYTES = 64_000_000
 MAX_TEMPLATES = 64  # that are kept: programs may ask with other tools each time
 CLIENT_GONE = 499
 KEEP_ALIVE_S = 600  # longer than a round: programs keep their connections
+
+
+def check_server_packages() -> None:
+    """Refuse to go on without what serves programs.
+
+    Raises:
+        ConfigError: a package of the extra `serve` is not installed.
+    """
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.agent: openai_program needs a server: {error}: install the extra, as in "
+            "pip install -e '.[serve]'"
+        ) from error
 
 
 class Gateway:
@@ -58,14 +75,8 @@ class Gateway:
         one_at_a_time: bool,
     ) -> None:
         """Serve nothing yet."""
-        try:
-            import starlette  # noqa: F401
-            import uvicorn  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"rollout.agent: openai_program needs a server: {error}: install the extra, as in "
-                "pip install -e '.[serve]'"
-            ) from error
+        check_server_packages()
+        raise_descriptor_limit()  # for a connection of each episode
         self.limits, self._one_at_a_time = limits, one_at_a_time
 
         @functools.lru_cache(MAX_TEMPLATES)
@@ -169,7 +180,7 @@ class Gateway:
     def _app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
 
@@ -193,6 +204,9 @@ class Gateway:
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
             return JSONResponse({"object": "list", "data": [model]})
 
+        async def leave(request: Request, error: Exception) -> Response:
+            return Response(status_code=CLIENT_GONE)
+
         async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
                 error = APIError(f"{request.method}: {error.detail}", status=error.status_code)
@@ -208,7 +222,10 @@ class Gateway:
                 Route(f"{base}/responses", answer, methods=["POST"]),
                 Route(f"{base}/models", models),
             ],
-            exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), refuse),
+            exception_handlers={
+                **dict.fromkeys((APIError, HTTPException, Exception), refuse),
+                ClientDisconnect: leave,
+            },
         )
 
     async def _ask(self, session: GatewaySession, ticket: Ticket, receive: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxrl_llm.data.tool_calls import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.chat import Answer, Chat, Generate
 from jaxrl_llm.rollout.gateway.client_requests import (
@@ -243,7 +244,7 @@ class GatewaySession:
             stop = stopped_by if isinstance(stopped_by, int) else None
             calls = parent.answer.calls
             told = template.following(new, calls=calls, closed=stop is not None, stop=stop)
-        except ValueError as error:
+        except REFUSALS as error:
             raise APIError(f"messages: {error}", param="messages") from error
         return parent, (*parent.stream, *told), rest
 

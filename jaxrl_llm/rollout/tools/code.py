@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
+from jaxrl_llm.rollout.tools.loading import checked_by
 from jaxrl_llm.sandbox.limits import read_limits
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.types import CodeResult
@@ -22,11 +23,28 @@ KEPT = {True: " Names stay from call to call.", False: " Nothing stays from call
 SEEN = {
     "expression": "",
     "monty": " What is printed is returned, and the value of a last expression.",
-    "process": " What is printed is returned.",
+    "process": " What is printed is returned, and the value of a last expression.",
     "service": " What is printed is returned.",
 }
 
 
+def check_python(seconds: float, **keywords: Any) -> None:
+    """Open an interpreter and close it: what can't be had is an error.
+
+    Args:
+        seconds: that a call may take.
+        keywords: of `python`.
+
+    Raises:
+        ConfigError: as for `python`.
+        ConnectionError: a server gives no answer.
+    """
+    opened = python(seconds, **keywords)
+    next(opened)
+    opened.close()
+
+
+@checked_by(check_python)
 def python(
     seconds: float,
     *,
@@ -56,7 +74,7 @@ def python(
     bounds = read_limits(limits, wall_s=SHARE_OF_TIME * seconds)
     if bounds.wall_s > SHARE_OF_TIME * seconds:
         raise ConfigError(
-            f"python: expected wall_s of at most {SHARE_OF_TIME * seconds:g}, {SHARE_OF_TIME:g} of "
+            f"expected wall_s of at most {SHARE_OF_TIME * seconds:g}, {SHARE_OF_TIME:g} of "
             f"rollout.tool_process.timeout_s, got {bounds.wall_s:g}; raise one or lower the other"
         )
     with open_interpreter(sandbox, bounds, keep_state=keep_state, url=url) as interpreter:

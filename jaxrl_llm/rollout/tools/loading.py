@@ -77,6 +77,35 @@ def prepared_by(prepare: Callable[..., None]) -> Callable[[Tool], Tool]:
     return mark
 
 
+def checked_by(check: Callable[..., None]) -> Callable[[Tool], Tool]:
+    """Have something checked before anything is loaded: it is called as the tool is opened."""
+
+    def mark(tool: Tool) -> Tool:
+        tool.check = check  # pyright: ignore[reportFunctionMemberAccess]
+        return tool
+
+    return mark
+
+
+def check_tool(spec: FunctionSpec, seconds: float) -> None:
+    """Refuse a tool that this machine can't have; most need nothing of it.
+
+    Args:
+        spec: names the tool.
+        seconds: that a call may take.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    check = getattr(find_function(spec, TOOLS_MODULE, key=TOOLS_KEY), "check", None)
+    if check is None:
+        return
+    try:
+        check(seconds, **spec.kwargs)
+    except (ConfigError, TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{TOOLS_KEY}: {spec.fn}: {error}") from error
+
+
 def prepare_tool(spec: FunctionSpec) -> None:
     """Do what a tool needs once, before workers start; most need nothing.
 

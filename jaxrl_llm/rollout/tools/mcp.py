@@ -6,6 +6,7 @@ Worker processes import this: no array library.
 import asyncio
 import functools
 import json
+import logging
 import os
 import threading
 import time
@@ -31,6 +32,9 @@ END_S = 10.0
 
 TRIES = 3
 """To list the tools: a worker may begin while a server is away."""
+
+MOST_SAID = 10
+"""Different complaints of the package about what servers print."""
 
 SESSIONS = ("episode", "worker")
 
@@ -81,7 +85,11 @@ def mcp_tools(
     if session not in SESSIONS:
         raise ConfigError(f"mcp_tools: got session {session!r}; {closest(session, SESSIONS)}")
     address = ServerAddress(tuple(command or ()), url or "")
-    tools = {tool.name: tool for tool in _listed(address)}
+    listed = _listed(address)
+    tools = {tool.name: tool for tool in listed}
+    if not listed or len(tools) < len(listed):
+        names = ", ".join(tool.name for tool in listed) or "none"
+        raise ConfigError(f"mcp_tools: {address}: got the tools {names}, expected each once")
     for name in only or ():
         if name not in tools:
             raise ConfigError(f"mcp_tools: {address} has no tool {name!r}; {closest(name, tools)}")
@@ -217,6 +225,7 @@ class McpConnection:
         """Keep a session: it has to end in the task in which it began."""
         from mcp import Client, StdioServerParameters
 
+        _COMPLAINTS.addFilter(_say_once)
         command = self._address.command
         server = self._address.url or StdioServerParameters(
             command=command[0], args=list(command[1:]), env=dict(os.environ)
@@ -293,7 +302,25 @@ def _text_of(result: Any) -> Any:
 def _first_cause(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+
+
+_COMPLAINTS = logging.getLogger("mcp.client.stdio")
+_SAID = set[str]()
+
+
+def _say_once(record: logging.LogRecord) -> bool:
+    """Let the package say once, in a line, that a server prints what is no message.
+
+    Many print a greeting, which does no harm; it would be a traceback in each episode.
+    """
+    cause = record.exc_info and record.exc_info[1]
+    record.exc_info = record.exc_text = None
+    if cause:
+        record.msg, record.args = f"{record.getMessage()}: {' '.join(str(cause).split())}", ()
+    is_new = str(record.msg) not in _SAID
+    _SAID.add(str(record.msg))
+    return is_new and len(_SAID) < MOST_SAID
 
 
 _HOLDERS: set[asyncio.Task[None]] = set()

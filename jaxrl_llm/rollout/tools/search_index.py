@@ -109,8 +109,8 @@ def build_index(corpus: str, index: str | None = None) -> Path:
         index: file of the index; None: `INDEX_FILE` in the folder.
 
     Raises:
-        ValueError: the folder has no such files, a line does not fit, two have the same id, or
-            SQLite fails.
+        ValueError: the folder has no such files or no passages, a line does not fit, two have the
+            same id, or SQLite fails.
         OSError: the index can't be written.
     """
     files = _corpus_files(corpus)
@@ -161,6 +161,8 @@ def _write_index(path: Path, files: list[Path], fingerprint: str) -> None:
         database.execute("BEGIN")
         lines = (line for file in files for line in _read_lines(file))
         database.executemany("INSERT INTO read VALUES (?, ?, ?)", lines)
+        if database.execute("SELECT 1 FROM read LIMIT 1").fetchone() is None:
+            raise ValueError(f"corpus: expected passages in {', '.join(map(str, files))}, got none")
         twice = "SELECT id, group_concat(place, ' and ') FROM read GROUP BY id HAVING count(*) > 1"
         if (found := database.execute(f"{twice} LIMIT 1").fetchone()) is not None:
             name, places = found
