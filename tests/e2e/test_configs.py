@@ -134,7 +134,7 @@ def small_agent(workshop):
 FEW_TOKENS = (
     "model.random_init=true",
     "data.chat_template_kwargs={}",  # of Qwen3's template
-    "mesh.train.fsdp=1",
+    "mesh.train={fsdp: 1, tensor: 1}",
     "batch.max_tokens_per_device=512",
     "log.trackers=[]",
 )
