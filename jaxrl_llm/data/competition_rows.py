@@ -83,7 +83,7 @@ def _read(source: str) -> list[Row]:
 
 
 def _once_each(rows: list[Row], source: str, split: str) -> list[Row]:
-    found: dict[str, Row] = {}
+    unique: dict[str, Row] = {}
     for number, row in enumerate(rows):
         prompt, reference = row.get("prompt"), row.get("reward_model")
         if not prompt or not isinstance(reference, dict) or "ground_truth" not in reference:
@@ -91,17 +91,17 @@ def _once_each(rows: list[Row], source: str, split: str) -> list[Row]:
                 f"{source}, row {number}: expected a prompt and reward_model.ground_truth,"
                 f" got columns {', '.join(sorted(row))}"
             )
-        found.setdefault(
+        unique.setdefault(
             json.dumps(prompt),
             {
                 "data_source": "math_dapo",
                 "prompt": prompt,
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": str(reference["ground_truth"])},
-                "extra_info": {"split": split, "index": len(found)},
+                "extra_info": {"split": split, "index": len(unique)},
             },
         )
-    return [*found.values()]
+    return [*unique.values()]
 
 
 def _retool_chat(row: Row, where: str) -> Messages:
@@ -109,14 +109,14 @@ def _retool_chat(row: Row, where: str) -> Messages:
     if not isinstance(messages, list) or len(messages) != 2:
         raise ValueError(f"{where}: expected two messages, got columns {', '.join(sorted(row))}")
     question, solution = (message["content"] for message in messages)
-    before, found, problem = question.partition(QUESTION)
-    if not found:
+    before, marker, problem = question.partition(QUESTION)
+    if not marker:
         raise ValueError(f"{where}: expected a question with {QUESTION!r}, got {before[:80]!r}")
     chat, place = [chat_message("user", _without_tags(problem))], 0
     for part in PART.finditer(solution):
-        said, place = solution[place : part.start()].strip(), part.end()
+        text, place = solution[place : part.start()].strip(), part.end()
         if part[1] == "code":
-            chat.append(chat_message("assistant", f"{said}\n{_call(part[2])}".strip()))
+            chat.append(chat_message("assistant", f"{text}\n{_call(part[2])}".strip()))
         else:  # nothing is said between code and what it gives
             chat.append(chat_message("tool", part[2].strip()))
     return [*chat, chat_message("assistant", _without_tags(solution[place:]))]

@@ -120,17 +120,17 @@ def last_python_block(text: str) -> str | None:
     'x = 1'
     >>> last_python_block("```python\\nx = 1")
     """
-    found, block, language = None, [], None
+    code, block, language = None, [], None
     for line in text.splitlines():
         fence = line.strip()
         if language is None and fence.startswith("```"):
             block, language = [], fence.strip("`").strip().lower()
         elif language is not None and fence == "```":
-            found = "\n".join(block) if language in LANGUAGES else found
+            code = "\n".join(block) if language in LANGUAGES else code
             language = None
         else:
             block.append(line)
-    return found
+    return code
 
 
 def read_tests(ground_truth: Any) -> list[ProgramTest]:

@@ -156,8 +156,8 @@ def _try(url: str, wall_s: float) -> None:
     with ServiceInterpreter(url, CodeLimits(wall_s=wall_s)) as interpreter:
         tried = interpreter.run("print(6 * 7)")
     if tried.output.strip() != "42":
-        said = tried.reason or f"print(6 * 7) gave {shorten(tried.output)!r}"
-        raise ConnectionError(f"sandbox service: {said}")
+        reason = tried.reason or f"print(6 * 7) gave {shorten(tried.output)!r}"
+        raise ConnectionError(f"sandbox service: {reason}")
 
 
 def open_level(limits: CodeLimits, *, keep_state: bool, url: str | None) -> ServiceInterpreter:

@@ -113,12 +113,12 @@ class CodeSession:
     def _await_start(self) -> None:
         self._lifeline.settimeout(START_TIMEOUT_S)
         try:
-            said = self._lifeline.recv(READ_BYTES)
+            report = self._lifeline.recv(READ_BYTES)
         except OSError as error:
             self.close()
             raise SessionEnded("unavailable", f"the interpreter does not start: {error}") from None
-        if said != READY:
-            wrong = _describe_end(said, self._limits)
+        if report != READY:
+            wrong = _describe_end(report, self._limits)
             errors = BoundedOutput(MAX_REASON_CHARS)
             _drain(self._outputs[1], errors)
             self.close()
@@ -228,8 +228,8 @@ def _files_of_code() -> dict[str, Any]:
 
 def _loaders() -> list[str]:
     """Return the programs that load others, without which none can start."""
-    found = (p for folder in ("/lib64", "/lib") for p in Path(folder).glob("ld-*.so*"))
-    return sorted({os.path.realpath(path) for path in found})
+    loaders = (p for folder in ("/lib64", "/lib") for p in Path(folder).glob("ld-*.so*"))
+    return sorted({os.path.realpath(path) for path in loaders})
 
 
 def _decode_answer(line: bytes, nonce: str) -> tuple[Failure | None, str]:
@@ -254,12 +254,12 @@ def _describe_end(report: bytes, limits: CodeLimits) -> SessionEnded:
     """Return how a session has ended, as its launcher says."""
     if not report:
         return SessionEnded("unavailable", "the interpreter's launcher has ended.")
-    said = json.loads(report)
-    if "failed" in said:
-        return SessionEnded("unavailable", f"the interpreter can't start: {said['failed']}")
-    if "exit" in said:
-        return _describe_exit(said["exit"], limits)
-    return SessionEnded(said["failure"], said["reason"])
+    end = json.loads(report)
+    if "failed" in end:
+        return SessionEnded("unavailable", f"the interpreter can't start: {end['failed']}")
+    if "exit" in end:
+        return _describe_exit(end["exit"], limits)
+    return SessionEnded(end["failure"], end["reason"])
 
 
 def _receive(connection: socket.socket) -> bytes:

@@ -128,12 +128,12 @@ def _folder_bytes(folder: str, processes: list[int]) -> float:
         with suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
                 with suppress(OSError):
-                    found = os.stat(f"/proc/{pid}/fd/{fd}")  # noqa: PTH116
-                    if found.st_nlink == 0:
-                        _count(files, found)
+                    status = os.stat(f"/proc/{pid}/fd/{fd}")  # noqa: PTH116
+                    if status.st_nlink == 0:
+                        _count(files, status)
     return sum(files.values())
 
 
-def _count(files: dict[tuple[int, int], int], found: os.stat_result) -> None:
-    if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-        files[found.st_dev, found.st_ino] = found.st_blocks * 512
+def _count(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+        files[status.st_dev, status.st_ino] = status.st_blocks * 512

@@ -214,10 +214,13 @@ class Runner:
 
     def result(self, program, code):
         """Return what came of a program: its value, or its error."""
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if code != 0 or self.function is None:
             last = program.tail.decode(errors="replace").strip().rpartition("\n")[2]
-            return {"value": None, "error": how + (f": {last}" if last else "") if code else None}
+            return {
+                "value": None,
+                "error": ending + (f": {last}" if last else "") if code else None,
+            }
         with suppress(ValueError, RecursionError):
             message = json.loads(program.told)
             if is_result(message):

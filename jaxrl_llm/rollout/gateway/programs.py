@@ -302,13 +302,13 @@ def _check_function(file: str, name: str, keywords: Iterable[str]) -> None:
     except (SyntaxError, ValueError) as error:  # it may be of a later Python than this one
         log.warning("rollout.agent.run: can't read %s: %s", file, error)
         return
-    found = {node.name: node.args for node in body if is_def(node)}
-    if name not in found:
+    functions = {node.name: node.args for node in body if is_def(node)}
+    if name not in functions:
         raise ConfigError(
-            f"rollout.agent.run: no function {name!r} in {file}; " + closest(name, [*found])
+            f"rollout.agent.run: no function {name!r} in {file}; " + closest(name, [*functions])
         )
-    known = [one.arg for one in (*found[name].args, *found[name].kwonlyargs)]
-    for keyword in sorted(keywords) if found[name].kwarg is None else ():
+    known = [one.arg for one in (*functions[name].args, *functions[name].kwonlyargs)]
+    for keyword in sorted(keywords) if functions[name].kwarg is None else ():
         if keyword not in known:
             raise ConfigError(
                 f"rollout.agent: {name} of {file} takes no {keyword!r}; {closest(keyword, known)}"

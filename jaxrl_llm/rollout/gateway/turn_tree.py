@@ -73,12 +73,12 @@ class TurnTree:
             messages: of the request.
             tools: of the request.
         """
-        found: tuple[DrawnTurn | None, int] = None, 0
+        match: tuple[DrawnTurn | None, int] = None, 0
         by_digest = {turn.digest: turn for turn in sorted(self.turns, key=_order, reverse=True)}
         for count, digest in enumerate(history_digests(messages, tools), 1):
             if messages[count - 1]["role"] == "assistant" and digest in by_digest:
-                found = by_digest[digest], count
-        return found
+                match = by_digest[digest], count
+        return match
 
     def streams(self) -> list[list[DrawnTurn]]:
         """Return each turn once, in streams; the one that was asked for a turn last comes last.
@@ -86,12 +86,12 @@ class TurnTree:
         Of streams that part, the one with most drawn tokens has the turns that they share.
         """
         left = set(self.turns)
-        found: list[list[DrawnTurn]] = []
+        streams: list[list[DrawnTurn]] = []
         while left:
             paths = [[turn for turn in end.path if turn in left] for end in left]
-            found.append(min(paths, key=_weight))
-            left -= set(found[-1])
-        return sorted(found, key=lambda stream: stream[-1].asked)
+            streams.append(min(paths, key=_weight))
+            left -= set(streams[-1])
+        return sorted(streams, key=lambda stream: stream[-1].asked)
 
 
 def _order(turn: DrawnTurn) -> Any:
@@ -123,17 +123,17 @@ def history_digests(
     >>> history_digests([other], [])[0] in history_digests(one, [])
     False
     """
-    state, found = _digest(b"", list(tools)), []
+    state, digests = _digest(b"", list(tools)), []
     for message in messages:
         calls = [
             [call["function"]["name"], _as_values(call["function"]["arguments"])]
             for call in message.get("tool_calls") or ()
         ]
         role, content = message["role"], message.get("content") or ""
-        said = content.strip() if role == "assistant" else content
-        state = _digest(state, [role, said, calls])
-        found.append(state)
-    return found
+        text = content.strip() if role == "assistant" else content
+        state = _digest(state, [role, text, calls])
+        digests.append(state)
+    return digests
 
 
 def _digest(before: bytes, value: Any) -> bytes:

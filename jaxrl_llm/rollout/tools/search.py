@@ -170,10 +170,10 @@ async def _asked(url: str, query: str, k: int) -> list[Passage]:
     body = {"queries": [query], "topk": k, "return_scores": True}
     response = await post(url, "", body)
     try:
-        (found,) = response.json()["result"]
-        if not isinstance(found, list) or len(found) > k:
+        (passages,) = response.json()["result"]
+        if not isinstance(passages, list) or len(passages) > k:
             raise ValueError("no list of passages, or too many")
-        return [_passage(each["document"]) for each in found]
+        return [_passage(each["document"]) for each in passages]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         expected = f"JSON with a list of up to {k} {{document: {{contents: …}}}} as result[0]"
         raise ServerError(response, expected) from error

@@ -148,8 +148,8 @@ def _is_current(path: Path, wanted: str) -> bool:
     return False  # what is no index is replaced
 
 
-def _connect(path: Path, how: str, **options: Any) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(path.resolve()))}?{how}", uri=True, **options)
+def _connect(path: Path, query: str, **options: Any) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{quote(str(path.resolve()))}?{query}", uri=True, **options)
 
 
 def _write_index(path: Path, files: list[Path], fingerprint: str) -> None:
@@ -164,8 +164,8 @@ def _write_index(path: Path, files: list[Path], fingerprint: str) -> None:
         if database.execute("SELECT 1 FROM read LIMIT 1").fetchone() is None:
             raise ValueError(f"corpus: expected passages in {', '.join(map(str, files))}, got none")
         twice = "SELECT id, group_concat(place, ' and ') FROM read GROUP BY id HAVING count(*) > 1"
-        if (found := database.execute(f"{twice} LIMIT 1").fetchone()) is not None:
-            name, places = found
+        if (duplicate := database.execute(f"{twice} LIMIT 1").fetchone()) is not None:
+            name, places = duplicate
             raise ValueError(f"corpus: expected an id of its own each, got {name!r} in {places}")
         database.execute(
             "INSERT INTO passages (id, contents) SELECT id, contents FROM read ORDER BY id"
