@@ -7,7 +7,6 @@ ended, or the code breaks a limit, all that is below this process is killed.
 
 import json
 import os
-import select
 import signal
 import sys
 from contextlib import suppress
@@ -17,7 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm.sandbox import jail
 from jaxrl_llm.sandbox.runner import serve_code
 from jaxrl_llm.sandbox.watch import Usage, WatchedLimits
-from jaxrl_llm.workers.descendants import adopt_orphans, end_descendants, ignore_signals, reap
+from jaxrl_llm.workers.descendants import (
+    adopt_orphans,
+    end_descendants,
+    ignore_signals,
+    poll_for,
+    reap,
+)
 
 RUN_POLL_S = 0.05  # between two looks at what a run takes
 IDLE_POLL_S = 1.0  # the same, between two runs
@@ -225,14 +230,7 @@ def _release(session: LaunchedSession) -> None:
 
 def _watch(session: LaunchedSession, child: int, usage: Usage) -> dict[str, Any] | None:
     """Wait until the session must end; return how it ended, or None if the asker ends it."""
-    awake, wake = os.pipe()
-    for fd in (awake, wake):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    poller = select.poll()
-    poller.register(session.lifeline, select.POLLIN)
-    poller.register(awake, select.POLLIN)
+    poller, awake = poll_for(session.lifeline)
     pause = IDLE_POLL_S
     while os.getppid() == session.parent:  # a copy of the lifeline may be held by others
         status = reap(child, True)

@@ -5,10 +5,12 @@ A process that adopts orphans is the parent of whatever its children leave behin
 
 import ctypes
 import os
+import select
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 POLL_INTERVAL_S = 0.1  # between two looks at what is below
 PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl.h
@@ -25,6 +27,19 @@ def adopt_orphans() -> bool:
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         return False
     return ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def poll_for(lifeline: int) -> tuple[Any, int]:
+    """Return what waits for a lifeline and for ends of children, and a descriptor to empty then."""
+    awake, wake = os.pipe()
+    os.set_blocking(awake, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN)
+    poller.register(awake, select.POLLIN)
+    return poller, awake
 
 
 def reap(child: int, adopts: bool) -> int | None:

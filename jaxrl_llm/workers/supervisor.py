@@ -26,6 +26,7 @@ from jaxrl_llm.workers.descendants import (
     end_descendants,
     ignore_signals,
     list_descendants,
+    poll_for,
     reap,
 )
 
@@ -146,14 +147,7 @@ def _watch(
     options: SupervisorOptions, worker: int, group: Path | None, adopts: bool
 ) -> dict[str, Any] | None:
     """Wait until everything must end; return how the worker ended, or None if the pool ends it."""
-    awake, wake = os.pipe()
-    os.set_blocking(awake, False)
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    poller = select.poll()
-    poller.register(options.lifeline, select.POLLIN)
-    poller.register(awake, select.POLLIN)
+    poller, awake = poll_for(options.lifeline)
     while os.getppid() == options.parent:  # a copy of the lifeline may be held by others
         status = reap(worker, adopts)
         if status is not None:
