@@ -166,7 +166,8 @@ def _forward(
         def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
             so_far, q = _block((softmax, queries.q), at[0])
-            more = _add_keys(ring, so_far, q, *_block((keys.k, keys.v), at[1]), allowed)
+            k, v = _block((keys.k, keys.v), at[1])
+            more = _add_keys(ring, so_far, q, k, v, allowed)
             return _with_block(softmax, more, at[0]), None
 
         return jax.lax.scan(attend_to, softmax, _block_pairs(ring, hops))[0]
@@ -210,7 +211,8 @@ def _backward(
         def differentiate(sums: tuple[Array, ...], at: Array) -> tuple[tuple[Array, ...], None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
             of_query = _block((queries.q, cotangent, mean, log_total), at[0])
-            parts = _gradients(ring, of_query, *_block((keys.k, keys.v), at[1]), allowed)
+            k, v = _block((keys.k, keys.v), at[1])
+            parts = _gradients(ring, of_query, k, v, allowed)
             places = at[0], at[1], at[1]
             return tuple(
                 _with_block(x, _block(x, place) + part, place)
