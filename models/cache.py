@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Real
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
 from jaxrl_llm.models.int8 import make_scales, quantize
-from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
+from jaxrl_llm.models.layers import Layer, attending, decoder_layer, layer_kinds, rotations
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
@@ -185,11 +185,11 @@ def _keys_are_values(spec: ModelSpec) -> bool:
 
 def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield each layer's weights, from stacked arrays or from those of `by_layer`."""
+    kinds = layer_kinds(spec)
     for name, numbers in spec.stacks.items():
         for index, number in enumerate(numbers):
-            windowed = spec.windowed_layers[number] if spec.windowed_layers else None
             weights = {key: arrays[index] for key, arrays in params[name].items()}
-            yield weights, Layer(windowed)
+            yield weights, Layer(*(kind[number] if kind else None for kind in kinds))
 
 
 def extend(

@@ -66,9 +66,11 @@ class Layer(NamedTuple):
 
     Attributes:
         windowed: Whether it has the window; None where all layers of the model are alike.
+        rotary: Whether its queries and keys are rotated; None where those of all layers are.
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
+    rotary: Bool[Array, "*layers"] | bool | None = None
 
 
 class Rotations(NamedTuple):
@@ -78,8 +80,15 @@ class Rotations(NamedTuple):
     windowed: Rotation
 
     def of(self, layer: Layer) -> Rotation:
-        """Return the rotation of one layer."""
-        windowed = layer.windowed
+        """Return the rotation of one layer; by no angle, where it has none."""
+        by = self._of_window(layer.windowed)
+        if layer.rotary is None:
+            return by
+        return Rotation(
+            *(jnp.where(layer.rotary, x, y) for x, y in zip(by, (1.0, 0.0), strict=True))
+        )
+
+    def _of_window(self, windowed: Array | bool | None) -> Rotation:
         if self.main is self.windowed or windowed is None:
             return self.main
         if isinstance(windowed, bool):
@@ -101,6 +110,15 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
+def layer_kinds(spec: ModelSpec) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return the fields of `Layer` for all layers of a model; empty where there is one kind only.
+
+    >>> layer_kinds(tiny_spec(layers=2, rotary_layers=(True, False)))
+    ((), (True, False))
+    """
+    return spec.windowed_layers, spec.rotary_layers
+
+
 def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield the weights of each stack of layers, and what else tells its layers apart.
 
@@ -109,8 +127,8 @@ def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, La
     [[True, False]]
     """
     for name, layers in spec.stacks.items():
-        windowed = spec.windowed_layers[layers.start : layers.stop]
-        yield params[name], Layer(jnp.array(windowed) if windowed else None)
+        own = [of_model[layers.start : layers.stop] for of_model in layer_kinds(spec)]
+        yield params[name], Layer(*(jnp.array(kind) if kind else None for kind in own))
 
 
 def attending(spec: ModelSpec, layer: Layer) -> Attending:
@@ -211,8 +229,16 @@ def queries_keys_values(
         return expand(spec.latent, h, by, apply, latent_norm)
     q, k, v = (apply(name, h) for name in ("query", "key", "value"))
     if spec.qk_norm:
-        q, k = norm_of(spec, q, weights["query_norm"]), norm_of(spec, k, weights["key_norm"])
+        q, k = (
+            _qk_norm(spec, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key"))
+        )
     return rotate(q, by), rotate(k, by), v
+
+
+def _qk_norm(spec: ModelSpec, x: Float[Array, "R L N H"], scale: Array) -> Array:
+    if not spec.whole_qk_norm:
+        return norm_of(spec, x, scale)
+    return norm_of(spec, x.reshape(*x.shape[:2], -1), scale).reshape(x.shape)
 
 
 def decoder_layer(
@@ -226,7 +252,7 @@ def decoder_layer(
 ) -> tuple[Float[Array, "R L D"], State, Router]:
     """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
 
-    With `spec.post_norms` what is added is normed too.
+    With `spec.post_norms` what is added is normed too, or, without `spec.pre_norms`, instead.
 
     Args:
         weights: One layer's arrays, without the leading `layers` axis.
@@ -242,19 +268,20 @@ def decoder_layer(
         The residual stream, what `attention` returned as its state, and what the experts report.
     """
 
-    def norm(x: Array, name: str) -> Array:
-        return norm_of(spec, x, weights[name])
+    def norm(x: Array, name: str, applies: bool) -> Array:
+        return norm_of(spec, x, weights[name]) if applies else x
 
-    h = norm(x, "attention_norm")
+    h = norm(x, "attention_norm", spec.pre_norms)
     q, k, v = queries_keys_values(weights, spec, h, by)
     mixed, state = attention(q, k, v)
     if spec.latent is not None:
         kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
         mixed = mixed_values(spec.latent, mixed, kv_b)
     out = linear(weights, spec, "output", mixed, inputs=2)
-    x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
-    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
-    return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+    x = x + norm(out, "attention_post_norm", spec.post_norms)
+    h = norm(x, "mlp_norm", spec.pre_norms)
+    out, router = feed_forward(weights, spec, h, real, layout)
+    return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
 
 
 def norm_of(

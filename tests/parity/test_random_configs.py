@@ -47,7 +47,7 @@ class Draw:
             num_hidden_layers=self.layers,
             num_attention_heads=heads,
             num_key_value_heads=self.one(*(n for n in (1, 2, 3, 4, 6) if heads % n == 0)),
-            head_dim=self.one(4, 6, 8, 16),
+            head_dim=self.one(6, 8, 16),
             intermediate_size=self.one(20, 32),
             hidden_act=self.one("silu", "silu", "gelu_pytorch_tanh"),
             rms_norm_eps=self.one(1e-6, 1e-5, 1e-2),
@@ -71,6 +71,10 @@ class Draw:
         if kind == "yarn" and self.maybe():
             rope |= {"attention_factor": self.within(0.7, 1.3)}
         return rope | more
+
+    def part_of_head(self):
+        rope = self.rope(partial_rotary_factor=self.one(0.5, 0.75, 1.0))
+        return {"head_dim": self.one(8, 16), "rope_parameters": rope}
 
     def kinds(self):
         return [self.one(FULL, SLIDING) for _ in range(self.layers)]
@@ -108,7 +112,7 @@ class Draw:
         )
 
     def latent(self):
-        nope, rope = self.one(4, 6), self.one(2, 4)
+        nope, rope = self.one(4, 6), self.one(4, 6)
         return dict(
             q_lora_rank=self.one(None, 8),
             kv_lora_rank=self.one(8, 12),
@@ -157,6 +161,36 @@ FAMILIES = {
     ),
     "deepseek_v3": lambda draw: one_key_per_query(
         draw.common() | draw.sigmoid_experts() | draw.latent()
+    ),
+}
+FAMILIES |= {
+    "glm4_moe": lambda draw: (
+        draw.common()
+        | draw.sigmoid_experts()
+        | draw.part_of_head()
+        | {"use_qk_norm": draw.maybe(), "attention_bias": draw.maybe()}
+    ),
+    "glm4_moe_lite": lambda draw: one_key_per_query(
+        draw.common()
+        | draw.sigmoid_experts()
+        | draw.latent()
+        | {"mlp_layer_types": (["dense"] * draw.one(0, 1) + ["sparse"] * 3)[: draw.layers]}
+        | {"first_k_dense_replace": None}
+    ),
+    "minimax_m2": lambda draw: (
+        draw.common() | draw.experts("num_local_experts", "intermediate_size") | draw.part_of_head()
+    ),
+    "olmo3": lambda draw: (
+        draw.common()
+        | draw.window()
+        | {"rope_parameters": {FULL: draw.rope(), SLIDING: draw.rope("default")}}
+        | {"attention_bias": draw.maybe()}
+    ),
+    "smollm3": lambda draw: (
+        draw.common()
+        | draw.window()
+        | {"use_sliding_window": True, "no_rope_layers": [draw.one(0, 1) for _ in range(3)]}
+        | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
     ),
 }
 BY_DEFAULT = ("llama", "gemma3_text", "deepseek_v3")
