@@ -20,6 +20,7 @@ class MoeSpec:
         shared_ff_width: Width of the experts that every token passes, together; 0 without them.
         hf_module: Module of a layer that holds the experts in a Hugging Face checkpoint.
         hf_projections: Names there of an expert's gate, up and down projections.
+        hf_router_bias: Name there of the bias of a `SigmoidRouter`.
 
     Raises:
         ValueError: A size is not positive, a token would choose more experts than there are, or the
@@ -38,6 +39,7 @@ class MoeSpec:
     shared_ff_width: int = 0
     hf_module: str = "mlp"
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hf_router_bias: str = "gate.e_score_correction_bias"
 
     def __post_init__(self) -> None:
         if self.ff_width <= 0 or min(self.dense_layers, self.shared_ff_width) < 0:

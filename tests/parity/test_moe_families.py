@@ -19,11 +19,9 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
 from jaxrl_llm.models.transformer import forward, forward_with_router
+from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 VOCAB, ROWS, LENGTH = 61, 2, 12
 BASE = dict(
@@ -103,14 +101,7 @@ def build(family, changes, **more):
     config = getattr(transformers, f"{family}Config")(**BASE | changes | more)
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
-                buffer.copy_(0.2 * torch.randn_like(buffer))
-    return model.eval()
+    return randomize(model)
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
