@@ -113,11 +113,11 @@ def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, La
         yield params[name], Layer(jnp.array(windowed) if windowed else None)
 
 
-def attending(spec: ModelSpec, layer: Layer) -> Attending:
-    """Return how one layer attends: the scale of its scores, its window and its soft-cap.
+def attending(spec: ModelSpec, layer: Layer, weights: Params) -> Attending:
+    """Return how one layer attends: the scale of its scores, its window, soft-cap and sinks.
 
     >>> spec = tiny_spec(head_dim=4)
-    >>> attending(spec, Layer(None)).scale
+    >>> attending(spec, Layer(None), {}).scale
     0.5
     """
     window = spec.window
@@ -125,7 +125,7 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
         window = None
     elif window is not None and layer.windowed is not None and layer.windowed is not True:
         window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
-    return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
+    return Attending(spec.score_scale, window, spec.score_softcap, weights.get("sinks"))
 
 
 def feed_forward(

@@ -139,6 +139,8 @@ def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
     arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_dim")
     if spec.output_bias:
         arrays["output_bias"] = array(f"{at}o_proj.bias", "layers norm", "norm", ZEROS)
+    if spec.attention_sinks:
+        arrays["sinks"] = array(f"{at}sinks", "layers heads", "heads")
     return arrays
 
 
