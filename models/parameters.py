@@ -180,11 +180,18 @@ def _declare_experts(spec: ModelSpec, layers: range) -> Declarations:
     if isinstance(spec.moe.router, SigmoidRouter):
         name = f"{at}gate.e_score_correction_bias"
         arrays["router_bias"] = array(name, "layers routes", "routes", ZEROS)
+    if spec.moe.biases:
+        name = f"{at}gate.bias"
+        arrays["router_logit_bias"] = array(name, "layers routes", "routes", ZEROS)
     for ours, theirs in zip(("gate", "up", "down"), spec.moe.hf_projections, strict=True):
         inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
         name = f"{at}experts.{{experts}}.{theirs}.weight"
         axes = f"layers experts {inputs} {outputs}"
         arrays[f"expert_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+        if spec.moe.biases:
+            name = f"{at}experts.{{experts}}.{theirs}.bias"
+            bias = array(name, f"layers experts {outputs}", outputs, ZEROS)
+            arrays[f"expert_{ours}_bias"] = bias
     if spec.moe.shared_ff_width:
         array = _declarer(spec, layers, ff=spec.moe.shared_ff_width)
         for ours in ("gate", "up", "down"):

@@ -2,9 +2,38 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 
 MIXTRAL_ROUTER = SoftmaxRouter(normalize=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSwiglu:
+    r"""Combine gate g and up u as $(u + 1)\, g\, \sigma(\alpha g)$, both clipped: gpt-oss.
+
+    https://arxiv.org/abs/2508.10925.
+
+    Args:
+        alpha: Slope α of the sigmoid.
+        limit: The most that g may be, and that u may be on either side of 0.
+
+    >>> unit = ClippedSwiglu(alpha=1.702, limit=7.0)
+    >>> unit(jnp.array([9.0, 0.0]), jnp.array([-9.0, 1.0])).astype(int).tolist()
+    [-42, 0]
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """Combine what the two projections give."""
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +47,9 @@ class MoeSpec:
         dense_layers: How many of the first layers have a plain feed-forward instead.
         router: How tokens choose experts.
         shared_ff_width: Width of the experts that every token passes, together; 0 without them.
+        biases: Whether the router and the three projections of each expert have a bias.
+        swiglu: How an expert combines gate and up; None: the model's activation of the gate times
+            up.
         hf_module: Module of a layer that holds the experts in a Hugging Face checkpoint.
         hf_projections: Names there of an expert's gate, up and down projections.
 
@@ -36,6 +68,8 @@ class MoeSpec:
     dense_layers: int = 0
     router: SoftmaxRouter | SigmoidRouter = MIXTRAL_ROUTER
     shared_ff_width: int = 0
+    biases: bool = False
+    swiglu: ClippedSwiglu | None = None
     hf_module: str = "mlp"
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
