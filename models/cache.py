@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
+from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.int8 import make_scales, quantize
-from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
+from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
@@ -37,6 +38,8 @@ class LayerCache(NamedTuple):
 class Cache(NamedTuple):
     """Keys (after rotation) and values of each layer; slot s of row b holds position s of row b.
 
+    Layers with a DeltaNet have no slots but one state per row.
+
     The slots of keys come last: scores are then a product without a transposed factor, which on a
     CPU is several times as fast. Latent attention in its absorbed form has the keys as values too;
     `values` then has width 0.
@@ -46,12 +49,14 @@ class Cache(NamedTuple):
         values: likewise.
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
+        states: of each layer with a DeltaNet; the other fields have the layers with attention.
     """
 
     keys: tuple[Real[Array, "B K H S"], ...]
     values: tuple[Real[Array, "B K S value"], ...]
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
+    states: tuple[DeltaState, ...] = ()
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -59,8 +64,8 @@ class Cache(NamedTuple):
         return (self.key_scales or self.keys)[0].dtype
 
     def layer(self, number: int) -> LayerCache:
-        """Return what is held of a layer."""
-        return LayerCache(*(arrays[number] for arrays in self if arrays))
+        """Return what is held of a layer, by its number among those with attention."""
+        return LayerCache(*(arrays[number] for arrays in self[:4] if arrays))
 
 
 def write_slots(
@@ -129,17 +134,21 @@ def init_cache(
 
     def zeros(*shape: int, dtype: DTypeLike) -> tuple[Array, ...]:
         whole = (batch, spec.kv_heads, *shape)
-        return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers))
+        return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers - sum(spec.delta_layers)))
 
     is_int8 = kv_cache_dtype == "int8"
     of_cache = jnp.int8 if is_int8 else dtype
     has_values = not _keys_are_values(spec)
     keys = zeros(spec.head_dim, length, dtype=of_cache)
     values = zeros(length, spec.head_dim * has_values, dtype=of_cache)
+    states = ()
+    if spec.delta is not None:
+        states = tuple(empty_state(spec.delta, batch, dtype) for _ in range(sum(spec.delta_layers)))
     if not is_int8:
-        return Cache(keys, values)
+        return Cache(keys, values, states=states)
     key_scales = zeros(len(_scaled_widths(spec)), length, dtype=dtype)
-    return Cache(keys, values, key_scales, zeros(length, int(has_values), dtype=dtype))
+    value_scales = zeros(length, int(has_values), dtype=dtype)
+    return Cache(keys, values, key_scales, value_scales, states)
 
 
 def _scaled_widths(spec: ModelSpec) -> tuple[int, ...]:
@@ -185,11 +194,12 @@ def _keys_are_values(spec: ModelSpec) -> bool:
 
 def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield each layer's weights, from stacked arrays or from those of `by_layer`."""
-    for name, numbers in spec.stacks.items():
-        for index, number in enumerate(numbers):
-            windowed = spec.windowed_layers[number] if spec.windowed_layers else None
-            weights = {key: arrays[index] for key, arrays in params[name].items()}
-            yield weights, Layer(windowed)
+    for number in range(spec.layers):
+        name = spec.stack_of(number)
+        index = spec.stacks[name].index(number)
+        windowed = spec.windowed_layers[number] if spec.windowed_layers else None
+        weights = {key: arrays[index] for key, arrays in params[name].items()}
+        yield weights, Layer(windowed)
 
 
 def extend(
@@ -230,6 +240,7 @@ def extend(
     """
     rows, every = jnp.arange(tokens.shape[0])[:, None], slice(None)
     at = (rows, every, every, positions), (rows, every, positions)
+    real = positions < cache.keys[0].shape[3]
 
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
@@ -244,30 +255,56 @@ def extend(
         mixed_in = mixed_in[..., : _scaled_widths(spec)[0]]
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
-    return _run(params, spec, attention, tokens, positions, dtype=dtype, layout=layout)
+    rows_before = _Rows(tokens, positions, real, cache.states)
+    return _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
+
+
+class _Rows(NamedTuple):
+    """The next tokens of each row, which of them are not padding, and states before them."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    real: Bool[Array, "B T"]
+    states: tuple[DeltaState, ...]
+
+    def state(self, number: int) -> DeltaState:
+        """Return the state of a layer; a row that begins has none yet, whatever it held."""
+        begins = self.positions[:, 0] == 0
+
+        def kept(x: Array) -> Array:
+            return jnp.where(begins.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
+
+        return jax.tree.map(kept, self.states[number])
 
 
 def _run(
     params: Params,
     spec: ModelSpec,
     attention: Callable[..., tuple[Array, LayerCache]],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    rows: _Rows,
     *,
     dtype: DTypeLike,
     layout: Layout | None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Run all layers, each of which attends by (number, options, q, k, v) -> (mixed, its cache)."""
-    by = rotations(spec, positions)
+    """Run all layers.
+
+    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`.
+    """
+    by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
-    x, kept = constrain(embed(params, spec, tokens, dtype=dtype)), []
-    for number, (weights, layer) in enumerate(_layers(params, spec)):
-        attend_slots = functools.partial(attention, number, attending(spec, layer, weights))
-        x, of_layer, _ = decoder_layer(weights, spec, x, by.of(layer), attend_slots, layout=layout)
+    x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
+    kept, states = list[LayerCache](), list[DeltaState]()
+    for weights, layer in _layers(params, spec):
+        mixers = Mixers(
+            functools.partial(attention, len(kept), attending(spec, layer, weights)),
+            lambda mix: mix(segment_ids, rows.state(len(states))),
+        )
+        x, after, _ = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x)
-        kept.append(of_layer)
-    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True) if of_layers[0] is not None]
-    return final_norm(params, spec, x), Cache(*arrays)
+        (states if isinstance(after, DeltaState) else kept).append(after)
+    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True)]
+    arrays = [() if of_layers[0] is None else of_layers for of_layers in arrays]
+    return final_norm(params, spec, x), Cache(*arrays, tuple(states))
 
 
 class PageTables(NamedTuple):
@@ -301,7 +338,7 @@ def extend_pages(
         params: As `extend`.
         spec: The model.
         pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
-            belong to the parts in order, as many to each.
+            belong to the parts in order, as many to each. Its `states` are those of the rows.
         tables: The pages of each row, within its part.
         tokens: The rows' next tokens.
         positions: Their positions; negative in an empty row, of which nothing is written.
@@ -329,9 +366,8 @@ def extend_pages(
         mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
-    hidden, pool = _run(
-        params, spec, attention, tokens[:, None], positions[:, None], dtype=dtype, layout=layout
-    )
+    rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
+    hidden, pool = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
     return hidden[:, 0], pool
 
 

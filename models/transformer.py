@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.gather import layer_gatherer, lookup, split_matrix
 from jaxrl_llm.models.layers import (
     Layer,
+    Mixers,
     Rotations,
     Router,
     attending,
@@ -25,7 +26,7 @@ from jaxrl_llm.models.layers import (
 )
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import Block, ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
 
@@ -151,18 +152,68 @@ def forward_with_router(
     >>> forward_with_router(init_params(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
+    if layout and layout.pieces > 1 and spec.delta is not None:
+        raise ValueError("a DeltaNet's rows can't be shared by devices; expected context=1")
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, positions), segment_ids)
     x = constrain(embed(params, spec, tokens, dtype=dtype, layout=layout))
-    reports: Router = {}
-    for name, stack in zip(spec.stacks, stacked_layers(params, spec), strict=True):
-        if layout and layout.stages > 1 and name == "layers":
-            x, router = run_stages(step, x, rows, stack, layout)
+    stacks, reports = stacked_layers(params, spec), list[Router]()
+    used = dict.fromkeys(stacks, 0)
+    for block in spec.blocks:
+        held = {name: _of_block(stacks[name], block, name, used) for name, _ in block.runs}
+        repeat = functools.partial(_run_block, step, block)
+        if layout and layout.stages > 1 and block.repeats > 1:
+            x, router = run_stages(repeat, x, rows, held, layout)
         else:
-            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, stack)
-        reports |= router
-    return final_norm(params, spec, x), reports
+            x, router = jax.lax.scan(functools.partial(_repeat_scanned, repeat, rows), x, held)
+        reports += [jax.tree.map(lambda report: jax.lax.collapse(report, 0, 2), router)]
+    joined = [report for report in reports if report]
+    if len(joined) > 1:
+        joined = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)]
+    return final_norm(params, spec, x), joined[0] if joined else {}
+
+
+_Layers = tuple[Params, Layer]
+
+
+def _of_block(stack: _Layers, block: Block, name: str, used: dict[str, int]) -> _Layers:
+    """Take a block's layers from a stack: arrays [repeats, layers of one repeat, …]."""
+    each, first = sum(n for run, n in block.runs if run == name), used[name]
+    count = block.repeats * each
+    used[name] += count
+
+    def taken(array: Array) -> Array:
+        some = array if len(array) == count else array[first : first + count]
+        return some.reshape(block.repeats, each, *array.shape[1:])
+
+    return jax.tree.map(taken, stack)
+
+
+def _repeat_scanned(repeat: Callable[..., Any], rows: "_Row", x: Array, held: Any) -> Any:
+    return repeat(x, rows, held)
+
+
+def _run_block(
+    step: Callable[[Array, Any, _Layers], tuple[Array, Router]],
+    block: Block,
+    x: Float[Array, "P l D"],
+    rows: "_Row",
+    held: dict[str, _Layers],
+) -> tuple[Float[Array, "P l D"], Router]:
+    """Run one repeat of a block; return what the experts report, stacked over its layers."""
+    used, reports = dict.fromkeys(held, 0), list[Router]()
+    for name, count in block.runs:
+        some = slice(used[name], used[name] + count)
+        used[name] += count
+        run = jax.tree.map(lambda array, some=some: array[some], held[name])
+        if count == 1:
+            x, router = step(x, rows, jax.tree.map(lambda array: array[0], run))
+            reports += [jax.tree.map(lambda report: report[None], router)]
+        else:
+            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, run)
+            reports += [router]
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
 
 def _layer_step(
@@ -185,7 +236,10 @@ def _layer_step(
             spec,
             x,
             rows.by.of(layer),
-            lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
+            Mixers(
+                lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
+                lambda mix: (mix(rows.segment_ids)[0], None),
+            ),
             rows.segment_ids != 0,
             layout,
         )

@@ -12,12 +12,15 @@ from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
     DEEPSEEK_V3_KEYS,
+    GPT_OSS_KEYS,
     MIXTRAL_KEYS,
     QWEN3_MOE_KEYS,
     read_deepseek_v3,
+    read_gpt_oss,
     read_mixtral,
     read_qwen3_moe,
     write_deepseek_v3,
+    write_gpt_oss,
     write_mixtral,
     write_qwen3_moe,
 )
@@ -43,6 +46,10 @@ def _last_slide(config: Config) -> list[str]:
 def _every_nth_is_full(config: Config) -> list[str]:
     period = config["sliding_window_pattern"]
     return [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
+
+
+def _every_other_slides(config: Config) -> list[str]:
+    return [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
 
 
 def _width_per_head(config: Config) -> int:
@@ -178,5 +185,22 @@ FAMILIES: tuple[Family, ...] = (
         rope_theta=1e4,
         read_parts=read_deepseek_v3,
         write_parts=write_deepseek_v3,
+    ),
+    Family(
+        name="GptOss",
+        model_type="gpt_oss",
+        keys={"attention_bias": "qkv_bias"},
+        defaults={
+            "hidden_act": "silu",
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+        },
+        common={"qk_norm": False, "attention_sinks": True},
+        layer_types=_every_other_slides,
+        unread=frozenset(GPT_OSS_KEYS | BALANCE_KEYS),
+        rope_theta=1.5e5,
+        read_parts=read_gpt_oss,
+        write_parts=write_gpt_oss,
     ),
 )

@@ -22,7 +22,7 @@ class ClippedSwiglu:
         limit: The most that g may be, and that u may be on either side of 0.
 
     >>> unit = ClippedSwiglu(alpha=1.702, limit=7.0)
-    >>> unit(jnp.array([9.0, 0.0]), jnp.array([-9.0, 1.0])).astype(int).tolist()
+    >>> unit(jnp.array([9.0, 0.0]), jnp.array([-9.0, 1.0])).round().astype(int).tolist()
     [-42, 0]
     """
 
@@ -51,7 +51,11 @@ class MoeSpec:
         swiglu: How an expert combines gate and up; None: the model's activation of the gate times
             up.
         hf_module: Module of a layer that holds the experts in a Hugging Face checkpoint.
-        hf_projections: Names there of an expert's gate, up and down projections.
+        hf_router: Name there of the router.
+        hf_projections: Names there of an expert's gate, up and down projections, where each is an
+            array of its own.
+        hf_joined: Whether a checkpoint joins the experts of a layer in one array, gate and up in
+            another, their columns taking turns (gpt-oss).
 
     Raises:
         ValueError: A size is not positive, a token would choose more experts than there are, or the
@@ -71,7 +75,9 @@ class MoeSpec:
     biases: bool = False
     swiglu: ClippedSwiglu | None = None
     hf_module: str = "mlp"
+    hf_router: str = "gate"
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hf_joined: bool = False
 
     def __post_init__(self) -> None:
         if self.ff_width <= 0 or min(self.dense_layers, self.shared_ff_width) < 0:

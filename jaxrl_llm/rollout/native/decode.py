@@ -145,7 +145,7 @@ def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
         rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
         return jax.lax.collapse(rows, 0, 2)
 
-    axes = zip(pool, POSITIONS, strict=True)
+    axes = zip(pool[:4], POSITIONS, strict=True)
     return Cache(*(tuple(of_all(x, axis) for x in arrays) for arrays, axis in axes))
 
 
