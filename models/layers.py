@@ -130,11 +130,11 @@ def stacked_layers(params: Params, spec: ModelSpec) -> dict[str, tuple[Params, L
     }
 
 
-def attending(spec: ModelSpec, layer: Layer) -> Attending:
-    """Return how one layer attends: the scale of its scores, its window and its soft-cap.
+def attending(spec: ModelSpec, layer: Layer, weights: Params) -> Attending:
+    """Return how one layer attends: the scale of its scores, its window, soft-cap and sinks.
 
     >>> spec = tiny_spec(head_dim=4)
-    >>> attending(spec, Layer(None)).scale
+    >>> attending(spec, Layer(None), {}).scale
     0.5
     """
     window = spec.window
@@ -142,7 +142,7 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
         window = None
     elif window is not None and layer.windowed is not None and layer.windowed is not True:
         window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
-    return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
+    return Attending(spec.score_scale, window, spec.score_softcap, weights.get("sinks"))
 
 
 def feed_forward(

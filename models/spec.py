@@ -89,6 +89,7 @@ class ModelSpec:
         rotary_layers: For each layer whether queries and keys are rotated; empty means all.
         query_scalar: Scores are multiplied by its inverse root; None means `head_dim`.
         score_softcap: Attention scores s become c·tanh(s/c).
+        attention_sinks: Whether a learned score per query head, without a value, joins the softmax.
         logit_softcap: Logits z become c·tanh(z/c).
         unit_offset_norms: Whether norms multiply by 1 + w and not by w.
         pre_norms: Whether what attention and feed-forward take is normed.
@@ -146,6 +147,7 @@ class ModelSpec:
     rotary_layers: tuple[bool, ...] = ()
     query_scalar: float | None = None
     score_softcap: float | None = None
+    attention_sinks: bool = False
     logit_softcap: float | None = None
     unit_offset_norms: bool = False
     pre_norms: bool = True
@@ -230,10 +232,11 @@ class ModelSpec:
             )
         if self.latent is not None:
             expected = (1 if self.latent.absorbed else self.heads, self.latent.head_dim)
-            if (self.kv_heads, self.head_dim) != expected or self.qk_norm or self.qkv_bias:
+            others = self.qk_norm or self.qkv_bias or self.attention_sinks
+            if (self.kv_heads, self.head_dim) != expected or others:
                 raise ValueError(
-                    f"this latent attention has kv_heads, head_dim = {expected} and neither "
-                    f"qk_norm nor qkv_bias; got {self}"
+                    f"this latent attention has kv_heads, head_dim = {expected} and none of "
+                    f"qk_norm, qkv_bias and attention_sinks; got {self}"
                 )
 
     @property

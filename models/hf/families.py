@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
+    GPT_OSS_KEYS,
     LATENT_KEYS,
     MINIMAX_M2_KEYS,
     MINIMAX_M2_ONLY,
@@ -20,12 +21,14 @@ from jaxrl_llm.models.hf.parts import (
     read_deepseek_v3,
     read_glm4_moe,
     read_glm4_moe_lite,
+    read_gpt_oss,
     read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
     write_deepseek_v3,
     write_glm4_moe,
     write_glm4_moe_lite,
+    write_gpt_oss,
     write_minimax_m2,
     write_mixtral,
     write_qwen3_moe,
@@ -80,6 +83,10 @@ def _one_key_per_query(config: Config) -> int:
 def _fraction_by_width(config: Config) -> float | None:
     width = config.get("rotary_dim")
     return None if width is None else width / config["head_dim"]
+
+
+def _every_other_slides(config: Config) -> list[str]:
+    return [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
 
 
 def _width_per_head(config: Config) -> int:
@@ -308,5 +315,22 @@ FAMILIES: tuple[Family, ...] = (
         rope_theta=2e6,
         read_parts=read_smollm3,
         write_parts=write_smollm3,
+    ),
+    Family(
+        name="GptOss",
+        model_type="gpt_oss",
+        keys={"attention_bias": "qkv_bias"},
+        defaults={
+            "hidden_act": "silu",
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+        },
+        common={"qk_norm": False, "attention_sinks": True},
+        layer_types=_every_other_slides,
+        unread=frozenset(GPT_OSS_KEYS | BALANCE_KEYS),
+        rope_theta=1.5e5,
+        read_parts=read_gpt_oss,
+        write_parts=write_gpt_oss,
     ),
 )

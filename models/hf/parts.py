@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.models.hf.rope import read_ropes
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
-from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.rope import Scaling, YarnScaling
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -34,6 +34,18 @@ QWEN3_MOE_KEYS = {
     "use_qk_norm",
 }
 MIXTRAL_KEYS = {"num_local_experts", "num_experts_per_tok"}
+GPT_OSS_KEYS = {
+    "num_local_experts",
+    "num_experts_per_tok",
+    "swiglu_alpha",
+    "swiglu_limit",
+    # what OpenAI's own code calls two of the others
+    "experts_per_token",
+    "initial_context_length",
+}
+GPT_OSS_YARN = YarnScaling(factor=32.0, original_positions=4096, truncate=False)
+"""What transformers takes where a config says nothing of rotary positions."""
+
 SIGMOID_EXPERTS_KEYS = {
     "n_routed_experts",
     "num_experts_per_tok",
@@ -148,6 +160,50 @@ def write_mixtral(spec: ModelSpec) -> dict[str, Any] | None:
     return {
         "num_local_experts": spec.moe.experts,
         "num_experts_per_tok": spec.moe.experts_per_token,
+    }
+
+
+def read_gpt_oss(config: Config) -> dict[str, Any]:
+    """Read the experts of a gpt-oss model, and its rotary positions where nothing is said of them.
+
+    Raises:
+        ValueError: A key is missing.
+
+    >>> config = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 6}
+    >>> read_gpt_oss(config)["moe"].swiglu
+    ClippedSwiglu(alpha=1.702, limit=7.0)
+    """
+    moe = MoeSpec(
+        experts=_given(config, "num_local_experts"),
+        experts_per_token=_given(config, "num_experts_per_tok"),
+        ff_width=_given(config, "intermediate_size"),
+        router=SoftmaxRouter(normalize=True),
+        biases=True,
+        swiglu=ClippedSwiglu(
+            alpha=float(config.get("swiglu_alpha", 1.702)),
+            limit=float(config.get("swiglu_limit", 7.0)),
+        ),
+        hf_router="router",
+        hf_joined=True,
+    )
+    is_told = config.get("rope_parameters") or config.get("rope_scaling")
+    return {"moe": moe} | ({} if is_told else {"rope_scaling": GPT_OSS_YARN})
+
+
+def write_gpt_oss(spec: ModelSpec) -> dict[str, Any] | None:
+    """Write what `read_gpt_oss` reads; None for a model without such experts.
+
+    >>> spec = tiny_spec()
+    >>> write_gpt_oss(spec) is None
+    True
+    """
+    if spec.moe is None or spec.moe.swiglu is None:
+        return None
+    return {
+        "num_local_experts": spec.moe.experts,
+        "num_experts_per_tok": spec.moe.experts_per_token,
+        "swiglu_alpha": spec.moe.swiglu.alpha,
+        "swiglu_limit": spec.moe.swiglu.limit,
     }
 
 

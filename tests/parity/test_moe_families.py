@@ -78,6 +78,16 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+GPT_OSS = dict(
+    num_key_value_heads=2,
+    head_dim=6,
+    num_local_experts=6,
+    num_experts_per_tok=3,
+    sliding_window=4,
+    swiglu_limit=0.5,
+    rope_parameters=YARN | {"truncate": False, "mscale": None, "mscale_all_dim": None},
+)
 CASES = {
     "Qwen3-MoE": ("Qwen3Moe", QWEN3_MOE),
     "Qwen3-MoE, weights not normalized, biased, tied": (
@@ -106,6 +116,13 @@ CASES = {
     "MiniMax-M2": (
         "MiniMaxM2",
         MIXTRAL | {"head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
+        "GptOss",
+        GPT_OSS
+        | {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.0}
+        | {"layer_types": ["sliding_attention"] * 2, "rope_parameters": PLAIN_ROPE},
     ),
 }
 
@@ -255,7 +272,7 @@ def test_saved_model_is_identical_and_loads_in_transformers(case, dtype, with_so
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3"]
+    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3", "gpt-oss"]
 )
 def test_gradient_of_masked_log_prob_loss_equals_autograd(name, tmp_path):
     model = build(*CASES[name])
