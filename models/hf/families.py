@@ -8,28 +8,30 @@ all of them (`models.hf.family`).
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
-from jaxrl_llm.models.hf.parts import (
-    BALANCE_KEYS,
-    GPT_OSS_KEYS,
+from jaxrl_llm.models.hf.deepseek import (
     LATENT_KEYS,
     MINIMAX_M2_KEYS,
     MINIMAX_M2_ONLY,
-    MIXTRAL_KEYS,
-    QWEN3_MOE_KEYS,
     SIGMOID_EXPERTS_KEYS,
     read_deepseek_v3,
     read_glm4_moe,
     read_glm4_moe_lite,
-    read_gpt_oss,
     read_minimax_m2,
-    read_mixtral,
-    read_qwen3_moe,
     write_deepseek_v3,
     write_glm4_moe,
     write_glm4_moe_lite,
-    write_gpt_oss,
     write_minimax_m2,
+)
+from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
+from jaxrl_llm.models.hf.parts import (
+    BALANCE_KEYS,
+    GPT_OSS_KEYS,
+    MIXTRAL_KEYS,
+    QWEN3_MOE_KEYS,
+    read_gpt_oss,
+    read_mixtral,
+    read_qwen3_moe,
+    write_gpt_oss,
     write_mixtral,
     write_qwen3_moe,
 )
