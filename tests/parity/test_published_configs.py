@@ -550,8 +550,8 @@ def test_a_published_config_is_read(name, tmp_path):
         ("DeepSeek", {"first_k_dense_replace": 61}, "must leave layers with experts"),
         (
             "DeepSeek",
-            {"quantization_config": FP8},
-            "quantized by 'fp8'; expected a copy of the model in bfloat16, float16 or float32",
+            {"quantization_config": FP8 | {"weight_block_size": None}},
+            "quantized by 'fp8' with weight_block_size=None and fmt='e4m3'; expected 'fp8'",
         ),
     ],
     ids=str,
