@@ -92,8 +92,9 @@ def join_parts(declarations: Sequence[ArrayDecl], parts: Iterable[Any]) -> Any:
         return whole
     check_parts(declarations)
     before, _, after = _part_shape(first)
-    whole = None
-    for declaration, part in zip(declarations, parts, strict=True):
+    whole, ordered = None, iter(parts)
+    for declaration in declarations:
+        part = next(ordered)  # and not by `zip`, which would hold on to the one before
         if whole is None:
             shape = (*before, first.hf_part.total, *after)
             is_jax = isinstance(part, jax.Array)
@@ -103,6 +104,7 @@ def join_parts(declarations: Sequence[ArrayDecl], parts: Iterable[Any]) -> Any:
             whole = whole.at[at].set(part)
         else:
             whole[at] = part
+        del part  # before the next one is fetched
     assert whole is not None
     return whole.reshape(first.hf_shape)
 

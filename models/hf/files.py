@@ -56,7 +56,7 @@ class StoredArray:
     end: int
     checksum: str | None
 
-    def map(self, dtype: DTypeLike = None) -> np.ndarray:
+    def map(self, dtype: DTypeLike | None = None) -> np.ndarray:
         """Map the array into memory, read-only: only the parts that are used will be read.
 
         Args:

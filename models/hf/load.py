@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.config import untouched_prefixes
 from jaxrl_llm.models.hf.convert import from_hf, hf_entries, part_from_hf
+from jaxrl_llm.models.hf.experts import experts_as_stored
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.kept import find_untouched, log_untouched
@@ -95,6 +96,7 @@ def load_arrays(
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
     found = find_arrays(where)
     stored, problems = restore_arrays(found, read_quantization(where))
+    declarations = experts_as_stored(declarations, stored)
     if others := find_untouched(stored, untouched):
         log_untouched(str(where), untouched, len(others))
     ours = {name: array for name, array in stored.items() if name not in others}

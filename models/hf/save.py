@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import operator
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -206,11 +207,11 @@ def host_arrays(
             names = list(group)
             values: Iterable[np.ndarray] = (
                 np.asarray(replicate(_layer(leaf, layer, dtype))) for _, leaf, dtype in parts
-            )
+            )  # fetched one by one, as nothing holds on to one of them
             if len(names) > 1:  # several arrays of a layer, such as its experts
                 values = list(values)
             for name, index in names:
-                own = (part[index[1:]] for part in values)
+                own = map(operator.itemgetter(index[1:]), values)
                 yield name, join_parts(declarations, map(to_hf, declarations, own))
 
 
