@@ -31,14 +31,15 @@ BLOCK = 128
 def is_blocked(declaration: ArrayDecl) -> bool:
     """Tell whether an array is a layer's matrix, of an expert or not, and no router.
 
-    Those of a DeltaNet stay, too: its state sums up what they lose over all tokens.
+    Those of a DeltaNet stay, too, as its state sums up what they lose over all tokens, and experts
+    that a checkpoint joins in one array.
     """
     kept = {"routes", "delta_heads"} & set(declaration.axes)
     return _is_matrix(declaration) and not kept
 
 
 def _is_matrix(declaration: ArrayDecl) -> bool:
-    return declaration.is_stack and len(declaration.hf_axes) == 2
+    return declaration.is_stack and len(declaration.hf_axes) == declaration.dimensions == 2
 
 
 def quantization_config(spec: ModelSpec) -> dict[str, Any]:
@@ -72,10 +73,16 @@ def check_block_shapes(spec: ModelSpec, tensor_parallel: int) -> None:
         tensor_parallel: GPUs that share a copy of it.
 
     Raises:
-        ValueError: A part is no multiple of 128 wide.
+        ValueError: A part is no multiple of 128 wide, or a checkpoint has a layer's experts in one
+            array, which stays in bfloat16, while vLLM would take it for float8.
 
     >>> check_block_shapes(tiny_spec(head_dim=128, ff_width=256), 1)
     """
+    if any(leaf.hf_axes[0] == ("experts",) for leaf in jax.tree.leaves(declare(spec))):
+        raise ValueError(
+            "vLLM's float8 needs experts whose matrices have names of their own in a checkpoint, "
+            "this model's are joined: expected rollout.quantization: none"
+        )
     parts = {}
     if spec.latent is None:
         parts["the queries"] = spec.heads * spec.head_dim / tensor_parallel

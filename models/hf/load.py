@@ -19,12 +19,15 @@ from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, 
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.kept import find_untouched, log_untouched
 from jaxrl_llm.models.hf.quantized import ReadableArray, read_quantization, restore_arrays
+from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import process_slice
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
-NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
+NEXT_TOKEN_LAYER = re.compile(
+    r"model\.layers\.(\d+)\."
+)  # DeepSeek's and GLM's, after the last of the model
 
 
 def load_params(
@@ -53,8 +56,8 @@ def load_params(
         ValueError: Arrays are missing, surplus, misshapen or not of a float type (all are listed),
             or a file is damaged: `save_params` leaves checksums, which are compared. A surplus
             `lm_head.weight` of a model with tied embeddings is accepted and ignored, and so are
-            saved rotary frequencies, DeepSeek's layers for multi-token prediction and what the
-            family's `untouched` names; of the last the log has a line.
+            saved rotary frequencies, the layers of DeepSeek and GLM for multi-token prediction and
+            what the family's `untouched` names; of the last the log has a line.
         FileNotFoundError: There are no safetensors files.
     """
     where = resolve(directory)
@@ -180,8 +183,12 @@ def _check_arrays(
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
 
 
+def _may_predict_more(spec: ModelSpec) -> bool:
+    return spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
+
+
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     if name == "lm_head.weight":
         return spec.tied_embeddings and not (spec.value_head or spec.reward_head)
-    layer = NEXT_TOKEN_LAYER.match(name) if spec.latent is not None else None
+    layer = NEXT_TOKEN_LAYER.match(name) if _may_predict_more(spec) else None
     return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)
