@@ -26,6 +26,7 @@ def gather_states(held: Any, slots: Int[Array, " B"] | None) -> Any:
             order, as many to each.
         slots: of each row; a number past the slots gives zeros.
 
+    >>> import jax.numpy as jnp
     >>> gather_states((jnp.array([[3.0, 4.0]]),), jnp.array([1, 2, 0]))[0].tolist()
     [4.0, 0.0, 3.0]
     """
@@ -47,6 +48,7 @@ def scatter_states(held: Any, rows: Any, slots: Int[Array, " B"] | None) -> Any:
         slots: of each row, no slot twice; a number past the slots is dropped. None: nothing is
             written.
 
+    >>> import jax.numpy as jnp
     >>> states = (jnp.array([[3.0, 4.0]]),)
     >>> scatter_states(states, (jnp.array([5.0, 6.0]),), jnp.array([1, 2]))[0].tolist()
     [[3.0, 5.0]]
