@@ -134,6 +134,7 @@ def feed_forward(
     h: Float[Array, "R L D"],
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], Router]:
     """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
 
@@ -146,10 +147,12 @@ def feed_forward(
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
         layout: How activations are split over a mesh.
+        routes: Experts that tokens go to instead of the router's choice, as for
+            `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
-        `models.moe.balance.RouterStats`.
+        `models.moe.balance.RouterStats`, and as `experts` [R L top] where each token went.
 
     >>> spec = tiny_spec(hidden_size=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
@@ -170,11 +173,18 @@ def feed_forward(
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
     scale = spec.lora.scale if spec.lora else 0.0
-    out, stats = mixture(
-        weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
+    out, stats, experts = mixture(
+        weights,
+        spec.moe,
+        h,
+        real,
+        activation=activation,
+        lora_scale=scale,
+        layout=layout,
+        routes=routes,
     )
     out = out + plain("shared_") if spec.moe.shared_ff_width else out
-    return out, stats._asdict()
+    return out, stats._asdict() | {"experts": experts}
 
 
 def queries_keys_values(
@@ -223,6 +233,7 @@ def decoder_layer(
     attention: Callable[[Array, Array, Array], tuple[Array, State]],
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], State, Router]:
     """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
 
@@ -237,6 +248,7 @@ def decoder_layer(
             attends within the row; decoding writes into a cache and returns it as the state.
         real: Which positions are not padding; None means all.
         layout: How activations are split over a mesh.
+        routes: As for `feed_forward`.
 
     Returns:
         The residual stream, what `attention` returned as its state, and what the experts report.
@@ -253,7 +265,7 @@ def decoder_layer(
         mixed = mixed_values(spec.latent, mixed, kv_b)
     out = linear(weights, spec, "output", mixed, inputs=2)
     x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
-    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
+    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout, routes)
     return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
 
 
