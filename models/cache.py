@@ -18,6 +18,8 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
 from jaxrl_llm.models.int8 import make_scales, quantize
 from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
+from jaxrl_llm.models.moe.routing import NO_ROUTE
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
@@ -46,12 +48,15 @@ class Cache(NamedTuple):
         values: likewise.
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
+        routes: of one array, the experts that each token went to, those of all layers that have
+            some in order; nothing where they are not recorded. See `with_routes`.
     """
 
     keys: tuple[Real[Array, "B K H S"], ...]
     values: tuple[Real[Array, "B K S value"], ...]
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
+    routes: tuple[Int[Array, "B 1 S choices"], ...] = ()
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -60,7 +65,7 @@ class Cache(NamedTuple):
 
     def layer(self, number: int) -> LayerCache:
         """Return what is held of a layer."""
-        return LayerCache(*(arrays[number] for arrays in self if arrays))
+        return LayerCache(*(arrays[number] for arrays in self[:4] if arrays))
 
 
 def write_slots(
@@ -140,6 +145,20 @@ def init_cache(
         return Cache(keys, values)
     key_scales = zeros(len(_scaled_widths(spec)), length, dtype=dtype)
     return Cache(keys, values, key_scales, zeros(length, int(has_values), dtype=dtype))
+
+
+def with_routes(cache: Cache, shape: RouteShape) -> Cache:
+    """Return an empty cache that will also hold the experts that each token goes to.
+
+    >>> spec = tiny_spec()
+    >>> cache = init_cache(spec, 3, 5)
+    >>> with_routes(cache, RouteShape(layers=2, top=4, dtype=jnp.int8)).routes[0].shape
+    (3, 1, 5, 8)
+    """
+    rows, _, _, length = cache.keys[0].shape
+    return cache._replace(
+        routes=(jnp.full((rows, 1, length, shape.layers * shape.top), NO_ROUTE, shape.dtype),)
+    )
 
 
 def _scaled_widths(spec: ModelSpec) -> tuple[int, ...]:
@@ -244,7 +263,23 @@ def extend(
         mixed_in = mixed_in[..., : _scaled_widths(spec)[0]]
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
-    return _run(params, spec, attention, tokens, positions, dtype=dtype, layout=layout)
+    hidden, kept, experts = _run(
+        params, spec, attention, tokens, positions, dtype=dtype, layout=layout
+    )
+
+    def write(held: Array, new: Array) -> Array:
+        return held.at[rows, 0, positions].set(new, mode="drop")
+
+    return hidden, kept._replace(routes=_written_routes(cache.routes, experts, write))
+
+
+def _written_routes(
+    held: tuple[Array, ...],
+    experts: list[Int[Array, "B T top"]],
+    write: Callable[[Array, Int[Array, "B T choices"]], Array],
+) -> tuple[Array, ...]:
+    """Write which experts tokens went to in each layer, where that is recorded."""
+    return tuple(write(x, jnp.concatenate(experts, axis=-1).astype(x.dtype)) for x in held)
 
 
 def _run(
@@ -256,18 +291,24 @@ def _run(
     *,
     dtype: DTypeLike,
     layout: Layout | None,
-) -> tuple[Float[Array, "B T D"], Cache]:
-    """Run all layers, each of which attends by (number, options, q, k, v) -> (mixed, its cache)."""
+) -> tuple[Float[Array, "B T D"], Cache, list[Int[Array, "B T top"]]]:
+    """Run all layers, each of which attends by (number, options, q, k, v) -> (mixed, its cache).
+
+    The last that is returned is where tokens went in each layer with experts.
+    """
     by = rotations(spec, positions)
     constrain = layout.constrain if layout else lambda x: x
-    x, kept = constrain(embed(params, spec, tokens, dtype=dtype)), []
+    x, kept, experts = constrain(embed(params, spec, tokens, dtype=dtype)), [], []
     for number, (weights, layer) in enumerate(_layers(params, spec)):
         attend_slots = functools.partial(attention, number, attending(spec, layer))
-        x, of_layer, _ = decoder_layer(weights, spec, x, by.of(layer), attend_slots, layout=layout)
+        x, of_layer, router = decoder_layer(
+            weights, spec, x, by.of(layer), attend_slots, layout=layout
+        )
         x = constrain(x)
         kept.append(of_layer)
+        experts += [router["experts"]] if router else []
     arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True) if of_layers[0] is not None]
-    return final_norm(params, spec, x), Cache(*arrays)
+    return final_norm(params, spec, x), Cache(*arrays), experts
 
 
 class PageTables(NamedTuple):
@@ -325,10 +366,37 @@ def extend_pages(
         mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
         return mixed[:, None], layer
 
-    hidden, pool = _run(
+    hidden, kept, experts = _run(
         params, spec, attention, tokens[:, None], positions[:, None], dtype=dtype, layout=layout
     )
-    return hidden[:, 0], pool
+    write = functools.partial(_write_in_pages, tables.table, positions)
+    routes = _written_routes(pool.routes, experts, write)
+    return hidden[:, 0], kept._replace(routes=routes)
+
+
+def _write_in_pages(
+    table: Int[Array, "B n"],
+    positions: Int[Array, " B"],
+    pages: Int[Array, "parts pages 1 S choices"],
+    new: Int[Array, "B 1 choices"],
+) -> Int[Array, "parts pages 1 S choices"]:
+    """Write what is kept of the new token of each row into its page."""
+    parts, count, _, size, _ = pages.shape
+    page, slot = _place(table, positions, count, size)
+
+    def write(pages: Array, page: Array, slot: Array, new: Array) -> Array:
+        return pages.at[page, 0, slot].set(new, mode="drop")
+
+    by_part = (x.reshape(parts, -1, *x.shape[1:]) for x in (page, slot, new[:, 0]))
+    return jax.vmap(write)(pages, *by_part)
+
+
+def _place(
+    table: Int[Array, "B n"], positions: Int[Array, " B"], count: int, size: int
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Return page and slot of each row's new token; a page past all of them in an empty row."""
+    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
+    return jnp.where(positions < 0, count, own), positions % size
 
 
 def _on_each(
@@ -368,9 +436,7 @@ def _attend_part(
     """Write one token of each row into the pages of one part, and attend over them."""
     layer, table, positions = held
     size, count = layer.keys.shape[4], layer.keys.shape[1]
-    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
-    page, slot = jnp.where(positions < 0, count, own), positions % size
-    every = slice(None)
+    (page, slot), every = _place(table, positions, count, size), slice(None)
     layer = _write(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
     arrays: list[Any] = [None if x is None else x[0] for x in layer]
     keys, values, *scales = arrays

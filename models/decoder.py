@@ -11,6 +11,7 @@ from jaxrl_llm.models.arrays import Declarations, Params
 from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -48,6 +49,11 @@ class Decoder:
     def has_router(self) -> bool:
         """Whether there are experts."""
         return self.spec.moe is not None
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """What is recorded of each token's experts."""
+        return self.spec.moe and self.spec.moe.route_shape(self.spec.layers)
 
     def declare(self) -> Declarations:
         """See `models.parameters.declare`."""

@@ -66,9 +66,11 @@ class Layer(NamedTuple):
 
     Attributes:
         windowed: Whether it has the window; None where all layers of the model are alike.
+        routed: Its number among those with experts, where choices of experts are replayed.
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
+    routed: Int[Array, "*layers"] | None = None
 
 
 class Rotations(NamedTuple):

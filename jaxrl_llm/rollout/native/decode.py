@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.cache import Cache, PageTables, with_routes
 from jaxrl_llm.models.model import Model, PagedModel
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
     LogitsProcessors,
@@ -24,8 +25,8 @@ from jaxrl_llm.rollout.native.sampler import (
 )
 from jaxrl_llm.sharding.layout import Layout
 
-POSITIONS = (3, 2, 3, 2)
-"""Along which axis of keys, of values and of the scales of both positions lie."""
+POSITIONS = (3, 2, 3, 2, 2)
+"""Along which axis of keys, of values, of the scales of both and of routes positions lie."""
 
 MOST_TOP_LOGPROBS = 20
 """The most of the likeliest tokens that are reported."""
@@ -111,9 +112,12 @@ def make_pool(
     *,
     dtype: DTypeLike = jnp.float32,
     kv_cache_dtype: str = "auto",
+    routes: RouteShape | None = None,
 ) -> Cache:
-    """Make an empty pool of pages of `size` tokens."""
+    """Make an empty pool of pages of `size` tokens, with room for choices of experts if asked."""
     flat = model.init_cache(parts * pages, size, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    if routes is not None:
+        flat = with_routes(flat, routes)
     return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
 
 
@@ -134,19 +138,28 @@ def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
     >>> gather_pages(make_pool(model, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
-    parts = pool.keys[0].shape[0]
-    by_part = table.reshape(parts, -1, table.shape[1])
+    axes = zip(pool, POSITIONS, strict=True)
+    return Cache(*(tuple(_side_by_side(x, table, axis) for x in arrays) for arrays, axis in axes))
 
-    def of_part(pages: Array, table: Array, axis: int) -> Array:
+
+def gather_routes(
+    routes: tuple[Int[Array, "parts pages 1 S choices"], ...], table: Int[Array, "B n"]
+) -> Int[Array, "B n*S choices"]:
+    """Lay what `Cache.routes` holds of each sequence side by side; see `gather_pages`."""
+    return _side_by_side(routes[0], table, POSITIONS[-1])[:, 0]
+
+
+def _side_by_side(
+    pages: Shaped[Array, "parts pages ..."], table: Int[Array, "B n"], axis: int
+) -> Shaped[Array, "B ..."]:
+    """Join the pages of each row along an axis of theirs."""
+
+    def of_part(pages: Array, table: Array) -> Array:
         rows = pages.at[table].get(mode="fill", fill_value=0)
         return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
 
-    def of_all(pages: Array, axis: int) -> Array:
-        rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
-        return jax.lax.collapse(rows, 0, 2)
-
-    axes = zip(pool, POSITIONS, strict=True)
-    return Cache(*(tuple(of_all(x, axis) for x in arrays) for arrays, axis in axes))
+    by_part = table.reshape(pages.shape[0], -1, table.shape[1])
+    return jax.lax.collapse(jax.vmap(of_part)(pages, by_part), 0, 2)
 
 
 def scatter_pages(
