@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
+from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.int8 import make_scales, quantize
-from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
+from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.paged_attention import Pages
@@ -39,6 +40,8 @@ class LayerCache(NamedTuple):
 class Cache(NamedTuple):
     """Keys (after rotation) and values of each layer; slot s of row b holds position s of row b.
 
+    Layers with a DeltaNet have no slots but one state per row.
+
     The slots of keys come last: scores are then a product without a transposed factor, which on a
     CPU is several times as fast. Latent attention in its absorbed form has the keys as values too;
     `values` then has width 0.
@@ -48,6 +51,7 @@ class Cache(NamedTuple):
         values: likewise.
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
+        states: of each layer with a DeltaNet; the other fields have the layers with attention.
         routes: of one array, the experts that each token went to, those of all layers that have
             some in order; nothing where they are not recorded. See `with_routes`.
     """
@@ -56,6 +60,7 @@ class Cache(NamedTuple):
     values: tuple[Real[Array, "B K S value"], ...]
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
+    states: tuple[DeltaState, ...] = ()
     routes: tuple[Int[Array, "B 1 S choices"], ...] = ()
 
     @property
@@ -64,7 +69,7 @@ class Cache(NamedTuple):
         return (self.key_scales or self.keys)[0].dtype
 
     def layer(self, number: int) -> LayerCache:
-        """Return what is held of a layer."""
+        """Return what is held of a layer, by its number among those with attention."""
         return LayerCache(*(arrays[number] for arrays in self[:4] if arrays))
 
 
@@ -134,17 +139,21 @@ def init_cache(
 
     def zeros(*shape: int, dtype: DTypeLike) -> tuple[Array, ...]:
         whole = (batch, spec.kv_heads, *shape)
-        return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers))
+        return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers - sum(spec.delta_layers)))
 
     is_int8 = kv_cache_dtype == "int8"
     of_cache = jnp.int8 if is_int8 else dtype
     has_values = not _keys_are_values(spec)
     keys = zeros(spec.head_dim, length, dtype=of_cache)
     values = zeros(length, spec.head_dim * has_values, dtype=of_cache)
+    states = ()
+    if spec.delta is not None:
+        states = tuple(empty_state(spec.delta, batch, dtype) for _ in range(sum(spec.delta_layers)))
     if not is_int8:
-        return Cache(keys, values)
+        return Cache(keys, values, states=states)
     key_scales = zeros(len(_scaled_widths(spec)), length, dtype=dtype)
-    return Cache(keys, values, key_scales, zeros(length, int(has_values), dtype=dtype))
+    value_scales = zeros(length, int(has_values), dtype=dtype)
+    return Cache(keys, values, key_scales, value_scales, states)
 
 
 def with_routes(cache: Cache, shape: RouteShape) -> Cache:
@@ -204,11 +213,12 @@ def _keys_are_values(spec: ModelSpec) -> bool:
 
 def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield each layer's weights, from stacked arrays or from those of `by_layer`."""
-    for name, numbers in spec.stacks.items():
-        for index, number in enumerate(numbers):
-            windowed = spec.windowed_layers[number] if spec.windowed_layers else None
-            weights = {key: arrays[index] for key, arrays in params[name].items()}
-            yield weights, Layer(windowed)
+    for number in range(spec.layers):
+        name = spec.stack_of(number)
+        index = spec.stacks[name].index(number)
+        windowed = spec.windowed_layers[number] if spec.windowed_layers else None
+        weights = {key: arrays[index] for key, arrays in params[name].items()}
+        yield weights, Layer(windowed)
 
 
 def extend(
@@ -249,6 +259,7 @@ def extend(
     """
     rows, every = jnp.arange(tokens.shape[0])[:, None], slice(None)
     at = (rows, every, every, positions), (rows, every, positions)
+    real = positions < cache.keys[0].shape[3]
 
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
@@ -263,9 +274,8 @@ def extend(
         mixed_in = mixed_in[..., : _scaled_widths(spec)[0]]
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
-    hidden, kept, experts = _run(
-        params, spec, attention, tokens, positions, dtype=dtype, layout=layout
-    )
+    rows_before = _Rows(tokens, positions, real, cache.states)
+    hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
 
     def write(held: Array, new: Array) -> Array:
         return held.at[rows, 0, positions].set(new, mode="drop")
@@ -282,33 +292,55 @@ def _written_routes(
     return tuple(write(x, jnp.concatenate(experts, axis=-1).astype(x.dtype)) for x in held)
 
 
+class _Rows(NamedTuple):
+    """The next tokens of each row, which of them are not padding, and states before them."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    real: Bool[Array, "B T"]
+    states: tuple[DeltaState, ...]
+
+    def state(self, number: int) -> DeltaState:
+        """Return the state of a layer; a row that begins has none yet, whatever it held."""
+        begins = self.positions[:, 0] == 0
+
+        def kept(x: Array) -> Array:
+            return jnp.where(begins.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
+
+        return jax.tree.map(kept, self.states[number])
+
+
 def _run(
     params: Params,
     spec: ModelSpec,
     attention: Callable[..., tuple[Array, LayerCache]],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    rows: _Rows,
     *,
     dtype: DTypeLike,
     layout: Layout | None,
 ) -> tuple[Float[Array, "B T D"], Cache, list[Int[Array, "B T top"]]]:
-    """Run all layers, each of which attends by (number, options, q, k, v) -> (mixed, its cache).
+    """Run all layers.
 
-    The last that is returned is where tokens went in each layer with experts.
+    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
+    is returned is where tokens went in each layer with experts.
     """
-    by = rotations(spec, positions)
+    by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
-    x, kept, experts = constrain(embed(params, spec, tokens, dtype=dtype)), [], []
-    for number, (weights, layer) in enumerate(_layers(params, spec)):
-        attend_slots = functools.partial(attention, number, attending(spec, layer))
-        x, of_layer, router = decoder_layer(
-            weights, spec, x, by.of(layer), attend_slots, layout=layout
+    x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
+    kept, states = list[LayerCache](), list[DeltaState]()
+    experts: list[Array] = []
+    for weights, layer in _layers(params, spec):
+        mixers = Mixers(
+            functools.partial(attention, len(kept), attending(spec, layer)),
+            lambda mix: mix(segment_ids, rows.state(len(states))),
         )
+        x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x)
-        kept.append(of_layer)
+        (states if isinstance(after, DeltaState) else kept).append(after)
         experts += [router["experts"]] if router else []
-    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True) if of_layers[0] is not None]
-    return final_norm(params, spec, x), Cache(*arrays), experts
+    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True)]
+    arrays = [() if of_layers[0] is None else of_layers for of_layers in arrays]
+    return final_norm(params, spec, x), Cache(*arrays, tuple(states)), experts
 
 
 class PageTables(NamedTuple):
@@ -342,7 +374,7 @@ def extend_pages(
         params: As `extend`.
         spec: The model.
         pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
-            belong to the parts in order, as many to each.
+            belong to the parts in order, as many to each. Its `states` are those of the rows.
         tables: The pages of each row, within its part.
         tokens: The rows' next tokens.
         positions: Their positions; negative in an empty row, of which nothing is written.
@@ -366,9 +398,8 @@ def extend_pages(
         mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
         return mixed[:, None], layer
 
-    hidden, kept, experts = _run(
-        params, spec, attention, tokens[:, None], positions[:, None], dtype=dtype, layout=layout
-    )
+    rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
+    hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
     write = functools.partial(_write_in_pages, tables.table, positions)
     routes = _written_routes(pool.routes, experts, write)
     return hidden[:, 0], kept._replace(routes=routes)

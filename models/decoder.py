@@ -81,17 +81,12 @@ class Decoder:
         dtype: DTypeLike,
         remat: str,
         layout: Layout | None,
+        routes: Int[Array, "R L M top"] | None = None,
     ) -> tuple[Float[Array, "R L D"], Router]:
-        """See `models.transformer.forward_with_router`."""
-        return transformer.forward_with_router(
-            params,
-            self.spec,
-            tokens,
-            positions,
-            segment_ids,
-            dtype=dtype,
-            remat=remat,
-            layout=layout,
+        """See `models.transformer.forward_rows`."""
+        rows = transformer.PackedTokens(tokens, positions, segment_ids, routes)
+        return transformer.forward_rows(
+            params, self.spec, rows, dtype=dtype, remat=remat, layout=layout
         )
 
     def head_matrix(

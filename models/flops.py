@@ -53,7 +53,7 @@ def active_parameters(spec: ModelSpec) -> ActiveParameters:
 
 def _active(array: ArrayDecl, spec: ModelSpec) -> int:
     size = math.prod(array.shape)
-    if spec.moe and "experts" in array.stacked:
+    if spec.moe and "experts" in array.axes:
         return size // spec.moe.experts * spec.moe.experts_per_token
     return size
 

@@ -5,8 +5,8 @@ used. RMS norms and rotations are computed in float32.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.delta import DeltaState, delta_mix
 from jaxrl_llm.models.linear import adapted_matrix, linear
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
 from jaxrl_llm.models.moe.mixture import mixture
@@ -21,7 +22,6 @@ from jaxrl_llm.models.rope import Rotation, rotate, rotation
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
-State = TypeVar("State")
 Router = dict[str, Any]  # what the experts of a layer report; empty for a plain feed-forward
 ACTIVATION_FUNCTIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
@@ -103,16 +103,32 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
-def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
-    """Yield the weights of each stack of layers, and what else tells its layers apart.
+def stacked_layers(
+    params: Params, spec: ModelSpec, *, replays: bool = False
+) -> dict[str, tuple[Params, Layer]]:
+    """Return the weights of each stack of layers, and what else tells its layers apart.
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        replays: Whether choices of experts are replayed.
 
     >>> spec = tiny_spec(layers=2, window=4, windowed_layers=(True, False))
-    >>> [layer.windowed.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
-    [[True, False]]
+    >>> stacked_layers({"layers": {}}, spec)["layers"][1].windowed.tolist()
+    [True, False]
     """
-    for name, layers in spec.stacks.items():
-        windowed = spec.windowed_layers[layers.start : layers.stop]
-        yield params[name], Layer(jnp.array(windowed) if windowed else None)
+
+    def of(flags: tuple[bool, ...], layers: tuple[int, ...]) -> Array | None:
+        return jnp.array([flags[number] for number in layers]) if flags else None
+
+    def routed(layers: tuple[int, ...]) -> Array | None:
+        dense = spec.moe.dense_layers if spec.moe and replays else spec.layers
+        return jnp.array(layers) - dense if layers[0] >= dense else None
+
+    return {
+        name: (params[name], Layer(of(spec.windowed_layers, layers), routed(layers)))
+        for name, layers in spec.stacks.items()
+    }
 
 
 def attending(spec: ModelSpec, layer: Layer) -> Attending:
@@ -227,48 +243,87 @@ def queries_keys_values(
     return rotate(q, by), rotate(k, by), v
 
 
+class Mixers(NamedTuple):
+    """How the tokens of a row reach each other in a layer; only the one that it has is called.
+
+    Attributes:
+        attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
+            attends within the row; decoding writes into a cache and returns it as the state.
+        delta: `(mix) -> (mixed [R L N W], state)`, where `mix(segment_ids, state)` is `delta_mix`.
+    """
+
+    attention: Callable[[Array, Array, Array], tuple[Array, Any]]
+    delta: Callable[[Callable[..., tuple[Array, DeltaState]]], tuple[Array, Any]]
+
+
 def decoder_layer(
     weights: Params,
     spec: ModelSpec,
     x: Float[Array, "R L D"],
     by: Rotation,
-    attention: Callable[[Array, Array, Array], tuple[Array, State]],
+    mixers: Mixers,
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
     routes: Int[Array, "R L top"] | None = None,
-) -> tuple[Float[Array, "R L D"], State, Router]:
-    """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
+) -> tuple[Float[Array, "R L D"], Any, Router]:
+    """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
 
-    With `spec.post_norms` what is added is normed too.
+    What mixes tokens is attention, or a DeltaNet in a layer that has its arrays. With
+    `spec.post_norms` what is added is normed too.
 
     Args:
         weights: One layer's arrays, without the leading `layers` axis.
         spec: The model.
         x: Residual stream; its dtype is the compute dtype.
         by: Rotations for the rows' positions.
-        attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
-            attends within the row; decoding writes into a cache and returns it as the state.
+        mixers: What mixes the tokens.
         real: Which positions are not padding; None means all.
         layout: How activations are split over a mesh.
         routes: As for `feed_forward`.
 
     Returns:
-        The residual stream, what `attention` returned as its state, and what the experts report.
+        The residual stream, the state that the mixer returned, and what the experts report.
     """
 
     def norm(x: Array, name: str) -> Array:
         return norm_of(spec, x, weights[name])
 
-    h = norm(x, "attention_norm")
-    q, k, v = queries_keys_values(weights, spec, h, by)
-    mixed, state = attention(q, k, v)
-    if spec.latent is not None:
-        kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
-        mixed = mixed_values(spec.latent, mixed, kv_b)
-    out = linear(weights, spec, "output", mixed, inputs=2)
+    mix = _delta_output if "delta_output" in weights else _attention_output
+    out, state = mix(weights, spec, norm(x, "attention_norm"), by, mixers)
     x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
     out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout, routes)
     return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+
+
+def _attention_output(
+    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation, mixers: Mixers
+) -> tuple[Float[Array, "R L D"], Any]:
+    q, k, v = queries_keys_values(weights, spec, h, by)
+    mixed, state = mixers.attention(q, k, v)
+    if spec.latent is not None:
+        kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
+        mixed = mixed_values(spec.latent, mixed, kv_b)
+    if spec.gated_attention:
+        mixed = mixed * jax.nn.sigmoid(linear(weights, spec, "attention_gate", h))
+    return linear(weights, spec, "output", mixed, inputs=2), state
+
+
+def _delta_output(
+    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation, mixers: Mixers
+) -> tuple[Float[Array, "R L D"], Any]:
+    del by  # it has no positions
+    assert spec.delta is not None
+    norm = functools.partial(rms_norm, eps=spec.norm_eps)
+
+    def apply(name: str, x: Array) -> Array:
+        return linear(weights, spec, name, x)
+
+    mixed, state = mixers.delta(
+        lambda segment_ids, state=None: delta_mix(
+            spec.delta, weights, apply, norm, h, segment_ids, state
+        )
+    )
+    return linear(weights, spec, "delta_output", mixed, inputs=2), state
 
 
 def norm_of(

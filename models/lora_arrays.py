@@ -94,6 +94,8 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
     outputs, inputs = decl.hf_axes
     bound = 1 / math.sqrt(math.prod(sizes[axis] for axis in inputs))
     module = PEFT_PREFIX + decl.hf_name.removesuffix(".weight")
+    if decl.hf_part is not None:  # peft would have one pair for all parts
+        module += f".{name}"
 
     def array(
         kind: str, axes: tuple[str, ...], initializer: Initializer, hf_axes: Any
@@ -105,6 +107,7 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
             initializer=initializer,
             hf_name=f"{module}.lora_{kind}.weight",
             hf_axes=hf_axes,
+            hf_part=None,
         )
 
     first, second = (*inputs, "rank"), ("rank", *outputs)

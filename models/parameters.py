@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key, UInt32
 
-from jaxrl_llm.models.arrays import ONES, ZEROS, ArrayDecl, Declarations, Initializer, Params
+from jaxrl_llm.models.arrays import (
+    DECAYS,
+    ONES,
+    ZEROS,
+    ArrayDecl,
+    Declarations,
+    HfPart,
+    Initializer,
+    Params,
+)
 from jaxrl_llm.models.lora_arrays import declare_lora
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.spec import ModelSpec
@@ -42,9 +51,9 @@ def declare(spec: ModelSpec) -> Declarations:
     array = _declarer(spec)
     norm = ZEROS if spec.unit_offset_norms else ONES
     declarations: Declarations = {
-        "embed": array("model.embed_tokens.weight", "vocab embed", "vocab embed"),
+        "embed": array(f"{spec.hf_prefix}embed_tokens.weight", "vocab embed", "vocab embed"),
         **{name: _declare_stack(spec, layers) for name, layers in spec.stacks.items()},
-        "final_norm": array("model.norm.weight", "norm", "norm", norm),
+        "final_norm": array(f"{spec.hf_prefix}norm.weight", "norm", "norm", norm),
     }
     if spec.value_head or spec.reward_head:
         declarations["score"] = array("score.weight", "embed label", "label embed")
@@ -58,9 +67,9 @@ def declare(spec: ModelSpec) -> Declarations:
 
 
 def _declarer(
-    spec: ModelSpec, layers: range = range(0), **own_sizes: int
+    spec: ModelSpec, layers: tuple[int, ...] = (), **own_sizes: int
 ) -> Callable[..., ArrayDecl]:
-    """Return `(hf_name, axes, hf_axes, initializer) -> ArrayDecl` for the arrays of a stack."""
+    """Return what declares a stack's arrays, by name, axes, Hugging Face axes and initializer."""
     sizes = {
         "layers": len(layers),
         "vocab": spec.vocab_size,
@@ -78,7 +87,9 @@ def _declarer(
     } | own_sizes
     normal = jax.nn.initializers.normal(stddev=spec.init_std)
 
-    def array(name: str, axes: str, hf_axes: str, initializer: Initializer = normal) -> ArrayDecl:
+    def array(
+        name: str, axes: str, hf_axes: str, initializer: Initializer = normal, **fields: Any
+    ) -> ArrayDecl:
         names = tuple(axes.split())
         return ArrayDecl(
             shape=tuple(sizes[axis] for axis in names),
@@ -86,18 +97,22 @@ def _declarer(
             initializer=initializer,
             hf_name=name,
             hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
-            first_layer=layers.start,
+            layer_numbers=layers,
+            **fields,
         )
 
     return array
 
 
-def _declare_stack(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_stack(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     array = _declarer(spec, layers)
-    sparse = spec.moe is not None and layers.start >= spec.moe.dense_layers
+    sparse = spec.moe is not None and layers[0] >= spec.moe.dense_layers
+    mixer = _declare_attention if spec.latent is None else _declare_latent
+    if spec.delta_layers and spec.delta_layers[layers[0]]:
+        mixer = _declare_delta
     return (
         _declare_norms(spec, array)
-        | (_declare_attention if spec.latent is None else _declare_latent)(spec, layers)
+        | mixer(spec, layers)
         | (_declare_experts if sparse else _declare_mlp)(spec, layers)
     )
 
@@ -112,14 +127,16 @@ def _declare_norms(spec: ModelSpec, array: Callable[..., ArrayDecl]) -> Declarat
         }
     norm = ZEROS if spec.unit_offset_norms else ONES
     return {
-        ours: array(f"model.layers.{{layers}}.{theirs}.weight", "layers norm", "norm", norm)
+        ours: array(
+            f"{spec.hf_prefix}layers.{{layers}}.{theirs}.weight", "layers norm", "norm", norm
+        )
         for ours, theirs in names.items()
     }
 
 
-def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_attention(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     array = _declarer(spec, layers)
-    at = "model.layers.{layers}.self_attn."
+    at = spec.hf_prefix + "layers.{layers}.self_attn."
     norm = ZEROS if spec.unit_offset_norms else ONES
     arrays = {}
     for ours, theirs, heads in (
@@ -128,10 +145,20 @@ def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
         ("value", "v", "kv_heads"),
     ):
         own, merged = f"{heads} head_dim", f"{heads}*head_dim"
-        arrays[ours] = array(f"{at}{theirs}_proj.weight", f"layers embed {own}", f"{merged} embed")
-        if spec.qkv_bias:
-            bias = array(f"{at}{theirs}_proj.bias", f"layers {own}", merged, ZEROS)
-            arrays[f"{ours}_bias"] = bias
+        parts: dict[str, Any] = {ours: None}
+        if spec.gated_attention and ours == "query":
+            width = spec.head_dim
+            parts = {
+                ours: HfPart(("head_dim",), 0, 2 * width),
+                "attention_gate": HfPart(("head_dim",), width, 2 * width),
+            }
+        for name, part in parts.items():
+            weight, bias = f"{at}{theirs}_proj.weight", f"{at}{theirs}_proj.bias"
+            axes = f"layers embed {own}", f"{merged} embed"
+            arrays[name] = array(weight, *axes, hf_part=part)
+            if spec.qkv_bias:
+                bias = array(bias, f"layers {own}", merged, ZEROS, hf_part=part)
+                arrays[f"{name}_bias"] = bias
         if spec.qk_norm and ours != "value":
             name = f"{at}{theirs}_norm.weight"
             arrays[f"{ours}_norm"] = array(name, "layers head_dim", "head_dim", norm)
@@ -142,9 +169,48 @@ def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
     return arrays
 
 
-def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_delta(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
+    assert spec.delta is not None
+    delta, at = spec.delta, spec.hf_prefix + "layers.{layers}.linear_attn."
+    heads, keys, values = delta.key_heads, delta.key_width, delta.joined_value_width
+    sizes = {"delta_heads": heads, "_values": delta.values_per_key, "_taps": delta.conv_width}
+    norm = _declarer(spec, layers, norm=delta.value_width)
+    arrays = {"delta_norm": norm(f"{at}norm.weight", "layers norm", "norm", ONES)}
+    start = 0
+    for ours, width in (("query", keys), ("key", keys), ("value", values), ("gate", values)):
+        array = _declarer(spec, layers, head_dim=width, _one=1, **sizes)
+        both, total = ("delta_heads", "head_dim"), heads * (2 * keys + values)
+        part: HfPart | None = HfPart(both, heads * start, total)
+        name = "in_proj_z" if ours == "gate" else "in_proj_qkv"
+        if ours != "gate":
+            taps = "layers delta_heads head_dim _one _taps", "delta_heads*head_dim _one _taps"
+            arrays[f"delta_{ours}_taps"] = array(f"{at}conv1d.weight", *taps, hf_part=part)
+        if delta.joined_by_head:
+            name, part = "in_proj_qkvz", HfPart(("head_dim",), start, 2 * (keys + values))
+        elif ours == "gate":
+            part = None
+        axes = "layers embed delta_heads head_dim", "delta_heads*head_dim embed"
+        arrays[f"delta_{ours}"] = array(f"{at}{name}.weight", *axes, hf_part=part)
+        start += width
+    array = _declarer(spec, layers, head_dim=values, **sizes)
+    for i, (ours, theirs) in enumerate((("beta", "b"), ("decay", "a"))):
+        name, part = f"in_proj_{theirs}", None
+        if delta.joined_by_head:
+            per_key = delta.values_per_key
+            name, part = "in_proj_ba", HfPart(("_values",), i * per_key, 2 * per_key)
+        axes = "layers embed delta_heads _values", "delta_heads*_values embed"
+        arrays[f"delta_{ours}"] = array(f"{at}{name}.weight", *axes, hf_part=part)
+    own = "layers delta_heads _values", "delta_heads*_values"
+    for name, theirs, first in (("step_bias", "dt_bias", ONES), ("decay_log", "A_log", DECAYS)):
+        arrays[f"delta_{name}"] = array(f"{at}{theirs}", *own, first, float32=True)
+    axes = "layers delta_heads head_dim embed", "embed delta_heads*head_dim"
+    arrays["delta_output"] = array(f"{at}out_proj.weight", *axes)
+    return arrays
+
+
+def _declare_latent(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     assert spec.latent is not None
-    latent, at = spec.latent, "model.layers.{layers}.self_attn."
+    latent, at = spec.latent, spec.hf_prefix + "layers.{layers}.self_attn."
     arrays = {}
     to_heads = ("layers embed heads head_dim", "heads*head_dim embed")
     if latent.query_rank is None:
@@ -171,9 +237,9 @@ def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
     return arrays
 
 
-def _declare_experts(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_experts(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     assert spec.moe is not None
-    array, at = _declarer(spec, layers), f"model.layers.{{layers}}.{spec.moe.hf_module}."
+    array, at = _declarer(spec, layers), f"{spec.hf_prefix}layers.{{layers}}.{spec.moe.hf_module}."
     arrays = {"router": array(f"{at}gate.weight", "layers embed routes", "routes embed")}
     if isinstance(spec.moe.router, SigmoidRouter):
         name = f"{at}gate.e_score_correction_bias"
@@ -193,7 +259,7 @@ def _declare_experts(spec: ModelSpec, layers: range) -> Declarations:
     return arrays
 
 
-def _declare_mlp(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_mlp(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     array = _declarer(spec, layers)
     arrays = {}
     for ours, inputs, outputs in (
@@ -201,7 +267,7 @@ def _declare_mlp(spec: ModelSpec, layers: range) -> Declarations:
         ("up", "embed", "ff"),
         ("down", "ff", "embed"),
     ):
-        at = f"model.layers.{{layers}}.mlp.{ours}_proj"
+        at = f"{spec.hf_prefix}layers.{{layers}}.mlp.{ours}_proj"
         hf_axes = f"{outputs} {inputs}"
         arrays[ours] = array(f"{at}.weight", f"layers {inputs} {outputs}", hf_axes)
         if spec.mlp_bias:
@@ -226,7 +292,8 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
         is_vector = len(declaration.shape) - len(declaration.stacked) == 1
         is_value_head = "label" in declaration.axes
         is_router = "routes" in declaration.axes
-        return jnp.dtype(jnp.float32 if is_vector or is_value_head or is_router else dtype)
+        is_wide = is_vector or is_value_head or is_router or declaration.float32
+        return jnp.dtype(jnp.float32 if is_wide else dtype)
 
     return jax.tree.map(used, declare(spec))
 

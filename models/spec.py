@@ -1,9 +1,12 @@
 """The hyper-parameters of a model."""
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import Scaling
@@ -34,6 +37,18 @@ class LoraSpec:
     def scale(self) -> float:
         """Return what the product of the two low-rank factors is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Block(NamedTuple):
+    """Layers of a model that repeat, computed by one scan.
+
+    Attributes:
+        repeats: How often.
+        runs: What repeats, in order: names of stacks, and how many layers of each.
+    """
+
+    repeats: int
+    runs: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +94,17 @@ class ModelSpec:
         moe: The experts of a mixture; None: every layer has a plain feed-forward.
         latent: Multi-head latent attention; `kv_heads` is then `heads`, or 1 in the absorbed form,
             `head_dim` is its own, and there is no `qk_norm`. None: plain attention.
+        gated_attention: Whether what attention mixes is multiplied by the sigmoid of a projection
+            of its input, for each head and dimension.
+        delta: The gated DeltaNet of some layers; None: all have attention.
+        delta_layers: For each layer whether it has the DeltaNet in place of attention; empty means
+            none.
+        hf_prefix: What names of arrays in a checkpoint begin with, but for the heads.
         lora: Low-rank adapters beside the frozen arrays.
 
     Raises:
         ValueError: A size is not positive, `kv_heads` does not divide `heads`, the rotated width is
-            odd, the activation is unknown, or windows are described in part.
+            odd, the activation is unknown, or windows or the DeltaNet are described in part.
 
     >>> ModelSpec(vocab_size=8, hidden_size=4, layers=1, heads=2, kv_heads=1, head_dim=2,
     ...           ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
@@ -123,6 +144,10 @@ class ModelSpec:
     scaled_embeddings: bool = False
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
+    gated_attention: bool = False
+    delta: DeltaSpec | None = None
+    delta_layers: tuple[bool, ...] = ()
+    hf_prefix: str = "model."
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
@@ -165,6 +190,15 @@ class ModelSpec:
                 f"moe.dense_layers must leave layers with experts, got {self.moe.dense_layers} of "
                 f"{self.layers}"
             )
+        if bool(self.delta_layers) != (self.delta is not None):
+            raise ValueError("delta and delta_layers come together, got one of them")
+        if self.delta_layers and (
+            len(self.delta_layers) != self.layers or len(set(self.delta_layers)) == 1
+        ):
+            raise ValueError(
+                f"delta_layers needs an entry for each of {self.layers} layers, and both kinds of "
+                f"layers; got {self.delta_layers}"
+            )
         if self.latent is not None:
             expected = (1 if self.latent.absorbed else self.heads, self.latent.head_dim)
             if (self.kv_heads, self.head_dim) != expected or self.qk_norm or self.qkv_bias:
@@ -203,9 +237,40 @@ class ModelSpec:
         """Return what products of queries and keys are multiplied by."""
         return (self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5
 
+    def stack_of(self, number: int) -> str:
+        """Return the name of the stack that holds a layer."""
+        is_dense = self.moe is not None and number < self.moe.dense_layers
+        is_delta = bool(self.delta_layers) and self.delta_layers[number]
+        return ("dense_" if is_dense else "") + ("delta_layers" if is_delta else "layers")
+
     @property
-    def stacks(self) -> dict[str, range]:
-        """Return the stacks of alike layers, by name, with the layers that each holds, in order."""
-        dense = self.moe.dense_layers if self.moe else 0
-        stacks = {"dense_layers": range(dense), "layers": range(dense, self.layers)}
-        return {name: layers for name, layers in stacks.items() if layers}
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Return the stacks of alike layers, by name, with the numbers of the layers of each."""
+        stacks: dict[str, tuple[int, ...]] = {}
+        for number in range(self.layers):
+            name = self.stack_of(number)
+            stacks[name] = (*stacks.get(name, ()), number)
+        return stacks
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the layers in order, as blocks that each repeat their shortest period.
+
+        >>> from jaxrl_llm.models.delta import DeltaSpec
+        >>> delta = DeltaSpec(key_heads=1, value_heads=1, key_width=2, value_width=2)
+        >>> spec = tiny_spec(layers=6, delta=delta, delta_layers=(True, True, False) * 2)
+        >>> spec.blocks
+        (Block(repeats=2, runs=(('delta_layers', 2), ('layers', 1))),)
+        """
+        names = [self.stack_of(number) for number in range(self.layers)]
+        blocks: list[Block] = []
+        for _, group in itertools.groupby(names, key=lambda name: name.startswith("dense_")):
+            part = list(group)
+            period = next(
+                n for n in range(1, len(part) + 1) if all(map(str.__eq__, part, part[n:]))
+            )
+            repeats = len(part) // period
+            for times, layers in ((repeats, part[:period]), (1, part[repeats * period :])):
+                runs = tuple((name, len([*run])) for name, run in itertools.groupby(layers))
+                blocks += [Block(times, runs)] if runs else []
+        return tuple(blocks)

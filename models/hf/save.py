@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.config import SCORING, config_to_save
-from jaxrl_llm.models.hf.convert import to_hf
+from jaxrl_llm.models.hf.convert import join_parts, to_hf
 from jaxrl_llm.models.hf.files import check_new_directory, whole_directory, write_shards
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.parameters import declare
@@ -142,21 +142,39 @@ def save_arrays(
 def host_arrays(
     leaves: Iterable[tuple[ArrayDecl, Any, DTypeLike | None]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a model's Hugging Face arrays by name; one layer of one of ours is on the host at once.
+    """Yield a model's Hugging Face arrays by name; one layer of one of them is on the host at once.
 
     Args:
         leaves: Our arrays with their declarations, and the dtype to give them; None leaves it.
+            Parts of one Hugging Face array must all be there, in any order.
     """
-    for declaration, leaf, dtype in leaves:
-        if not declaration.stacked:
-            [(name, _)] = declaration.hf_indices()
-            kept = leaf if dtype is None else leaf.astype(dtype)
-            yield name, to_hf(declaration, np.asarray(replicate(kept)))
+    for parts in joined(leaves):
+        declarations = [declaration for declaration, *_ in parts]
+        first = declarations[0]
+        if not first.stacked:
+            [(name, _)] = first.hf_indices()
+            whole = [np.asarray(replicate(_cast(leaf, dtype))) for _, leaf, dtype in parts]
+            yield name, join_parts(declarations, list(map(to_hf, declarations, whole)))
             continue
-        for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
-            values = np.asarray(replicate(_layer(leaf, layer, dtype)))
+        for layer, names in groupby(first.hf_indices(), key=lambda named: named[1][0]):
+            values = [np.asarray(replicate(_layer(leaf, layer, dtype))) for _, leaf, dtype in parts]
             for name, index in names:
-                yield name, to_hf(declaration, values[index[1:]])
+                own = [v[index[1:]] for v in values]
+                yield name, join_parts(declarations, list(map(to_hf, declarations, own)))
+
+
+def joined(leaves: Iterable[tuple[ArrayDecl, Any, Any]]) -> list[list[tuple[ArrayDecl, Any, Any]]]:
+    """Gather arrays that are parts of the same Hugging Face arrays; others are by themselves."""
+    groups: dict[tuple[str, int], list[tuple[ArrayDecl, Any, Any]]] = {}
+    for leaf in leaves:
+        declaration = leaf[0]
+        first = declaration.layer_number(0) if declaration.is_stack else 0
+        groups.setdefault((declaration.hf_name, first), []).append(leaf)
+    return list(groups.values())
+
+
+def _cast(leaf: Any, dtype: DTypeLike | None) -> Any:
+    return leaf if dtype is None else leaf.astype(dtype)
 
 
 def _layer(leaf: Any, layer: int, dtype: DTypeLike | None) -> Any:

@@ -128,7 +128,7 @@ def test_a_stack_numbers_its_layers_from_its_first():
         initializer=NORMAL,
         hf_name="{layers}.norm",
         hf_axes=(("norm",),),
-        first_layer=3,
+        layer_numbers=(3, 4),
     )
     assert list(decl.hf_indices()) == [("3.norm", (0,)), ("4.norm", (1,))]
 

@@ -6,7 +6,6 @@ A step of decoding works on rows, gathered from the pages of B sequences, and wh
 to pages. Where there is a kernel for it (`models.paged_triton`) it works on the pages.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,8 @@ from jaxrl_llm.rollout.native.sampler import (
 )
 from jaxrl_llm.sharding.layout import Layout
 
-POSITIONS = (3, 2, 3, 2, 2)
-"""Along which axis of keys, of values, of the scales of both and of routes positions lie."""
+POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}
+"""Along which axis of a row's arrays positions lie, by their field of `models.cache.Cache`."""
 
 MOST_TOP_LOGPROBS = 20
 """The most of the likeliest tokens that are reported."""
@@ -138,15 +137,18 @@ def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
     >>> gather_pages(make_pool(model, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
-    axes = zip(pool, POSITIONS, strict=True)
-    return Cache(*(tuple(_side_by_side(x, table, axis) for x in arrays) for arrays, axis in axes))
+    held = {
+        name: tuple(_side_by_side(pages, table, axis) for pages in getattr(pool, name))
+        for name, axis in POSITIONS.items()
+    }
+    return Cache(**held)
 
 
 def gather_routes(
     routes: tuple[Int[Array, "parts pages 1 S choices"], ...], table: Int[Array, "B n"]
 ) -> Int[Array, "B n*S choices"]:
     """Lay what `Cache.routes` holds of each sequence side by side; see `gather_pages`."""
-    return _side_by_side(routes[0], table, POSITIONS[-1])[:, 0]
+    return _side_by_side(routes[0], table, POSITIONS["routes"])[:, 0]
 
 
 def _side_by_side(
@@ -188,12 +190,11 @@ def scatter_pages(
         new = jax.lax.collapse(jnp.moveaxis(new, axis + 1, 2), 1, 3)
         return jax.vmap(lambda pages, at, x: pages.at[at].set(x, mode="drop"))(pages, by_part, new)
 
-    return Cache(
-        *(
-            tuple(of_all(*both, axis) for both in zip(pool[i], rows[i], strict=True))
-            for i, axis in enumerate(POSITIONS)
-        )
-    )
+    held: dict[str, Any] = {}
+    for name, axis in POSITIONS.items():
+        both = zip(getattr(pool, name), getattr(rows, name), strict=True)
+        held[name] = tuple(of_all(*arrays, axis) for arrays in both)
+    return Cache(**held)
 
 
 def prefill(
