@@ -19,9 +19,8 @@ from jaxrl_llm.models.attention import Attending, attend_cache
 from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.int8 import make_scales, quantize
 from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
-from jaxrl_llm.models.moe.routing import NO_ROUTE
-from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.moe.record import Record, record_in_pages, record_in_rows
+from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
 from jaxrl_llm.sharding.layout import Layout
@@ -52,8 +51,7 @@ class Cache(NamedTuple):
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
         states: of each layer with a DeltaNet; the other fields have the layers with attention.
-        routes: of one array, the experts that each token went to, those of all layers that have
-            some in order; nothing where they are not recorded. See `with_routes`.
+        routes: the experts that each token went to, where they are recorded.
     """
 
     keys: tuple[Real[Array, "B K H S"], ...]
@@ -61,7 +59,7 @@ class Cache(NamedTuple):
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
     states: tuple[DeltaState, ...] = ()
-    routes: tuple[Int[Array, "B 1 S choices"], ...] = ()
+    routes: Record = ()
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -156,20 +154,6 @@ def init_cache(
     return Cache(keys, values, key_scales, value_scales, states)
 
 
-def with_routes(cache: Cache, shape: RouteShape) -> Cache:
-    """Return an empty cache that will also hold the experts that each token goes to.
-
-    >>> spec = tiny_spec()
-    >>> cache = init_cache(spec, 3, 5)
-    >>> with_routes(cache, RouteShape(layers=2, top=4, dtype=jnp.int8)).routes[0].shape
-    (3, 1, 5, 8)
-    """
-    rows, _, _, length = cache.keys[0].shape
-    return cache._replace(
-        routes=(jnp.full((rows, 1, length, shape.layers * shape.top), NO_ROUTE, shape.dtype),)
-    )
-
-
 def _scaled_widths(spec: ModelSpec) -> tuple[int, ...]:
     """Cut a key into parts with a scale each: a latent is normed, its rotated part is not."""
     if not _keys_are_values(spec) or spec.latent is None:
@@ -216,9 +200,9 @@ def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     for number in range(spec.layers):
         name = spec.stack_of(number)
         index = spec.stacks[name].index(number)
-        windowed = spec.windowed_layers[number] if spec.windowed_layers else None
         weights = {key: arrays[index] for key, arrays in params[name].items()}
-        yield weights, Layer(windowed)
+        kinds = (spec.windowed_layers, spec.rotary_layers)
+        yield weights, Layer(*(flags[number] if flags else None for flags in kinds))
 
 
 def extend(
@@ -276,20 +260,7 @@ def extend(
 
     rows_before = _Rows(tokens, positions, real, cache.states)
     hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
-
-    def write(held: Array, new: Array) -> Array:
-        return held.at[rows, 0, positions].set(new, mode="drop")
-
-    return hidden, kept._replace(routes=_written_routes(cache.routes, experts, write))
-
-
-def _written_routes(
-    held: tuple[Array, ...],
-    experts: list[Int[Array, "B T top"]],
-    write: Callable[[Array, Int[Array, "B T choices"]], Array],
-) -> tuple[Array, ...]:
-    """Write which experts tokens went to in each layer, where that is recorded."""
-    return tuple(write(x, jnp.concatenate(experts, axis=-1).astype(x.dtype)) for x in held)
+    return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
 
 class _Rows(NamedTuple):
@@ -331,7 +302,7 @@ def _run(
     experts: list[Array] = []
     for weights, layer in _layers(params, spec):
         mixers = Mixers(
-            functools.partial(attention, len(kept), attending(spec, layer)),
+            functools.partial(attention, len(kept), attending(spec, layer, weights)),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
         x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
@@ -393,63 +364,44 @@ def extend_pages(
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
-        on_device = functools.partial(_attend_part, spec, tables.kernel, options)
+        def on_device(sinks: Any, *arrays: Any) -> tuple[Array, LayerCache]:
+            own = options._replace(sinks=sinks)
+            return _attend_part(spec, tables.kernel, own, *arrays)
+
+        heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
         where = (pool.layer(number), tables.table, positions)
-        mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
+        mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
     rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
     hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
-    write = functools.partial(_write_in_pages, tables.table, positions)
-    routes = _written_routes(pool.routes, experts, write)
+    routes = record_in_pages(pool.routes, experts, tables.table, positions)
     return hidden[:, 0], kept._replace(routes=routes)
-
-
-def _write_in_pages(
-    table: Int[Array, "B n"],
-    positions: Int[Array, " B"],
-    pages: Int[Array, "parts pages 1 S choices"],
-    new: Int[Array, "B 1 choices"],
-) -> Int[Array, "parts pages 1 S choices"]:
-    """Write what is kept of the new token of each row into its page."""
-    parts, count, _, size, _ = pages.shape
-    page, slot = _place(table, positions, count, size)
-
-    def write(pages: Array, page: Array, slot: Array, new: Array) -> Array:
-        return pages.at[page, 0, slot].set(new, mode="drop")
-
-    by_part = (x.reshape(parts, -1, *x.shape[1:]) for x in (page, slot, new[:, 0]))
-    return jax.vmap(write)(pages, *by_part)
-
-
-def _place(
-    table: Int[Array, "B n"], positions: Int[Array, " B"], count: int, size: int
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Return page and slot of each row's new token; a page past all of them in an empty row."""
-    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
-    return jnp.where(positions < 0, count, own), positions % size
 
 
 def _on_each(
     layout: Layout | None,
     function: Callable[..., tuple[Array, LayerCache]],
-    heads: tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
+    heads: tuple[Array | None, Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
     layer: LayerCache,
     table: Int[Array, "B n"],
     positions: Int[Array, " B"],
 ) -> tuple[Array, LayerCache]:
-    """Call a function on the part of each device: rows by part, heads as they are split."""
+    """Call a function on the part of each device: rows by part, heads as they are split.
+
+    The heads' arrays are sinks, which have no rows, queries, keys and values.
+    """
     arrays = (*heads, layer, table, positions)
     if layout is None:
         return function(*arrays)
     rows = PartitionSpec(BATCH)
-    split = "tensor" if heads[1].shape[1] % layout.mesh.shape["tensor"] == 0 else None
+    split = "tensor" if heads[2].shape[1] % layout.mesh.shape["tensor"] == 0 else None
     queries, keys = PartitionSpec(BATCH, "tensor"), PartitionSpec(BATCH, split)
     pages = PartitionSpec(BATCH, None, split)
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, pages, rows, rows),
+        in_specs=(PartitionSpec("tensor"), queries, keys, keys, pages, rows, rows),
         out_specs=(queries, pages),
         check_vma=False,  # a kernel does not say along which axes its results vary
     )(*arrays)
@@ -467,7 +419,7 @@ def _attend_part(
     """Write one token of each row into the pages of one part, and attend over them."""
     layer, table, positions = held
     size, count = layer.keys.shape[4], layer.keys.shape[1]
-    (page, slot), every = _place(table, positions, count, size), slice(None)
+    (page, slot), every = place_of_token(table, positions, count, size), slice(None)
     layer = _write(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
     arrays: list[Any] = [None if x is None else x[0] for x in layer]
     keys, values, *scales = arrays

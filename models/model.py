@@ -244,7 +244,7 @@ class PagedModel(Model, Protocol):
 class RoutedModel(Model, Protocol):
     """A mixture of experts whose choices a cache can record, and a pass replay.
 
-    A cache that `models.cache.with_routes` has prepared holds the experts that each token went to.
+    A cache that with a `models.moe.record.Record` holds the experts that each token went to.
     """
 
     @property

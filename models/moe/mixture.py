@@ -11,7 +11,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats, router_stats
 from jaxrl_llm.models.moe.dispatch import dispatch
 from jaxrl_llm.models.moe.expert_parallel import expert_parallel_mixture
-from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, grouped_matmul
+from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, group_rows, grouped_matmul
 from jaxrl_llm.models.moe.routing import NO_ROUTE, Routing
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -26,7 +26,8 @@ def route(
     """Route tokens by one layer's router, in float32.
 
     Args:
-        weights: One layer's arrays: `router` [D E], and `router_bias` [E] for a `SigmoidRouter`.
+        weights: One layer's arrays: `router` [D E], perhaps with a `router_logit_bias` [E], and
+            `router_bias` [E] for a `SigmoidRouter`.
         spec: The experts.
         x: Tokens.
         routes: Experts to take instead, as for `models.moe.routing.replay_routes`.
@@ -43,6 +44,8 @@ def route(
         weights["router"].astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
+    if "router_logit_bias" in weights:
+        logits = logits + weights["router_logit_bias"].astype(jnp.float32)
     bias, top = weights.get("router_bias"), spec.experts_per_token
     return spec.router(logits, bias, top=top, routes=routes)
 
@@ -63,12 +66,13 @@ def mixture(
 
     Args:
         weights: One layer's arrays: `router`, perhaps `router_bias`, `expert_gate` [E D F],
-            `expert_up` [E D F], `expert_down` [E F D], each with low-rank factors `{name}_lora_a`
-            and `{name}_lora_b` where it has them. All but the router's are used in the dtype of x.
+            `expert_up` [E D F], `expert_down` [E F D], each with a bias `{name}_bias` and low-rank
+            factors `{name}_lora_a` and `{name}_lora_b` where it has them. All but the router's are
+            used in the dtype of x.
         spec: The experts.
         x: Normed rows.
         real: False at padding, which is left out of the statistics.
-        activation: The gate's activation a.
+        activation: The gate's activation a; of no effect where the experts have a `swiglu`.
         lora_scale: What products of low-rank factors are multiplied by.
         layout: How rows and experts are split over a mesh; tokens then go to their experts'
             devices and back (`models.moe.expert_parallel`). Its `grouped_kernels` multiply them.
@@ -90,6 +94,7 @@ def mixture(
     if routes is not None:  # what padding holds may name one expert several times
         given = jnp.where(real[:, :, None], routes, NO_ROUTE).reshape(-1, routes.shape[-1])
     multiply = _multiplying(layout)
+    combine = spec.swiglu or (lambda gate, up: activation(gate) * up)
 
     def choose(weights: Params, x: Array, given: Array | None) -> Routing:
         return route(weights, spec, x, given)
@@ -100,10 +105,12 @@ def mixture(
             if f"{name}_lora_a" in matrices:
                 low = multiply(rows, matrices[f"{name}_lora_a"], sizes)
                 y = y + multiply(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
+            if f"{name}_bias" in matrices:
+                y = y + group_rows(matrices[f"{name}_bias"], sizes, y).astype(y.dtype)
             return y
 
-        hidden = activation(grouped("expert_gate", rows)) * grouped("expert_up", rows)
-        return grouped("expert_down", hidden)
+        gate, up = grouped("expert_gate", rows), grouped("expert_up", rows)
+        return grouped("expert_down", combine(gate, up))
 
     own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
     if layout is None or layout.mesh.size == 1:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from jaxrl_llm.models.cache import Cache, PageTables, with_routes
+from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model, PagedModel
+from jaxrl_llm.models.moe.record import empty_record
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
@@ -116,7 +117,7 @@ def make_pool(
     """Make an empty pool of pages of `size` tokens, with room for choices of experts if asked."""
     flat = model.init_cache(parts * pages, size, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     if routes is not None:
-        flat = with_routes(flat, routes)
+        flat = flat._replace(routes=empty_record(routes, parts * pages, size))
     return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
 
 
