@@ -19,7 +19,8 @@ from jaxrl_llm.models.attention import Attending, attend_cache
 from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.int8 import make_scales, quantize
 from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.moe.record import Record, record_in_pages, record_in_rows
+from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
 from jaxrl_llm.sharding.layout import Layout
@@ -50,6 +51,7 @@ class Cache(NamedTuple):
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
         states: of each layer with a DeltaNet; the other fields have the layers with attention.
+        routes: the experts that each token went to, where they are recorded.
     """
 
     keys: tuple[Real[Array, "B K H S"], ...]
@@ -57,6 +59,7 @@ class Cache(NamedTuple):
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
     states: tuple[DeltaState, ...] = ()
+    routes: Record = ()
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -197,9 +200,9 @@ def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     for number in range(spec.layers):
         name = spec.stack_of(number)
         index = spec.stacks[name].index(number)
-        windowed = spec.windowed_layers[number] if spec.windowed_layers else None
         weights = {key: arrays[index] for key, arrays in params[name].items()}
-        yield weights, Layer(windowed)
+        kinds = (spec.windowed_layers, spec.rotary_layers)
+        yield weights, Layer(*(flags[number] if flags else None for flags in kinds))
 
 
 def extend(
@@ -256,7 +259,8 @@ def extend(
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
     rows_before = _Rows(tokens, positions, real, cache.states)
-    return _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
+    hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
+    return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
 
 class _Rows(NamedTuple):
@@ -285,26 +289,29 @@ def _run(
     *,
     dtype: DTypeLike,
     layout: Layout | None,
-) -> tuple[Float[Array, "B T D"], Cache]:
+) -> tuple[Float[Array, "B T D"], Cache, list[Int[Array, "B T top"]]]:
     """Run all layers.
 
-    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`.
+    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
+    is returned is where tokens went in each layer with experts.
     """
     by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
     x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
     kept, states = list[LayerCache](), list[DeltaState]()
+    experts: list[Array] = []
     for weights, layer in _layers(params, spec):
         mixers = Mixers(
-            functools.partial(attention, len(kept), attending(spec, layer)),
+            functools.partial(attention, len(kept), attending(spec, layer, weights)),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
-        x, after, _ = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
+        x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x)
         (states if isinstance(after, DeltaState) else kept).append(after)
+        experts += [router["experts"]] if router else []
     arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True)]
     arrays = [() if of_layers[0] is None else of_layers for of_layers in arrays]
-    return final_norm(params, spec, x), Cache(*arrays, tuple(states))
+    return final_norm(params, spec, x), Cache(*arrays, tuple(states)), experts
 
 
 class PageTables(NamedTuple):
@@ -357,36 +364,44 @@ def extend_pages(
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
-        on_device = functools.partial(_attend_part, spec, tables.kernel, options)
+        def on_device(sinks: Any, *arrays: Any) -> tuple[Array, LayerCache]:
+            own = options._replace(sinks=sinks)
+            return _attend_part(spec, tables.kernel, own, *arrays)
+
+        heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
         where = (pool.layer(number), tables.table, positions)
-        mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
+        mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
     rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
-    hidden, pool = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
-    return hidden[:, 0], pool
+    hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
+    routes = record_in_pages(pool.routes, experts, tables.table, positions)
+    return hidden[:, 0], kept._replace(routes=routes)
 
 
 def _on_each(
     layout: Layout | None,
     function: Callable[..., tuple[Array, LayerCache]],
-    heads: tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
+    heads: tuple[Array | None, Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
     layer: LayerCache,
     table: Int[Array, "B n"],
     positions: Int[Array, " B"],
 ) -> tuple[Array, LayerCache]:
-    """Call a function on the part of each device: rows by part, heads as they are split."""
+    """Call a function on the part of each device: rows by part, heads as they are split.
+
+    The heads' arrays are sinks, which have no rows, queries, keys and values.
+    """
     arrays = (*heads, layer, table, positions)
     if layout is None:
         return function(*arrays)
     rows = PartitionSpec(BATCH)
-    split = "tensor" if heads[1].shape[1] % layout.mesh.shape["tensor"] == 0 else None
+    split = "tensor" if heads[2].shape[1] % layout.mesh.shape["tensor"] == 0 else None
     queries, keys = PartitionSpec(BATCH, "tensor"), PartitionSpec(BATCH, split)
     pages = PartitionSpec(BATCH, None, split)
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, pages, rows, rows),
+        in_specs=(PartitionSpec("tensor"), queries, keys, keys, pages, rows, rows),
         out_specs=(queries, pages),
         check_vma=False,  # a kernel does not say along which axes its results vary
     )(*arrays)
@@ -404,9 +419,7 @@ def _attend_part(
     """Write one token of each row into the pages of one part, and attend over them."""
     layer, table, positions = held
     size, count = layer.keys.shape[4], layer.keys.shape[1]
-    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
-    page, slot = jnp.where(positions < 0, count, own), positions % size
-    every = slice(None)
+    (page, slot), every = place_of_token(table, positions, count, size), slice(None)
     layer = _write(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
     arrays: list[Any] = [None if x is None else x[0] for x in layer]
     keys, values, *scales = arrays

@@ -66,9 +66,13 @@ class Layer(NamedTuple):
 
     Attributes:
         windowed: Whether it has the window; None where all layers of the model are alike.
+        rotary: Whether its queries and keys are rotated; None where those of all layers are.
+        routed: Its number among those with experts, where choices of experts are replayed.
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
+    rotary: Bool[Array, "*layers"] | bool | None = None
+    routed: Int[Array, "*layers"] | None = None
 
 
 class Rotations(NamedTuple):
@@ -78,8 +82,15 @@ class Rotations(NamedTuple):
     windowed: Rotation
 
     def of(self, layer: Layer) -> Rotation:
-        """Return the rotation of one layer."""
-        windowed = layer.windowed
+        """Return the rotation of one layer; by no angle, where it has none."""
+        by = self._of_window(layer.windowed)
+        if layer.rotary is None:
+            return by
+        return Rotation(
+            *(jnp.where(layer.rotary, x, y) for x, y in zip(by, (1.0, 0.0), strict=True))
+        )
+
+    def _of_window(self, windowed: Array | bool | None) -> Rotation:
         if self.main is self.windowed or windowed is None:
             return self.main
         if isinstance(windowed, bool):
@@ -101,8 +112,15 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
-def stacked_layers(params: Params, spec: ModelSpec) -> dict[str, tuple[Params, Layer]]:
+def stacked_layers(
+    params: Params, spec: ModelSpec, *, replays: bool = False
+) -> dict[str, tuple[Params, Layer]]:
     """Return the weights of each stack of layers, and what else tells its layers apart.
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        replays: Whether choices of experts are replayed.
 
     >>> spec = tiny_spec(layers=2, window=4, windowed_layers=(True, False))
     >>> stacked_layers({"layers": {}}, spec)["layers"][1].windowed.tolist()
@@ -112,17 +130,24 @@ def stacked_layers(params: Params, spec: ModelSpec) -> dict[str, tuple[Params, L
     def of(flags: tuple[bool, ...], layers: tuple[int, ...]) -> Array | None:
         return jnp.array([flags[number] for number in layers]) if flags else None
 
+    def routed(layers: tuple[int, ...]) -> Array | None:
+        dense = spec.moe.dense_layers if spec.moe and replays else spec.layers
+        return jnp.array(layers) - dense if layers[0] >= dense else None
+
     return {
-        name: (params[name], Layer(of(spec.windowed_layers, layers)))
+        name: (
+            params[name],
+            Layer(of(spec.windowed_layers, layers), of(spec.rotary_layers, layers), routed(layers)),
+        )
         for name, layers in spec.stacks.items()
     }
 
 
-def attending(spec: ModelSpec, layer: Layer) -> Attending:
-    """Return how one layer attends: the scale of its scores, its window and its soft-cap.
+def attending(spec: ModelSpec, layer: Layer, weights: Params) -> Attending:
+    """Return how one layer attends: the scale of its scores, its window, soft-cap and sinks.
 
     >>> spec = tiny_spec(head_dim=4)
-    >>> attending(spec, Layer(None)).scale
+    >>> attending(spec, Layer(None), {}).scale
     0.5
     """
     window = spec.window
@@ -130,7 +155,7 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
         window = None
     elif window is not None and layer.windowed is not None and layer.windowed is not True:
         window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
-    return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
+    return Attending(spec.score_scale, window, spec.score_softcap, weights.get("sinks"))
 
 
 def feed_forward(
@@ -139,6 +164,7 @@ def feed_forward(
     h: Float[Array, "R L D"],
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], Router]:
     """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
 
@@ -151,10 +177,12 @@ def feed_forward(
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
         layout: How activations are split over a mesh.
+        routes: Experts that tokens go to instead of the router's choice, as for
+            `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
-        `models.moe.balance.RouterStats`.
+        `models.moe.balance.RouterStats`, and as `experts` [R L top] where each token went.
 
     >>> spec = tiny_spec(hidden_size=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
@@ -175,11 +203,18 @@ def feed_forward(
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
     scale = spec.lora.scale if spec.lora else 0.0
-    out, stats = mixture(
-        weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
+    out, stats, experts = mixture(
+        weights,
+        spec.moe,
+        h,
+        real,
+        activation=activation,
+        lora_scale=scale,
+        layout=layout,
+        routes=routes,
     )
     out = out + plain("shared_") if spec.moe.shared_ff_width else out
-    return out, stats._asdict()
+    return out, stats._asdict() | {"experts": experts}
 
 
 def queries_keys_values(
@@ -216,8 +251,16 @@ def queries_keys_values(
         return expand(spec.latent, h, by, apply, latent_norm)
     q, k, v = (apply(name, h) for name in ("query", "key", "value"))
     if spec.qk_norm:
-        q, k = norm_of(spec, q, weights["query_norm"]), norm_of(spec, k, weights["key_norm"])
+        q, k = (
+            _qk_norm(spec, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key"))
+        )
     return rotate(q, by), rotate(k, by), v
+
+
+def _qk_norm(spec: ModelSpec, x: Float[Array, "R L N H"], scale: Array) -> Array:
+    if not spec.whole_qk_norm:
+        return norm_of(spec, x, scale)
+    return norm_of(spec, x.reshape(*x.shape[:2], -1), scale).reshape(x.shape)
 
 
 class Mixers(NamedTuple):
@@ -241,11 +284,12 @@ def decoder_layer(
     mixers: Mixers,
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], Any, Router]:
     """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
 
     What mixes tokens is attention, or a DeltaNet in a layer that has its arrays. With
-    `spec.post_norms` what is added is normed too.
+    `spec.post_norms` what is added is normed too, or, without `spec.pre_norms`, instead.
 
     Args:
         weights: One layer's arrays, without the leading `layers` axis.
@@ -255,19 +299,21 @@ def decoder_layer(
         mixers: What mixes the tokens.
         real: Which positions are not padding; None means all.
         layout: How activations are split over a mesh.
+        routes: As for `feed_forward`.
 
     Returns:
         The residual stream, the state that the mixer returned, and what the experts report.
     """
 
-    def norm(x: Array, name: str) -> Array:
-        return norm_of(spec, x, weights[name])
+    def norm(x: Array, name: str, applies: bool) -> Array:
+        return norm_of(spec, x, weights[name]) if applies else x
 
     mix = _delta_output if "delta_output" in weights else _attention_output
-    out, state = mix(weights, spec, norm(x, "attention_norm"), by, mixers)
-    x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
-    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
-    return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+    out, state = mix(weights, spec, norm(x, "attention_norm", spec.pre_norms), by, mixers)
+    x = x + norm(out, "attention_post_norm", spec.post_norms)
+    h = norm(x, "mlp_norm", spec.pre_norms)
+    out, router = feed_forward(weights, spec, h, real, layout, routes)
+    return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
 
 
 def _attention_output(
