@@ -275,6 +275,15 @@ def decoder_spec(model: Model) -> ModelSpec:
     return model.spec
 
 
+def for_length(model: Model, longest: int) -> Model:
+    """Return a model as it is run where no sequence is longer; see `ModelSpec.for_length`.
+
+    >>> for_length(model_of(tiny_spec()), 16) == model_of(tiny_spec())
+    True
+    """
+    return Decoder(model.spec.for_length(longest)) if isinstance(model, Decoder) else model
+
+
 def base_model(model: Model) -> Model:
     """Return a model without its adapter, if it has one.
 
