@@ -22,9 +22,9 @@ from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.rules import shardings
+from tests.quantize import FP8, quantize_fp8
 from tests.specs import tiny_spec
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCK = (8, 16)
 UP = "model.layers.0.mlp.up_proj.weight"
 SIZES = {"vocab_size": 24, "hidden_size": 20, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -52,38 +52,6 @@ SPECS = {
 }
 
 
-def quantize(directory, block, change=lambda arrays: None, **more):
-    """Put random numbers in float8 in place of layers' matrices; return what they stand for.
-
-    Also the arrays as they are stored: safetensors' own reader has no float8 in numpy.
-    """
-    rng = np.random.default_rng(0)
-    plain = load_file(directory / "model.safetensors")
-    stored = dict(plain)
-    for name, x in plain.items():
-        is_router = name.endswith("mlp.gate.weight")
-        if x.ndim != 2 or ".layers." not in name or is_router:
-            stored[name] = x.astype(ml_dtypes.bfloat16)
-            plain[name] = stored[name].astype(np.float32)
-            continue
-        numbers = rng.integers(0, 127, x.shape).astype(np.uint8)
-        numbers |= rng.integers(0, 2, x.shape).astype(np.uint8) << 7
-        stored[name] = numbers.view(ml_dtypes.float8_e4m3fn)
-        size = [-(-n // side) for n, side in zip(x.shape, block, strict=True)]
-        scales = np.exp(rng.normal(size=size) - 5).astype(np.float32)
-        stored[f"{name}_scale_inv"] = scales
-        plain[name] = np.empty(x.shape, np.float32)
-        for i, j in np.ndindex(x.shape):
-            number = np.float32(stored[name][i, j])
-            plain[name][i, j] = number * scales[i // block[0], j // block[1]]
-    change(stored)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = FP8 | {"weight_block_size": [*block]} | more
-    (directory / "config.json").write_text(json.dumps(config))
-    return plain, stored
-
-
 @pytest.fixture(scope="module", params=SPECS)
 def case(request, draw, tmp_path_factory):
     """A spec, a directory in float8, and one with what its numbers stand for."""
@@ -91,7 +59,7 @@ def case(request, draw, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     for name in ("plain", "fp8"):
         save_params(folder / name, draw(spec), spec, source=None, dtype=np.float32)
-    arrays, _ = quantize(folder / "fp8", BLOCK)
+    arrays, _ = quantize_fp8(folder / "fp8", BLOCK)
     save_file(arrays, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     return spec, folder
 
@@ -136,7 +104,7 @@ def fp8(draw, tmp_path):
 
 def test_blocks_at_the_edges_are_smaller(fp8):
     directory, spec = fp8
-    expected, stored = quantize(directory, (128, 128))
+    expected, stored = quantize_fp8(directory, (128, 128))
     assert stored[f"{UP}_scale_inv"].shape == (2, 1)
     loaded = load_params(directory, spec)
     np.testing.assert_array_equal(loaded["layers"]["up"][0], expected[UP].T)
@@ -149,7 +117,7 @@ def test_scales_may_be_narrower(fp8, kind):
     def narrow(arrays):
         arrays[f"{UP}_scale_inv"] = arrays[f"{UP}_scale_inv"].astype(kind)
 
-    _, stored = quantize(directory, (128, 128), narrow)
+    _, stored = quantize_fp8(directory, (128, 128), narrow)
     scales = np.repeat(stored[f"{UP}_scale_inv"].astype(np.float32), 128, axis=0)[:150]
     expected = stored[UP].astype(np.float32) * scales
     np.testing.assert_array_equal(load_params(directory, spec)["layers"]["up"][0], expected.T)
@@ -167,7 +135,7 @@ def test_scales_that_do_not_fit_are_listed(fp8):
         arrays[f"{gate}_scale_inv"] = np.ones((2, 1), np.uint8)
         arrays[key] = np.ones((12, 20), np.float32)
 
-    quantize(directory, (128, 128), spoil)
+    quantize_fp8(directory, (128, 128), spoil)
     with pytest.raises(ValueError, match="does not fit the spec") as error:
         load_params(directory, spec)
     assert sorted(str(error.value).splitlines()[1:]) == [
@@ -181,7 +149,7 @@ def test_scales_that_do_not_fit_are_listed(fp8):
 
 def test_float8_that_the_config_does_not_say_is_refused(fp8):
     directory, spec = fp8
-    quantize(directory, (128, 128))
+    quantize_fp8(directory, (128, 128))
     config = json.loads((directory / "config.json").read_text())
     del config["quantization_config"]
     (directory / "config.json").write_text(json.dumps(config))
