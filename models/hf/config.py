@@ -70,6 +70,7 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     >>> make_config(spec)["architectures"], make_config(spec)["hidden_size"]
     (['Qwen3ForCausalLM'], 4)
     """
+    spec = spec.for_length(1)
     closest: tuple[Family, dict[str, Any]] | None = None
     for family in FAMILIES:
         if family.write_parts(spec) is None:
@@ -139,7 +140,7 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     """
     if source is None:
         return make_config(spec) | {"dtype": dtype.name, "torch_dtype": dtype.name}
-    origin = read_spec(source)
+    origin, spec = read_spec(source), spec.for_length(1)
     new_head = spec.value_head and not origin.value_head
     new_score = spec.reward_head and not origin.reward_head
     critic = dataclasses.replace(origin, value_head=True, reward_head=False)
