@@ -22,7 +22,6 @@ from jaxrl_llm.models.hf.deepseek import (
     write_glm4_moe_lite,
     write_minimax_m2,
 )
-
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
