@@ -3,16 +3,13 @@
 import asyncio
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native import sizes
-from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.rollout.types import Request, SamplingParams
-from tests.guarded import MODEL, NATIVE
 from tests.waiting import wait_until
 
 

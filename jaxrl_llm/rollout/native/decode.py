@@ -119,8 +119,9 @@ def make_pool(
 ) -> Cache:
     """Make an empty pool of pages of `size` tokens, and of slots if the model has states."""
     options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    flat = model.init_cache(parts * pages, size, **options)._replace(states=())
-    states = model.init_cache(parts * slots, 1, **options).states
+    flat = model.init_cache(parts * pages, size, **options)
+    states = flat.states and model.init_cache(parts * slots, 1, **options).states
+    flat = flat._replace(states=())
     pool = jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
     states = jax.tree.map(lambda x: x.reshape(parts, slots, *x.shape[1:]), states)
     return pool._replace(states=states)
