@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats, router_stats
@@ -80,24 +80,15 @@ def mixture(
     ((1, 3, 1), 2.0)
     """
     flat = x.reshape(-1, x.shape[-1])
-    multiply = _multiplying(layout)
     combine = spec.swiglu or (lambda gate, up: activation(gate) * up)
+    grouped = functools.partial(_grouped_linear, _multiplying(layout), lora_scale)
 
     def choose(weights: Params, x: Array) -> Routing:
         return route(weights, spec, x)
 
     def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
-        def grouped(name: str, rows: Array) -> Array:
-            y = multiply(rows, matrices[name], sizes)
-            if f"{name}_lora_a" in matrices:
-                low = multiply(rows, matrices[f"{name}_lora_a"], sizes)
-                y = y + multiply(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
-            if f"{name}_bias" in matrices:
-                y = y + group_rows(matrices[f"{name}_bias"], sizes, y).astype(y.dtype)
-            return y
-
-        gate, up = grouped("expert_gate", rows), grouped("expert_up", rows)
-        return grouped("expert_down", combine(gate, up))
+        gate, up = (grouped(matrices, name, rows, sizes) for name in ("expert_gate", "expert_up"))
+        return grouped(matrices, "expert_down", combine(gate, up), sizes)
 
     own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
     if layout is None or layout.mesh.size == 1:
@@ -106,6 +97,24 @@ def mixture(
     else:
         out, routing = expert_parallel_mixture(flat, own, choose, experts, layout)
     return out.reshape(x.shape), router_stats(routing, real.reshape(-1))
+
+
+def _grouped_linear(
+    multiply: Callable[..., Array],
+    lora_scale: float,
+    weights: Params,
+    name: str,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, " E"],
+) -> Float[Array, "M F"]:
+    """Apply a projection of the experts to their rows: matrices, low-rank factors and biases."""
+    y = multiply(rows, weights[name], sizes)
+    if f"{name}_lora_a" in weights:
+        low = multiply(rows, weights[f"{name}_lora_a"], sizes)
+        y = y + multiply(low, weights[f"{name}_lora_b"], sizes) * lora_scale
+    if f"{name}_bias" in weights:
+        y = y + group_rows(weights[f"{name}_bias"], sizes, y).astype(y.dtype)
+    return y
 
 
 def _multiplying(layout: Layout | None) -> Callable[..., Array]:
