@@ -42,7 +42,7 @@ class Pool:
             self.write(sequence, len(tokens) - 1)
 
     def write(self, sequence, end):
-        """Write what is new as the engine does: whole pages, and the state to its slot."""
+        """Write what is new as the engine does: whole pages from rows, a state to its slot."""
         table, tokens, cached = sequence
         row = self.row(sequence) + tokens[cached:end]
         if table.written or table.snapshot:

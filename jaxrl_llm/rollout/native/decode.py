@@ -7,16 +7,17 @@ A step of decoding works on rows, gathered from the pages of B sequences, and wh
 to pages. Where there is a kernel for it (`models.paged_triton`) it works on the pages.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model, PagedModel
+from jaxrl_llm.models.moe.record import empty_record
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
     LogitsProcessors,
@@ -26,8 +27,8 @@ from jaxrl_llm.rollout.native.sampler import (
 from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
 from jaxrl_llm.sharding.layout import Layout
 
-POSITIONS = (3, 2, 3, 2)
-"""Along which axis of keys, of values and of the scales of both positions lie."""
+POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}
+"""Along which axis of a row's arrays positions lie, by their field of `models.cache.Cache`."""
 
 MOST_TOP_LOGPROBS = 20
 """The most of the likeliest tokens that are reported."""
@@ -116,12 +117,18 @@ def make_pool(
     slots: int = 0,
     dtype: DTypeLike = jnp.float32,
     kv_cache_dtype: str = "auto",
+    routes: RouteShape | None = None,
 ) -> Cache:
-    """Make an empty pool of pages of `size` tokens, and of slots if the model has states."""
+    """Make an empty pool: pages of `size` tokens, and slots if the model has states.
+
+    With `routes` there is room for choices of experts, too.
+    """
     options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     flat = model.init_cache(parts * pages, size, **options)
     states = flat.states and model.init_cache(parts * slots, 1, **options).states
     flat = flat._replace(states=())
+    if routes is not None:
+        flat = flat._replace(routes=empty_record(routes, parts * pages, size))
     pool = jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
     states = jax.tree.map(lambda x: x.reshape(parts, slots, *x.shape[1:]), states)
     return pool._replace(states=states)
@@ -147,20 +154,31 @@ def gather_pages(
     >>> gather_pages(make_pool(model, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
-    parts = pool.keys[0].shape[0]
-    by_part = table.reshape(parts, -1, table.shape[1])
+    held = {
+        name: tuple(_side_by_side(pages, table, axis) for pages in getattr(pool, name))
+        for name, axis in POSITIONS.items()
+    }
+    return Cache(**held, states=gather_states(pool.states, slots))
 
-    def of_part(pages: Array, table: Array, axis: int) -> Array:
+
+def gather_routes(
+    routes: tuple[Int[Array, "parts pages 1 S choices"], ...], table: Int[Array, "B n"]
+) -> Int[Array, "B n*S choices"]:
+    """Lay what `Cache.routes` holds of each sequence side by side; see `gather_pages`."""
+    return _side_by_side(routes[0], table, POSITIONS["routes"])[:, 0]
+
+
+def _side_by_side(
+    pages: Shaped[Array, "parts pages ..."], table: Int[Array, "B n"], axis: int
+) -> Shaped[Array, "B ..."]:
+    """Join the pages of each row along an axis of theirs."""
+
+    def of_part(pages: Array, table: Array) -> Array:
         rows = pages.at[table].get(mode="fill", fill_value=0)
         return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
 
-    def of_all(pages: Array, axis: int) -> Array:
-        rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
-        return jax.lax.collapse(rows, 0, 2)
-
-    axes = zip(pool[:4], POSITIONS, strict=True)
-    rows = Cache(*(tuple(of_all(x, axis) for x in arrays) for arrays, axis in axes))
-    return rows._replace(states=gather_states(pool.states, slots))
+    by_part = table.reshape(pages.shape[0], -1, table.shape[1])
+    return jax.lax.collapse(jax.vmap(of_part)(pages, by_part), 0, 2)
 
 
 def scatter_pages(
@@ -194,13 +212,11 @@ def scatter_pages(
         new = jax.lax.collapse(jnp.moveaxis(new, axis + 1, 2), 1, 3)
         return jax.vmap(lambda pages, at, x: pages.at[at].set(x, mode="drop"))(pages, by_part, new)
 
-    written = Cache(
-        *(
-            tuple(of_all(*both, axis) for both in zip(pool[i], rows[i], strict=True))
-            for i, axis in enumerate(POSITIONS)
-        )
-    )
-    return written._replace(states=scatter_states(pool.states, rows.states, slots))
+    held: dict[str, Any] = {}
+    for name, axis in POSITIONS.items():
+        both = zip(getattr(pool, name), getattr(rows, name), strict=True)
+        held[name] = tuple(of_all(*arrays, axis) for arrays in both)
+    return Cache(**held, states=scatter_states(pool.states, rows.states, slots))
 
 
 def prefill(

@@ -95,8 +95,8 @@ class NativeEngine:
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
             or contexts, a cache in which the longest sequence has no room, a kernel for a model
-            that is no `PagedModel`, a dtype in which the model keeps no cache, or a model or GPUs
-            without the float8 products that are asked for.
+            that is no `PagedModel`, a dtype in which the model keeps no cache, a model or GPUs
+            without the float8 products that are asked for, or without experts to record.
     """
 
     def __init__(
@@ -115,6 +115,8 @@ class NativeEngine:
             check_fp8(model, layout.mesh.devices.flat[0])
         if kernel is not None and not isinstance(model, PagedModel):
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
+        if settings.record_routes and not model.has_router:
+            raise ValueError(f"expected a model with experts to record their choice, got {model}")
         sizes = sizes_with_cache(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
         self.programs = Programs(
@@ -125,6 +127,7 @@ class NativeEngine:
             kernel,
             quantized=quantized,
             kv_cache_dtype=settings.kv_cache_dtype,
+            records_routes=settings.record_routes,
         )
         self._reads_text = detokenize is not None
         self._params: Any = None

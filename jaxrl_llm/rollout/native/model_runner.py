@@ -69,9 +69,10 @@ class ModelRunner:
         chosen = self._gather_rows(ready) if sizes.has_rows else ready
         decode = self._decode if sizes.has_rows else self._decode_pages
         self._append(*decode(params, chosen), version)
-        for sequence in chosen:
-            if sequence.finish:
-                scheduler.remove(sequence)
+        ended = [sequence for sequence in chosen if sequence.finish]
+        self._note_routes(ended)
+        for sequence in ended:
+            scheduler.remove(sequence)
         return chosen
 
     def preempt_all(self) -> None:
@@ -218,6 +219,31 @@ class ModelRunner:
         self.pool, output = self._programs.decode_pages(params, pool, *inputs, *at)
         return placed, distributed.fetch(output)
 
+    def _note_routes(self, sequences: Sequence[SequenceState]) -> None:
+        """Note the experts that tokens went to, where they are recorded, while pages hold them."""
+        shape, sizes = self._programs.routes, self._programs.sizes
+        if shape is None:
+            return
+        new = [s for s in sequences if s.cached > (0 if s.routes is None else len(s.routes))]
+        while new:
+            in_a_part = max(sum(s.part == p for s in new) for p in range(sizes.parts))
+            fitting = (n for n in sizes.rows if n >= in_a_part * sizes.parts)
+            placed = self._assign_rows(new, next(fitting, sizes.rows[-1]))
+            width = sizes.width(max(s.cached for s in placed if s is not None))
+            table = self._no_pages(len(placed), width // PAGE)
+            for i, s in enumerate(placed):
+                if s is not None:
+                    pages = self.scheduler.pages[s.part]
+                    _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+            recorded = distributed.fetch(self._programs.gather_routes(self.pool, self._put(table)))
+            for i, s in enumerate(placed):
+                if s is not None:
+                    known = [] if s.routes is None else [s.routes]
+                    more = recorded[i, sum(map(len, known)) : s.cached]
+                    more = more.reshape(len(more), shape.layers, shape.top)
+                    s.routes = np.concatenate([*known, more])
+            new = [s for s in new if s not in placed]
+
     def _extras_of(self, placed: Sequence[SequenceState | None], width: int) -> Extras | None:
         """Return what else the rows ask for, if any does."""
         if any(s is not None and s.request.sampling.asks_for_extras for s in placed):
@@ -308,6 +334,7 @@ class ModelRunner:
         in_a_part = self._max_running_sequences // shapes.parts
         scheduler = Scheduler(pages, max_running_sequences=in_a_part, steps=shapes.steps)
         scheduler.counts = counts
+        scheduler.on_remove = lambda sequence: self._note_routes([sequence])
         return scheduler
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.native.decode import (
     copy_pages,
     decode,
     gather_pages,
+    gather_routes,
     make_pool,
     page_size,
     prefill,
@@ -58,11 +59,14 @@ class Programs:
         shapes: of all programs.
         dtype: of weights, cache and computation.
         kv_cache_dtype: of the cache, where it is not auto.
+        records_routes: keep the experts that tokens go to beside their keys and values; the model
+            is a `RoutedModel` that has some.
         kernel: what attends over pages in place; None where pages are gathered into rows.
         quantized: hold the layers' matrices in float8.
 
     Attributes:
         weights: where they lie.
+        routes: what is kept of each token's experts; None: nothing.
     """
 
     def __init__(
@@ -75,9 +79,13 @@ class Programs:
         *,
         quantized: bool = False,
         kv_cache_dtype: str = "auto",
+        records_routes: bool = False,
     ) -> None:
         """Compile nothing yet."""
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.routes = kv_cache_dtype, None
+        if records_routes:
+            assert isinstance(model, RoutedModel)  # for pyright; the engine asks
+            self.routes = model.route_shape
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
         self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
@@ -96,6 +104,10 @@ class Programs:
     def gather_pages(self, pool: Cache, table: Any, slots: Any = None) -> Cache:
         """Lay the pages of each row side by side; see `decode.gather_pages`."""
         return self._compiled("gather", *table.shape)(pool, table, slots)
+
+    def gather_routes(self, pool: Cache, table: Any) -> Any:
+        """Return the experts that the tokens in the pages of each row went to, flat."""
+        return self._compiled("routes", *table.shape)(pool.routes, table)
 
     def prefill(self, params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
         """Read a chunk of prompts; see `decode.prefill`. The pool is donated."""
@@ -189,6 +201,8 @@ class Programs:
         yield ("pool",)
         for rows, width in decoded:
             yield "decode", rows, width, False
+            if self.routes is not None:
+                yield "routes", rows, width // PAGE
             if shapes.has_rows:
                 yield "gather", rows, width // PAGE
             elif width == shapes.widths[0]:
@@ -227,9 +241,10 @@ class Programs:
         """Trace one program for shapes alone.
 
         Args:
-            name: `pool`, `gather`, `copy`, `prefill`, `score` or `decode`.
-            shape: rows and pages of `gather`; rows of `copy`; rows, tokens and pages of `prefill`;
-                rows and width of `score`; rows, width and whether there are `Extras` of `decode`.
+            name: `pool`, `gather`, `routes`, `copy`, `prefill`, `score` or `decode`.
+            shape: rows and pages of `gather` and `routes`; rows of `copy`; rows, tokens and pages
+                of `prefill`; rows and width of `score`; rows, width and whether there are `Extras`
+                of `decode`.
         """
         build: Callable[..., Any] = getattr(self, f"_trace_{name}")
         return build(*shape)
@@ -249,6 +264,10 @@ class Programs:
     def _trace_gather(self, rows: int, pages: int) -> Any:
         run = jax.jit(gather_pages, out_shardings=self._rows_layout)
         return run.trace(self.shapes()[1], self._input((rows, pages)), self._source(rows))
+
+    def _trace_routes(self, rows: int, pages: int) -> Any:
+        run = jax.jit(gather_routes, out_shardings=self.by_row)
+        return run.trace(self.shapes()[1].routes, self._input((rows, pages)))
 
     def _trace_copy(self, rows: int) -> Any:
         run = jax.jit(copy_pages, donate_argnums=0, out_shardings=self._pool_layout)
@@ -356,8 +375,8 @@ class Programs:
         return self._empty_pages(shapes.parts, shapes.pages, shapes.slots)
 
     def _empty_pages(self, parts: int, pages: int, slots: int) -> Cache:
-        dtypes = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
-        return make_pool(self.model, parts, pages, PAGE, slots=slots, **dtypes)
+        kinds = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "routes": self.routes}
+        return make_pool(self.model, parts, pages, PAGE, slots=slots, **kinds)
 
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""

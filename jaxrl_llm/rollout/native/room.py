@@ -31,8 +31,14 @@ def sizes_with_cache(
         max_tokens=settings.max_tokens,
         steps=steps,
     )
-    kind = settings.kv_cache_dtype
-    programs = Programs(model, layout, sizes, settings.dtype, kv_cache_dtype=kind)
+    programs = Programs(
+        model,
+        layout,
+        sizes,
+        settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        records_routes=settings.record_routes,
+    )
     page_bytes, slot_bytes = copies * programs.page_bytes(), copies * programs.slot_bytes()
     kept = running if settings.cache_gb is None else max(running, settings.cached_sequences or 0)
     slots = -(-kept // sizes.parts) + -(-running // (2 * sizes.parts)) if slot_bytes else 0
