@@ -178,7 +178,11 @@ def feed_forward(
     out, stats = mixture(
         weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
     )
-    out = out + plain("shared_") if spec.moe.shared_ff_width else out
+    if spec.moe.shared_ff_width:
+        shared = plain("shared_")
+        if spec.moe.shared_gate:
+            shared = shared * jax.nn.sigmoid(linear(weights, spec, "shared_expert_gate", h))
+        out = out + shared
     return out, stats._asdict()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
 from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.hf.nested import text_config, with_dtype, with_text
 from jaxrl_llm.models.spec import ModelSpec
 
 ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -47,7 +48,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
         family, head = _family_of(config)
         if head:
             _check_labels(config)
-        spec = read_family(family, config, value_head=head == "value")
+        spec = read_family(family, text_config(family, config), value_head=head == "value")
         return dataclasses.replace(spec, reward_head=head == "reward")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -71,13 +72,13 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     """
     closest: tuple[Family, dict[str, Any]] | None = None
     for family in FAMILIES:
-        if family.write_parts(spec) is None:
+        if family.text_key or family.write_parts(spec) is None:
             continue
         config = write_family(family, spec)
         back = read_family(family, config, value_head=spec.value_head)
         differing = _differing(spec, dataclasses.replace(back, reward_head=spec.reward_head))
         if not differing and spec.reward_head:
-            return config | {"architectures": [family.reward_model], **ONE_LABEL}
+            return config | _reward_config(family)
         if not differing:
             return config | (_value_config(family) if spec.value_head else {})
         if closest is None or len(differing) < len(closest[1]):
@@ -149,16 +150,16 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
         )
     config = read_json(resolve(source) / "config.json")
     config.pop(SCORING, None)  # of the source, and its training
+    family = _family_of(config)[0]
     if new_head:
-        config |= _value_config(_family_of(config)[0])
+        config |= _value_config(family)
     if new_score:
-        config |= {"architectures": [_family_of(config)[0].reward_model], **ONE_LABEL}
-        config |= {"pad_token_id": _unused_token(config)}
+        config |= _reward_config(family)
+        pad = _unused_token(text_config(family, config))
+        config = with_text(family, config, {"pad_token_id": pad})
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0
-    # transformers 4 knows only the first
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return config | {key: dtype.name}
+    return with_dtype(config, dtype.name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -184,11 +185,13 @@ def _family_of(config: dict[str, Any]) -> tuple[Family, str]:
     """Return the family that a config's architecture names, and the head: "value", "reward", ""."""
     architectures = config.get("architectures")
     for family in FAMILIES:
+        if ((family.text_key or "text_config") in config) != bool(family.text_key):
+            continue
         if architectures == [family.language_model]:
             return family, ""
-        if architectures == [family.value_model]:
+        if family.value_model and architectures == [family.value_model]:
             return family, "value"
-        if architectures == [family.reward_model]:
+        if family.reward_model and architectures == [family.reward_model]:
             return family, "reward"
     language = ", ".join(family.language_model for family in FAMILIES)
     value = ", ".join(family.value_model for family in FAMILIES if family.value_model)
@@ -205,6 +208,15 @@ def _value_config(family: Family) -> dict[str, Any]:
             "config.json; expected a model without a value head"
         )
     return {"architectures": [family.value_model], **VALUE_CONFIG}
+
+
+def _reward_config(family: Family) -> dict[str, Any]:
+    if family.reward_model is None:
+        raise ValueError(
+            f"transformers has no sequence classifier for {family.name}, so its reward models have "
+            "no config.json; expected a model without a reward head"
+        )
+    return {"architectures": [family.reward_model], **ONE_LABEL}
 
 
 def _unused_token(config: dict[str, Any]) -> int | None:

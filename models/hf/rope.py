@@ -52,12 +52,15 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str]]] = {
         },
     ),
 }
+FRACTION_KEY = "partial_rotary_factor"
 LOCAL_ROPE_KEY = "rope_local_base_freq"
+# Which frequencies turn by an image's rows and columns. A text's positions are the same in each.
+MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
 ROPE_KEYS = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
-    "partial_rotary_factor",
+    FRACTION_KEY,
     "original_max_position_embeddings",
 }
 
@@ -80,11 +83,6 @@ def read_ropes(config: Config, *, theta: float | None, local_theta: float | None
     ...            local_theta=None)
     Ropes(rope_theta=5.0, rope_scaling=LinearScaling(factor=2.0), local_rope_theta=None)
     """
-    if config.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(
-            f"partial_rotary_factor={config['partial_rotary_factor']!r}; this family's code in "
-            "transformers rotates the whole head, expected 1.0"
-        )
     given = _one_form(config)
     if local_theta is None:
         if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
@@ -111,18 +109,42 @@ def read_ropes(config: Config, *, theta: float | None, local_theta: float | None
     return Ropes(*full, local)
 
 
+def read_fraction(config: Config, *, is_read: bool) -> float:
+    """Read which share of a head's dimensions is rotated.
+
+    Args:
+        config: The keys of `config.json`.
+        is_read: Whether the family's code in transformers looks at it.
+
+    Raises:
+        ValueError: It is less than the whole head in a family that does not.
+
+    >>> read_fraction({"partial_rotary_factor": 0.5}, is_read=True)
+    0.5
+    """
+    given = _one_form(config)
+    entries = [given, *(entry for entry in given.values() if isinstance(entry, dict)), config]
+    fractions = [entry[FRACTION_KEY] for entry in entries if entry.get(FRACTION_KEY) is not None]
+    if not is_read and (wrong := [fraction for fraction in fractions if fraction != 1.0]):
+        raise ValueError(
+            f"{FRACTION_KEY}={wrong[0]!r}; this family's code in transformers rotates the whole "
+            "head, expected 1.0"
+        )
+    return float(fractions[0]) if fractions else 1.0
+
+
 def _one_form(config: Config) -> dict[str, Any]:
     """Return `rope_parameters`, or `rope_scaling` of transformers 4; both must agree."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
 
     def scaling(rope: Config) -> dict[str, Any]:
         kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        named = {"rope_type", "type", "rope_theta"}
+        named = {"rope_type", "type", "rope_theta", FRACTION_KEY}
         return kind | {key: value for key, value in rope.items() if key not in named}
 
     if old and new and scaling(old) != scaling(new.get("full_attention") or new):
         raise ValueError(f"rope_scaling={old} and rope_parameters={new} disagree; expected one")
-    return dict(new or old)
+    return {key: value for key, value in (new or old).items() if key not in MROPE_KEYS}
 
 
 def _read_rope(
@@ -135,8 +157,7 @@ def _read_rope(
     theta = default_theta if theta is None else theta
     if theta is None:
         raise ValueError("neither rope_theta nor rope_parameters.rope_theta is given")
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters has partial_rotary_factor in {given}; expected 1.0")
+    rope.pop(FRACTION_KEY, None)
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_type={kind!r}; supported are {['default', *SCALINGS]}")
     made, keys = SCALINGS.get(kind, (None, {}))

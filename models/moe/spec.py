@@ -18,8 +18,11 @@ class MoeSpec:
         dense_layers: How many of the first layers have a plain feed-forward instead.
         router: How tokens choose experts.
         shared_ff_width: Width of the experts that every token passes, together; 0 without them.
+        shared_gate: Whether what the shared experts give is multiplied by the sigmoid of a
+            projection of their input.
         hf_module: Module of a layer that holds the experts in a Hugging Face checkpoint.
         hf_projections: Names there of an expert's gate, up and down projections.
+        hf_shared: Name there of the shared experts.
 
     Raises:
         ValueError: A size is not positive, a token would choose more experts than there are, or the
@@ -36,8 +39,10 @@ class MoeSpec:
     dense_layers: int = 0
     router: SoftmaxRouter | SigmoidRouter = MIXTRAL_ROUTER
     shared_ff_width: int = 0
+    shared_gate: bool = False
     hf_module: str = "mlp"
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hf_shared: str = "shared_experts"
 
     def __post_init__(self) -> None:
         if self.ff_width <= 0 or min(self.dense_layers, self.shared_ff_width) < 0:
