@@ -267,8 +267,11 @@ def decoder_layer(
     def norm(x: Array, name: str) -> Array:
         return norm_of(spec, x, weights[name])
 
-    mix = _delta_output if "delta_output" in weights else _attention_output
-    out, state = mix(weights, spec, norm(x, "attention_norm"), by, mixers)
+    h = norm(x, "attention_norm")
+    if "delta_output" in weights:
+        out, state = _delta_output(weights, spec, h, mixers, layout)
+    else:
+        out, state = _attention_output(weights, spec, h, by, mixers)
     x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
     out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
     return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
@@ -288,9 +291,12 @@ def _attention_output(
 
 
 def _delta_output(
-    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation, mixers: Mixers
+    weights: Params,
+    spec: ModelSpec,
+    h: Float[Array, "R L D"],
+    mixers: Mixers,
+    layout: Layout | None,
 ) -> tuple[Float[Array, "R L D"], Any]:
-    del by  # it has no positions
     assert spec.delta is not None
     norm = functools.partial(rms_norm, eps=spec.norm_eps)
 
@@ -299,7 +305,7 @@ def _delta_output(
 
     mixed, state = mixers.delta(
         lambda segment_ids, state=None: delta_mix(
-            spec.delta, weights, apply, norm, h, segment_ids, state
+            spec.delta, weights, apply, norm, h, segment_ids, state, layout
         )
     )
     return linear(weights, spec, "delta_output", mixed, inputs=2), state

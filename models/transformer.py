@@ -152,8 +152,6 @@ def forward_with_router(
     >>> forward_with_router(init_params(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
-    if layout and layout.pieces > 1 and spec.delta is not None:
-        raise ValueError("a DeltaNet's rows can't be shared by devices; expected context=1")
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, positions), segment_ids)

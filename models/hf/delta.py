@@ -1,13 +1,13 @@
-"""Gated DeltaNets and the experts beside them in `config.json`: Qwen3.5 and Qwen3-Next.
+"""The families with Gated DeltaNets, Qwen3.5 and Qwen3-Next, and their parts in `config.json`."""
 
-Each pair of functions reads the fields of a spec from the keys of a family, and writes them back.
-"""
-
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.hf.family import FULL, LINEAR
+from jaxrl_llm.models.hf.family import FULL, LINEAR, Family
+from jaxrl_llm.models.hf.parts import BALANCE_KEYS
+from jaxrl_llm.models.hf.rope import FRACTION_KEY
 from jaxrl_llm.models.moe.routing import SoftmaxRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
@@ -75,7 +75,7 @@ def read_delta_moe(config: Config) -> dict[str, Any]:
     return read_delta(config) | {
         "moe": MoeSpec(
             **{ours: config[key] for key, ours in EXPERTS_KEYS.items()},
-            router=SoftmaxRouter(normalize=config.get("norm_topk_prob", True)),
+            router=SoftmaxRouter(normalize=True),
             **SHARED_NAMES,
         )
     }
@@ -107,8 +107,10 @@ def read_qwen3_next(config: Config) -> dict[str, Any]:
         if config.get(key) not in (None, supported):
             raise ValueError(f"{key}={config[key]!r}; supported is {supported!r}")
     parts = read_delta_moe(config)
+    router = SoftmaxRouter(normalize=config["norm_topk_prob"])
+    parts["moe"] = dataclasses.replace(parts["moe"], router=router)
     if delta := parts.get("delta"):
-        parts["delta"] = DeltaSpec(**vars(delta) | {"joined_by_head": True})
+        parts["delta"] = dataclasses.replace(delta, joined_by_head=True)
     return parts
 
 
@@ -126,3 +128,92 @@ def write_qwen3_next(spec: ModelSpec) -> dict[str, Any] | None:
 
 def _written(part: Any, keys: Mapping[str, str]) -> dict[str, Any]:
     return {key: getattr(part, ours) for key, ours in keys.items()}
+
+
+DELTA_DEFAULTS = {
+    "hidden_act": "silu",
+    "head_dim": 256,
+    FRACTION_KEY: 0.25,
+    "full_attention_interval": 4,
+    "attention_bias": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+DELTA: dict[str, Any] = {
+    "keys": {"attention_bias": "qkv_bias"},
+    "derived": {"layer_types": every_nth_attends},
+    "common": {"qk_norm": True, "unit_offset_norms": True, "gated_attention": True},
+    "layer_types": every_nth_attends,
+    "layer_kinds": frozenset({FULL, LINEAR}),
+    "rope_theta": 1e4,
+    "partial_rotary": True,
+}
+EXPERT_WIDTH = "moe_intermediate_size"
+DELTA_EXPERTS = {
+    "num_experts_per_tok": 8,
+    EXPERT_WIDTH: 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+}
+# they have no plain layers, whose width may be left out
+DELTA_MOE = DELTA | {
+    "derived": DELTA["derived"] | {"intermediate_size": lambda config: config[EXPERT_WIDTH]}
+}
+
+
+def _seeing(family: Family, model_type: str, **fields: Any) -> Family:
+    """Return the family of models that see images, too, with the language models of another."""
+    return dataclasses.replace(
+        family,
+        model_type=model_type,
+        common=family.common | {"hf_prefix": "model.language_model."},
+        language_class="ForConditionalGeneration",
+        text_key="text_config",
+        **fields,
+    )
+
+
+QWEN3_5 = Family(
+    name="Qwen3_5",
+    model_type="qwen3_5_text",
+    defaults=DELTA_DEFAULTS,
+    unread=frozenset(DELTA_KEYS),
+    sequence_classifier="TextForSequenceClassification",  # without Text it sees images, too
+    read_parts=read_delta,
+    write_parts=write_delta,
+    **DELTA,
+)
+QWEN3_5_MOE = Family(
+    name="Qwen3_5Moe",
+    model_type="qwen3_5_moe_text",
+    defaults=DELTA_DEFAULTS | DELTA_EXPERTS,
+    unread=frozenset(DELTA_KEYS.keys() | EXPERTS_KEYS.keys() | BALANCE_KEYS | {"norm_topk_prob"}),
+    token_classifier=False,
+    sequence_classifier=None,
+    read_parts=read_delta_moe,
+    write_parts=write_delta_moe,
+    **DELTA_MOE,
+)
+
+DELTA_FAMILIES: tuple[Family, ...] = (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    Family(
+        name="Qwen3Next",
+        model_type="qwen3_next",
+        defaults=DELTA_DEFAULTS
+        | DELTA_EXPERTS
+        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        unread=frozenset(
+            DELTA_KEYS.keys() | EXPERTS_KEYS.keys() | DENSE_KEYS.keys() | BALANCE_KEYS
+        ),
+        read_parts=read_qwen3_next,
+        write_parts=write_qwen3_next,
+        **DELTA_MOE,
+    ),
+    _seeing(QWEN3_5, "qwen3_5", sequence_classifier="ForSequenceClassification"),
+    _seeing(QWEN3_5_MOE, "qwen3_5_moe"),
+)

@@ -5,23 +5,11 @@ a key that is absent, and what all its models have in common. Reading and writin
 all of them (`models.hf.family`).
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.models.hf.delta import (
-    DELTA_KEYS,
-    DENSE_KEYS,
-    EXPERTS_KEYS,
-    every_nth_attends,
-    read_delta,
-    read_delta_moe,
-    read_qwen3_next,
-    write_delta,
-    write_delta_moe,
-    write_qwen3_next,
-)
-from jaxrl_llm.models.hf.family import FULL, LINEAR, SLIDING, Family
+from jaxrl_llm.models.hf.delta import DELTA_FAMILIES
+from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
     DEEPSEEK_V3_KEYS,
@@ -34,7 +22,6 @@ from jaxrl_llm.models.hf.parts import (
     write_mixtral,
     write_qwen3_moe,
 )
-from jaxrl_llm.models.hf.rope import FRACTION_KEY
 
 Config = Mapping[str, Any]
 
@@ -82,74 +69,6 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 GEMMA_COMMON = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True}
-
-DELTA_DEFAULTS = {
-    "hidden_act": "silu",
-    "head_dim": 256,
-    FRACTION_KEY: 0.25,
-    "full_attention_interval": 4,
-    "attention_bias": False,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-DELTA: dict[str, Any] = {
-    "keys": {"attention_bias": "qkv_bias"},
-    "derived": {"layer_types": every_nth_attends},
-    "common": {"qk_norm": True, "unit_offset_norms": True, "gated_attention": True},
-    "layer_types": every_nth_attends,
-    "layer_kinds": frozenset({FULL, LINEAR}),
-    "rope_theta": 1e4,
-    "partial_rotary": True,
-}
-EXPERT_WIDTH = "moe_intermediate_size"
-DELTA_EXPERTS = {
-    "num_experts_per_tok": 8,
-    EXPERT_WIDTH: 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 256,
-}
-# they have no plain layers, whose width may be left out
-DELTA_MOE = DELTA | {
-    "derived": DELTA["derived"] | {"intermediate_size": lambda config: config[EXPERT_WIDTH]}
-}
-
-
-def _seeing(family: Family, model_type: str, **fields: Any) -> Family:
-    """Return the family of models that see images, too, with the language models of another."""
-    return dataclasses.replace(
-        family,
-        model_type=model_type,
-        common=family.common | {"hf_prefix": "model.language_model."},
-        language_class="ForConditionalGeneration",
-        text_key="text_config",
-        **fields,
-    )
-
-
-QWEN3_5 = Family(
-    name="Qwen3_5",
-    model_type="qwen3_5_text",
-    defaults=DELTA_DEFAULTS,
-    unread=frozenset(DELTA_KEYS),
-    sequence_classifier="TextForSequenceClassification",  # without Text it sees images, too
-    read_parts=read_delta,
-    write_parts=write_delta,
-    **DELTA,
-)
-QWEN3_5_MOE = Family(
-    name="Qwen3_5Moe",
-    model_type="qwen3_5_moe_text",
-    defaults=DELTA_DEFAULTS | DELTA_EXPERTS,
-    unread=frozenset(DELTA_KEYS.keys() | EXPERTS_KEYS.keys() | BALANCE_KEYS | {"norm_topk_prob"}),
-    token_classifier=False,
-    sequence_classifier=None,
-    read_parts=read_delta_moe,
-    write_parts=write_delta_moe,
-    **DELTA_MOE,
-)
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -261,21 +180,5 @@ FAMILIES: tuple[Family, ...] = (
         read_parts=read_deepseek_v3,
         write_parts=write_deepseek_v3,
     ),
-    QWEN3_5,
-    QWEN3_5_MOE,
-    Family(
-        name="Qwen3Next",
-        model_type="qwen3_next",
-        defaults=DELTA_DEFAULTS
-        | DELTA_EXPERTS
-        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
-        unread=frozenset(
-            DELTA_KEYS.keys() | EXPERTS_KEYS.keys() | DENSE_KEYS.keys() | BALANCE_KEYS
-        ),
-        read_parts=read_qwen3_next,
-        write_parts=write_qwen3_next,
-        **DELTA_MOE,
-    ),
-    _seeing(QWEN3_5, "qwen3_5", sequence_classifier="ForSequenceClassification"),
-    _seeing(QWEN3_5_MOE, "qwen3_5_moe"),
+    *DELTA_FAMILIES,
 )

@@ -18,6 +18,7 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.mixture import mixture
@@ -53,7 +54,14 @@ DENSE = ModelSpec(
     max_positions=64,
 )
 MOE = dataclasses.replace(DENSE, moe=MoeSpec(experts=8, experts_per_token=2, ff_width=16))
-SPECS = {"dense": DENSE, "moe": MOE}
+DELTA = dataclasses.replace(
+    MOE,
+    moe=dataclasses.replace(MOE.moe, shared_ff_width=16, shared_gate=True),
+    gated_attention=True,
+    delta=DeltaSpec(key_heads=8, value_heads=16, key_width=4, value_width=3),
+    delta_layers=(True, False) * 2,
+)
+SPECS = {"dense": DENSE, "moe": MOE, "delta": DELTA}
 PACKED = (16, 5, 5, 5, 16, 5, 5, 5, 7, 3, 6, 2)
 PADDED = (9, 16, 11, 10, 9, 12, 15, 9, 13, 9, 14, 10)  # no two fit into a row
 LENGTH = 16
@@ -118,6 +126,9 @@ ALONE = [  # the most devices that an axis can have, each axis once
     *(("dense", {axis: 8}) for axis in ("data", "tensor", "context by heads")),
     *(("moe", {axis: 8}) for axis in ("fsdp", "context by keys", "expert")),
     ("dense", {"stage": 4, "data": 2}),
+    ("delta", {"context by heads": 4, "tensor": 2}),
+    ("delta", {"context by keys": 2, "fsdp": 2, "expert": 2}),
+    ("delta", {"stage": 2, "tensor": 2, "data": 2}),
 ]
 
 
