@@ -110,6 +110,11 @@ class ArrayDecl:
         return self.axes[: len(self.axes) - sum(map(len, self.hf_axes))]
 
     @property
+    def dimensions(self) -> int:
+        """Count the dimensions of one layer's, or one expert's, array in a checkpoint."""
+        return sum(group != ("experts",) for group in self.hf_axes)
+
+    @property
     def is_stack(self) -> bool:
         """Say whether the first axis counts layers."""
         return self.axes[:1] == ("layers",)

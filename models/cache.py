@@ -197,9 +197,9 @@ def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     for number in range(spec.layers):
         name = spec.stack_of(number)
         index = spec.stacks[name].index(number)
-        windowed = spec.windowed_layers[number] if spec.windowed_layers else None
         weights = {key: arrays[index] for key, arrays in params[name].items()}
-        yield weights, Layer(windowed)
+        kinds = (spec.windowed_layers, spec.rotary_layers)
+        yield weights, Layer(*(flags[number] if flags else None for flags in kinds))
 
 
 def extend(
@@ -296,7 +296,7 @@ def _run(
     kept, states = list[LayerCache](), list[DeltaState]()
     for weights, layer in _layers(params, spec):
         mixers = Mixers(
-            functools.partial(attention, len(kept), attending(spec, layer)),
+            functools.partial(attention, len(kept), attending(spec, layer, weights)),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
         x, after, _ = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
@@ -357,9 +357,13 @@ def extend_pages(
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
-        on_device = functools.partial(_attend_part, spec, tables.kernel, options)
+        def on_device(sinks: Any, *arrays: Any) -> tuple[Array, LayerCache]:
+            own = options._replace(sinks=sinks)
+            return _attend_part(spec, tables.kernel, own, *arrays)
+
+        heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
         where = (pool.layer(number), tables.table, positions)
-        mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
+        mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
     rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
@@ -370,23 +374,26 @@ def extend_pages(
 def _on_each(
     layout: Layout | None,
     function: Callable[..., tuple[Array, LayerCache]],
-    heads: tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
+    heads: tuple[Array | None, Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
     layer: LayerCache,
     table: Int[Array, "B n"],
     positions: Int[Array, " B"],
 ) -> tuple[Array, LayerCache]:
-    """Call a function on the part of each device: rows by part, heads as they are split."""
+    """Call a function on the part of each device: rows by part, heads as they are split.
+
+    The heads' arrays are sinks, which have no rows, queries, keys and values.
+    """
     arrays = (*heads, layer, table, positions)
     if layout is None:
         return function(*arrays)
     rows = PartitionSpec(BATCH)
-    split = "tensor" if heads[1].shape[1] % layout.mesh.shape["tensor"] == 0 else None
+    split = "tensor" if heads[2].shape[1] % layout.mesh.shape["tensor"] == 0 else None
     queries, keys = PartitionSpec(BATCH, "tensor"), PartitionSpec(BATCH, split)
     pages = PartitionSpec(BATCH, None, split)
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, pages, rows, rows),
+        in_specs=(PartitionSpec("tensor"), queries, keys, keys, pages, rows, rows),
         out_specs=(queries, pages),
         check_vma=False,  # a kernel does not say along which axes its results vary
     )(*arrays)

@@ -68,9 +68,12 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
 
 
 def _is_adaptable(decl: ArrayDecl) -> bool:
-    """Say whether an array is a matrix in every layer, or in every expert of one; no router is."""
-    is_router = "routes" in decl.axes
-    return "layers" in decl.stacked and len(decl.hf_axes) == 2 and not is_router
+    """Say whether an array is a matrix in every layer, or in every expert of one; no router is.
+
+    Nor are experts that a checkpoint joins in one array: `peft` adapts modules.
+    """
+    is_matrix = len(decl.hf_axes) == decl.dimensions == 2
+    return "layers" in decl.stacked and is_matrix and "routes" not in decl.axes
 
 
 def adaptable(declarations: Declarations) -> dict[str, str]:

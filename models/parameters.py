@@ -27,6 +27,7 @@ from jaxrl_llm.models.arrays import (
 )
 from jaxrl_llm.models.lora_arrays import declare_lora
 from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
 
 PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]
@@ -118,11 +119,13 @@ def _declare_stack(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
 
 
 def _declare_norms(spec: ModelSpec, array: Callable[..., ArrayDecl]) -> Declarations:
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = {}
+    if spec.pre_norms:
+        after = "pre_feedforward" if spec.post_norms else "post_attention"
+        names |= {"attention_norm": "input_layernorm", "mlp_norm": f"{after}_layernorm"}
     if spec.post_norms:
         names |= {
             "attention_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
     norm = ZEROS if spec.unit_offset_norms else ONES
@@ -161,11 +164,15 @@ def _declare_attention(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations
                 arrays[f"{name}_bias"] = bias
         if spec.qk_norm and ours != "value":
             name = f"{at}{theirs}_norm.weight"
-            arrays[f"{ours}_norm"] = array(name, "layers head_dim", "head_dim", norm)
+            of_norm = _declarer(spec, layers, norm=getattr(spec, heads) * spec.head_dim)
+            width = "norm" if spec.whole_qk_norm else "head_dim"
+            arrays[f"{ours}_norm"] = of_norm(name, f"layers {width}", width, norm)
     axes = "layers heads head_dim embed"
     arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_dim")
     if spec.output_bias:
         arrays["output_bias"] = array(f"{at}o_proj.bias", "layers norm", "norm", ZEROS)
+    if spec.attention_sinks:
+        arrays["sinks"] = array(f"{at}sinks", "layers heads", "heads")
     return arrays
 
 
@@ -240,15 +247,15 @@ def _declare_latent(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
 def _declare_experts(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     assert spec.moe is not None
     array, at = _declarer(spec, layers), f"{spec.hf_prefix}layers.{{layers}}.{spec.moe.hf_module}."
-    arrays = {"router": array(f"{at}gate.weight", "layers embed routes", "routes embed")}
+    router = f"{at}{spec.moe.hf_router}."
+    arrays = {"router": array(f"{router}weight", "layers embed routes", "routes embed")}
     if isinstance(spec.moe.router, SigmoidRouter):
-        name = f"{at}gate.e_score_correction_bias"
+        name = f"{at}{spec.moe.hf_router_bias}"
         arrays["router_bias"] = array(name, "layers routes", "routes", ZEROS)
+    if spec.moe.biases:
+        arrays["router_logit_bias"] = array(f"{router}bias", "layers routes", "routes", ZEROS)
     for ours, theirs in zip(("gate", "up", "down"), spec.moe.hf_projections, strict=True):
-        inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
-        name = f"{at}experts.{{experts}}.{theirs}.weight"
-        axes = f"layers experts {inputs} {outputs}"
-        arrays[f"expert_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+        arrays |= _declare_projection(spec.moe, ours, f"{at}experts.", theirs, array)
     if spec.moe.shared_ff_width:
         array = _declarer(spec, layers, ff=spec.moe.shared_ff_width)
         for ours in ("gate", "up", "down"):
@@ -259,6 +266,26 @@ def _declare_experts(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     if spec.moe.shared_gate:
         array, name = _declarer(spec, layers, _one=1), f"{at}{spec.moe.hf_shared}_gate.weight"
         arrays["shared_expert_gate"] = array(name, "layers embed _one", "_one embed")
+    return arrays
+
+
+def _declare_projection(
+    moe: MoeSpec, ours: str, at: str, theirs: str, array: Callable[..., ArrayDecl]
+) -> Declarations:
+    """Declare a projection of all experts: gate, up or down."""
+    inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
+    weight, bias = f"{at}{{experts}}.{theirs}.weight", f"{at}{{experts}}.{theirs}.bias"
+    hf_axes, part = (f"{outputs} {inputs}", outputs), None
+    if moe.hf_joined:
+        weight = f"{at}down_proj" if ours == "down" else f"{at}gate_up_proj"
+        bias, hf_axes = f"{weight}_bias", (f"experts {inputs} {outputs}", f"experts {outputs}")
+        if ours != "down":
+            part = HfPart((outputs,), int(ours == "up"), 2 * moe.ff_width, step=2)
+    axes, name = f"layers experts {inputs} {outputs}", f"expert_{ours}"
+    arrays = {name: array(weight, axes, hf_axes[0], hf_part=part)}
+    if moe.biases:
+        axes = f"layers experts {outputs}"
+        arrays[f"{name}_bias"] = array(bias, axes, hf_axes[1], ZEROS, hf_part=part)
     return arrays
 
 
@@ -292,7 +319,8 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
     """
 
     def used(declaration: ArrayDecl) -> Any:
-        is_vector = len(declaration.shape) - len(declaration.stacked) == 1
+        rank = len(declaration.shape) - len(declaration.stacked)
+        is_vector = rank == 1 or declaration.dimensions == 1
         is_value_head = "label" in declaration.axes
         is_router = "routes" in declaration.axes
         is_wide = is_vector or is_value_head or is_router or declaration.float32

@@ -228,7 +228,7 @@ def _layer_step(
 
     def body(x: Array, rows: _Row, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
         weights, layer = gather(of_layer[0]), of_layer[1]
-        options = attending(spec, layer)
+        options = attending(spec, layer, weights)
         x, _, router = decoder_layer(
             weights,
             spec,

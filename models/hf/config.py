@@ -121,9 +121,9 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
 
     Args:
         spec: The model.
-        source: The directory the model came from, whose config is kept but for the dtype and the
-            layers for multi-token prediction, which we do not load; a model with a value head may
-            come from a language or reward model. None makes a new config.
+        source: The directory the model came from, whose config is kept but for the dtype, code on
+            the hub and the layers for multi-token prediction, which we do not load; a model with a
+            value head may come from a language or reward model. None makes a new config.
         dtype: Of the saved arrays.
 
     Returns:
@@ -157,8 +157,11 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
         config |= _reward_config(family)
         pad = _unused_token(text_config(family, config))
         config = with_text(family, config, {"pad_token_id": pad})
-    if "num_nextn_predict_layers" in config:
-        config["num_nextn_predict_layers"] = 0
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in config:
+            config[key] = 0
+    if config.pop("auto_map", None):  # the code that it names is not saved, nor needed
+        config["model_type"] = family.model_type
     return with_dtype(config, dtype.name)
 
 

@@ -94,6 +94,7 @@ class Family:
         unread: Keys that the family's code in transformers does not look at.
         rope_theta: Base of the rotary frequencies if none is given; None if it must be.
         local_rope_theta: The same for layers with a window, if these have their own.
+        local_rope_key: Which key gives that base where one entry is given for all layers.
         partial_rotary: Whether the family reads `partial_rotary_factor`.
         language_class: What follows the family's name in that of the class with logits.
         token_classifier: Whether transformers has such a class, which holds a critic.
@@ -123,6 +124,7 @@ class Family:
     unread: frozenset[str] = frozenset()
     rope_theta: float | None = None
     local_rope_theta: float | None = None
+    local_rope_key: str = LOCAL_ROPE_KEY
     partial_rotary: bool = False
     language_class: str = "ForCausalLM"
     token_classifier: bool = True
@@ -197,7 +199,7 @@ def _refuse_unknown(family: Family, config: Config) -> None:
     known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.unread}
     known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT
     if family.local_rope_theta is not None:
-        known |= {LOCAL_ROPE_KEY}
+        known |= {family.local_rope_key}
     unknown = {key: value for key, value in config.items() if value and key not in known}
     if ignored := unknown and without_effect(family.model_type, unknown):
         _log_ignored(family.name, tuple(sorted(ignored)))
@@ -242,7 +244,12 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if SLIDING in types and window is None:
         raise ValueError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
-    ropes = read_ropes(config, theta=family.rope_theta, local_theta=family.local_rope_theta)
+    ropes = read_ropes(
+        config,
+        theta=family.rope_theta,
+        local_theta=family.local_rope_theta,
+        local_key=family.local_rope_key,
+    )
     mixed = SLIDING in types and len(set(types)) > 1
     if not mixed and ropes.local_rope_theta is not None:
         local = types[0] == SLIDING
@@ -316,7 +323,5 @@ def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
     if family.local_rope_theta is None:
         return config | {"rope_parameters": rope}
     local = spec.rope_theta if spec.local_rope_theta is None else spec.local_rope_theta
-    return config | {
-        LOCAL_ROPE_KEY: local,
-        "rope_parameters": {FULL: rope, SLIDING: write_rope(local, None)},
-    }
+    rope_parameters = {FULL: rope, SLIDING: write_rope(local, None)}
+    return {family.local_rope_key: local} | config | {"rope_parameters": rope_parameters}

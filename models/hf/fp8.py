@@ -29,8 +29,11 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def is_blocked(declaration: ArrayDecl) -> bool:
-    """Tell whether an array is a layer's matrix, of an expert or not, and no router."""
-    matrices = declaration.is_stack and len(declaration.hf_axes) == 2
+    """Tell whether an array is a layer's matrix, of an expert or not, and no router.
+
+    Experts that a checkpoint joins in one array stay as they are.
+    """
+    matrices = declaration.is_stack and len(declaration.hf_axes) == declaration.dimensions == 2
     return matrices and "routes" not in declaration.axes
 
 

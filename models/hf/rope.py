@@ -11,6 +11,7 @@ from jaxrl_llm.models.rope import (
     Scaling,
     YarnScaling,
 )
+from jaxrl_llm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
@@ -63,15 +64,23 @@ ROPE_KEYS = {
     FRACTION_KEY,
     "original_max_position_embeddings",
 }
+NO_ROPE_KEYS = {"no_rope_layers", "no_rope_layer_interval"}
 
 
-def read_ropes(config: Config, *, theta: float | None, local_theta: float | None) -> Ropes:
+def read_ropes(
+    config: Config,
+    *,
+    theta: float | None,
+    local_theta: float | None,
+    local_key: str = LOCAL_ROPE_KEY,
+) -> Ropes:
     """Read the rotary positions of a model.
 
     Args:
         config: The keys of `config.json`, in the form of transformers 4 or 5.
         theta: The family's base where the config gives none; None if it has to.
         local_theta: The same for layers with a window, in a family that rotates these otherwise.
+        local_key: Which key gives the latter's base where one entry is given for all layers.
 
     Returns:
         The spec's fields.
@@ -89,7 +98,7 @@ def read_ropes(config: Config, *, theta: float | None, local_theta: float | None
             raise ValueError(f"the rotary positions are given for {nested}; expected one for all")
         return Ropes(*_read_rope(config, given, theta), None)
     if "full_attention" not in given and "sliding_attention" not in given:
-        local = config.get(LOCAL_ROPE_KEY)
+        local = config.get(local_key)
         local = local_theta if local is None else float(local)
         if config.get("rope_parameters"):
             raise ValueError(
@@ -199,3 +208,29 @@ def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     values = {theirs: getattr(scaling, ours) for theirs, ours in keys.items()}
     kept = {key: value for key, value in values.items() if value is not None}
     return {"rope_type": kind, "rope_theta": theta, **kept}
+
+
+def read_smollm3(config: Config) -> dict[str, Any]:
+    """Read which layers of a SmolLM3 model are rotated.
+
+    >>> read_smollm3({"num_hidden_layers": 4, "no_rope_layer_interval": 2})
+    {'rotary_layers': (True, False, True, False)}
+    """
+    layers = config["num_hidden_layers"]
+    given, period = config.get("no_rope_layers"), config["no_rope_layer_interval"]
+    if given is None:
+        given = [(layer + 1) % period for layer in range(layers)]
+    if len(given) < layers:
+        raise ValueError(f"no_rope_layers={given}; expected one entry for each of {layers} layers")
+    rotary = tuple(bool(flag) for flag in given[:layers])
+    return {"rotary_layers": () if all(rotary) else rotary}
+
+
+def write_smollm3(spec: ModelSpec) -> dict[str, Any]:
+    """Write what `read_smollm3` reads.
+
+    >>> write_smollm3(tiny_spec())
+    {'no_rope_layers': [1]}
+    """
+    rotary = spec.rotary_layers or (True,) * spec.layers
+    return {"no_rope_layers": [int(flag) for flag in rotary]}

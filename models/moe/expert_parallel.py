@@ -31,6 +31,8 @@ WIDTH_AXIS = {
     "expert_gate_lora_b": 2,
     "expert_up_lora_b": 2,
     "expert_down_lora_a": 1,
+    "expert_gate_bias": 1,
+    "expert_up_bias": 1,
 }
 """Which axis of an array is the experts' width; other low-rank factors have none."""
 
@@ -41,6 +43,7 @@ EMBED_AXIS = {
     "expert_gate_lora_a": 1,
     "expert_up_lora_a": 1,
     "expert_down_lora_b": 2,
+    "expert_down_bias": 1,
 }
 """Which axis of an array is the hidden states' width; other low-rank factors have none."""
 
@@ -67,7 +70,7 @@ def expert_parallel_mixture(
     Args:
         x: Tokens, split over the batch and `context` axes.
         weights: `router`, perhaps `router_bias`; `expert_gate`, `expert_up` [E D F] and
-            `expert_down` [E F D], perhaps with low-rank factors.
+            `expert_down` [E F D], perhaps with biases and low-rank factors.
         choose: `(weights, tokens) -> Routing`.
         experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `moe.dispatch.dispatch`.
         layout: The mesh.
@@ -123,9 +126,19 @@ class _Mix(NamedTuple):
     def partition(self, name: str) -> PartitionSpec:
         """Return how an array is split in the product: experts over `expert`, width too."""
         width_axis = WIDTH_AXIS.get(name) if self.is_split else None
-        return PartitionSpec(
-            "expert", *("tensor" if axis == width_axis else None for axis in (1, 2))
-        )
+        axes = (1,) if name.endswith("_bias") else (1, 2)
+        return PartitionSpec("expert", *("tensor" if axis == width_axis else None for axis in axes))
+
+    def addends(self, weights: Params) -> Params:
+        """Return the weights by which a device adds its part to the sum over `tensor`.
+
+        What each adds of the experts' last bias would be added as often as there are devices.
+        """
+        name = "expert_down_bias"
+        if not self.is_split or name not in weights:
+            return weights
+        is_first = jax.lax.axis_index("tensor") == 0
+        return weights | {name: jnp.where(is_first, weights[name], jnp.zeros_like(weights[name]))}
 
     def is_interleaved(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether an array travels with the hidden states' width first, as it is split."""
@@ -318,6 +331,8 @@ class _Rounds(NamedTuple):
         self, number: Array, x: Array, shares: Array, weights: Params, dtype: Any
     ) -> Float32[Array, "t D"]:
         """Return what one round adds to the weighted sums, computed in `dtype`."""
+
+        weights = self.mix.addends(weights)
 
         def run(rows: Array, sizes: Array) -> Array:
             return self.mix.experts(weights, rows, sizes)

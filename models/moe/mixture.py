@@ -11,7 +11,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats, router_stats
 from jaxrl_llm.models.moe.dispatch import dispatch
 from jaxrl_llm.models.moe.expert_parallel import expert_parallel_mixture
-from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, grouped_matmul
+from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, group_rows, grouped_matmul
 from jaxrl_llm.models.moe.routing import Routing
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -21,7 +21,8 @@ def route(weights: Params, spec: MoeSpec, x: Float[Array, "T D"]) -> Routing:
     """Route tokens by one layer's router, in float32.
 
     Args:
-        weights: One layer's arrays: `router` [D E], and `router_bias` [E] for a `SigmoidRouter`.
+        weights: One layer's arrays: `router` [D E], perhaps with a `router_logit_bias` [E], and
+            `router_bias` [E] for a `SigmoidRouter`.
         spec: The experts.
         x: Tokens.
 
@@ -37,6 +38,8 @@ def route(weights: Params, spec: MoeSpec, x: Float[Array, "T D"]) -> Routing:
         weights["router"].astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
+    if "router_logit_bias" in weights:
+        logits = logits + weights["router_logit_bias"].astype(jnp.float32)
     return spec.router(logits, weights.get("router_bias"), top=spec.experts_per_token)
 
 
@@ -55,12 +58,13 @@ def mixture(
 
     Args:
         weights: One layer's arrays: `router`, perhaps `router_bias`, `expert_gate` [E D F],
-            `expert_up` [E D F], `expert_down` [E F D], each with low-rank factors `{name}_lora_a`
-            and `{name}_lora_b` where it has them. All but the router's are used in the dtype of x.
+            `expert_up` [E D F], `expert_down` [E F D], each with a bias `{name}_bias` and low-rank
+            factors `{name}_lora_a` and `{name}_lora_b` where it has them. All but the router's are
+            used in the dtype of x.
         spec: The experts.
         x: Normed rows.
         real: False at padding, which is left out of the statistics.
-        activation: The gate's activation a.
+        activation: The gate's activation a; of no effect where the experts have a `swiglu`.
         lora_scale: What products of low-rank factors are multiplied by.
         layout: How rows and experts are split over a mesh; tokens then go to their experts'
             devices and back (`models.moe.expert_parallel`). Its `grouped_kernels` multiply them.
@@ -77,6 +81,7 @@ def mixture(
     """
     flat = x.reshape(-1, x.shape[-1])
     multiply = _multiplying(layout)
+    combine = spec.swiglu or (lambda gate, up: activation(gate) * up)
 
     def choose(weights: Params, x: Array) -> Routing:
         return route(weights, spec, x)
@@ -87,10 +92,12 @@ def mixture(
             if f"{name}_lora_a" in matrices:
                 low = multiply(rows, matrices[f"{name}_lora_a"], sizes)
                 y = y + multiply(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
+            if f"{name}_bias" in matrices:
+                y = y + group_rows(matrices[f"{name}_bias"], sizes, y).astype(y.dtype)
             return y
 
-        hidden = activation(grouped("expert_gate", rows)) * grouped("expert_up", rows)
-        return grouped("expert_down", hidden)
+        gate, up = grouped("expert_gate", rows), grouped("expert_up", rows)
+        return grouped("expert_down", combine(gate, up))
 
     own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
     if layout is None or layout.mesh.size == 1:

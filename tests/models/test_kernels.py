@@ -166,7 +166,8 @@ def test_what_speaks_against_the_kernel(heads, dtype, machine, expected):
     [
         ({"data": 2, "tensor": 2}, "heads", (2, 1)),
         ({"context": 2, "tensor": 2}, "heads", (1, 1)),
-        ({"context": 2}, "keys", "context=2"),
+        ({"context": 2}, "keys", "mesh.context_by=keys"),
+        ({"context": 2}, "ring", "mesh.context_by=ring"),
         ({"tensor": 4}, "heads", "2 key/value heads"),
         ({"stage": 2}, "heads", "stage=2"),
     ],

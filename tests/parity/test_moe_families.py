@@ -1,4 +1,4 @@
-"""Qwen3-MoE, Mixtral and DeepSeek-V3 against `transformers`: logits, decoding, files, gradients."""
+"""Families with experts against `transformers`: logits, decoding, files, gradients."""
 
 import json
 from functools import partial
@@ -19,11 +19,9 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
 from jaxrl_llm.models.transformer import forward, forward_with_router
+from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 VOCAB, ROWS, LENGTH = 61, 2, 12
 BASE = dict(
@@ -71,6 +69,16 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+GPT_OSS = dict(
+    num_key_value_heads=2,
+    head_dim=6,
+    num_local_experts=6,
+    num_experts_per_tok=3,
+    sliding_window=4,
+    swiglu_limit=0.5,
+    rope_parameters=YARN | {"truncate": False, "mscale": None, "mscale_all_dim": None},
+)
 CASES = {
     "Qwen3-MoE": ("Qwen3Moe", QWEN3_MOE),
     "Qwen3-MoE, weights not normalized, biased, tied": (
@@ -95,6 +103,13 @@ CASES = {
         | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 10},
     ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
+        "GptOss",
+        GPT_OSS
+        | {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.0}
+        | {"layer_types": ["sliding_attention"] * 2, "rope_parameters": PLAIN_ROPE},
+    ),
 }
 
 
@@ -103,14 +118,7 @@ def build(family, changes, **more):
     config = getattr(transformers, f"{family}Config")(**BASE | changes | more)
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
-                buffer.copy_(0.2 * torch.randn_like(buffer))
-    return model.eval()
+    return randomize(model)
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
@@ -250,7 +258,7 @@ def test_saved_model_is_identical_and_loads_in_transformers(case, dtype, with_so
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3"]
+    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3", "gpt-oss"]
 )
 def test_gradient_of_masked_log_prob_loss_equals_autograd(name, tmp_path):
     model = build(*CASES[name])

@@ -268,6 +268,46 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -290,6 +330,7 @@ LLAMA_3 = Llama3Scaling(
     factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192
 )
 QWEN_YARN = YarnScaling(factor=4.0, original_positions=32768)
+OSS_YARN = YarnScaling(factor=32.0, original_positions=4096, truncate=False)
 # name: config, number of parameters as published, fields of the spec
 PUBLISHED = {
     "Qwen2.5-0.5B": (
@@ -432,6 +473,24 @@ PUBLISHED = {
             "query_scalar": pytest.approx(192 / 1.3688879454**4),  # 0.1 ln 40 + 1
         },
     ),
+    "gpt-oss-20b, converted to bfloat16": (
+        GPT_OSS,
+        20_914_757_184,
+        {
+            "rope_scaling": OSS_YARN,
+            "rope_theta": 1.5e5,
+            "windowed_layers": (True, False) * 12,
+            "window": 128,
+            "attention_sinks": True,
+            "output_bias": True,
+        },
+    ),
+    "gpt-oss-120b, rotary positions left to transformers": (
+        {key: value for key, value in GPT_OSS.items() if key[:4] != "rope"}
+        | {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": None},
+        116_829_156_672,
+        {"rope_scaling": OSS_YARN, "windowed_layers": (True, False) * 18},
+    ),
 }
 ROUTERS = {
     "Qwen3-30B-A3B": (128, 8, 768, SoftmaxRouter(normalize=True)),
@@ -442,6 +501,7 @@ ROUTERS = {
         2048,
         SigmoidRouter(groups=8, top_groups=4, normalize=True, scale=2.5),
     ),
+    "gpt-oss-20b, converted to bfloat16": (32, 4, 2880, SoftmaxRouter(normalize=True)),
 }
 
 
@@ -553,6 +613,8 @@ def test_a_published_config_is_read(name, tmp_path):
             {"quantization_config": FP8},
             "quantized by 'fp8'; expected a copy of the model in bfloat16, float16 or float32",
         ),
+        ("gpt-oss-20b", {"num_local_experts": None}, "'num_local_experts' is missing"),
+        ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
     ids=str,
 )
