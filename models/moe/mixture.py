@@ -93,24 +93,15 @@ def mixture(
     flat, given = x.reshape(-1, x.shape[-1]), None
     if routes is not None:  # what padding holds may name one expert several times
         given = jnp.where(real[:, :, None], routes, NO_ROUTE).reshape(-1, routes.shape[-1])
-    multiply = _multiplying(layout)
     combine = spec.swiglu or (lambda gate, up: activation(gate) * up)
+    grouped = functools.partial(_grouped_linear, _multiplying(layout), lora_scale)
 
     def choose(weights: Params, x: Array, given: Array | None) -> Routing:
         return route(weights, spec, x, given)
 
     def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
-        def grouped(name: str, rows: Array) -> Array:
-            y = multiply(rows, matrices[name], sizes)
-            if f"{name}_lora_a" in matrices:
-                low = multiply(rows, matrices[f"{name}_lora_a"], sizes)
-                y = y + multiply(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
-            if f"{name}_bias" in matrices:
-                y = y + group_rows(matrices[f"{name}_bias"], sizes, y).astype(y.dtype)
-            return y
-
-        gate, up = grouped("expert_gate", rows), grouped("expert_up", rows)
-        return grouped("expert_down", combine(gate, up))
+        gate, up = (grouped(matrices, name, rows, sizes) for name in ("expert_gate", "expert_up"))
+        return grouped(matrices, "expert_down", combine(gate, up), sizes)
 
     own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
     if layout is None or layout.mesh.size == 1:
@@ -120,6 +111,24 @@ def mixture(
         out, routing = expert_parallel_mixture(flat, own, choose, experts, layout, given)
     chosen = routing.experts.reshape(*x.shape[:2], -1)
     return out.reshape(x.shape), router_stats(routing, real.reshape(-1), given), chosen
+
+
+def _grouped_linear(
+    multiply: Callable[..., Array],
+    lora_scale: float,
+    weights: Params,
+    name: str,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, " E"],
+) -> Float[Array, "M F"]:
+    """Apply a projection of the experts to their rows: matrices, low-rank factors and biases."""
+    y = multiply(rows, weights[name], sizes)
+    if f"{name}_lora_a" in weights:
+        low = multiply(rows, weights[f"{name}_lora_a"], sizes)
+        y = y + multiply(low, weights[f"{name}_lora_b"], sizes) * lora_scale
+    if f"{name}_bias" in weights:
+        y = y + group_rows(weights[f"{name}_bias"], sizes, y).astype(y.dtype)
+    return y
 
 
 def _multiplying(layout: Layout | None) -> Callable[..., Array]:

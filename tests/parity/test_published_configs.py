@@ -610,8 +610,8 @@ def test_a_published_config_is_read(name, tmp_path):
         ("DeepSeek", {"first_k_dense_replace": 61}, "must leave layers with experts"),
         (
             "DeepSeek",
-            {"quantization_config": FP8},
-            "quantized by 'fp8'; expected a copy of the model in bfloat16, float16 or float32",
+            {"quantization_config": FP8 | {"weight_block_size": None}},
+            "quantized by 'fp8' with weight_block_size=None and fmt='e4m3'; expected 'fp8'",
         ),
         ("gpt-oss-20b", {"num_local_experts": None}, "'num_local_experts' is missing"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act='gelu'"),

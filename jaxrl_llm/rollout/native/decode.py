@@ -2,6 +2,7 @@
 
 Keys and values live in a pool of pages, [parts, pages, …] per layer and within a page as in
 `models.cache.Cache`; `parts` is the number of parts of a batch, each of which has pages of its own.
+States of layers that have no keys lie in slots of their own (`native.states`).
 A step of decoding works on rows, gathered from the pages of B sequences, and what it adds goes back
 to pages. Where there is a kernel for it (`models.paged_triton`) it works on the pages.
 """
@@ -23,6 +24,7 @@ from jaxrl_llm.rollout.native.sampler import (
     choose_tokens,
     limits_in_use,
 )
+from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
 from jaxrl_llm.sharding.layout import Layout
 
 POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}
@@ -77,6 +79,7 @@ class PrefillChunk(NamedTuple):
         start: position of the first token of each.
         lengths: tokens of each; 0 for none.
         targets: where the pages go that they touch, as in `scatter_pages`.
+        slots: of their states, where the model has some.
     """
 
     table: Int[Array, "B n"]
@@ -84,6 +87,7 @@ class PrefillChunk(NamedTuple):
     start: Int[Array, " B"]
     lengths: Int[Array, " B"]
     targets: Int[Array, "B m"]
+    slots: StateSlots | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -110,15 +114,23 @@ def make_pool(
     pages: int,
     size: int,
     *,
+    slots: int = 0,
     dtype: DTypeLike = jnp.float32,
     kv_cache_dtype: str = "auto",
     routes: RouteShape | None = None,
 ) -> Cache:
-    """Make an empty pool of pages of `size` tokens, with room for choices of experts if asked."""
-    flat = model.init_cache(parts * pages, size, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    """Make an empty pool: pages of `size` tokens, and slots if the model has states.
+
+    With `routes` there is room for choices of experts, too.
+    """
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    flat = model.init_cache(parts * pages, size, **options)._replace(states=())
     if routes is not None:
         flat = flat._replace(routes=empty_record(routes, parts * pages, size))
-    return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
+    states = model.init_cache(parts * slots, 1, **options).states
+    pool = jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
+    states = jax.tree.map(lambda x: x.reshape(parts, slots, *x.shape[1:]), states)
+    return pool._replace(states=states)
 
 
 def page_size(pool: Cache) -> int:
@@ -126,12 +138,15 @@ def page_size(pool: Cache) -> int:
     return pool.keys[0].shape[-1]
 
 
-def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
+def gather_pages(
+    pool: Cache, table: Int[Array, "B n"], slots: Int[Array, " B"] | None = None
+) -> Cache:
     """Lay the pages of each sequence side by side: rows of n·size tokens.
 
     Args:
         pool: as `make_pool`.
         table: page numbers within the row's part; a number past the pages gives zeros.
+        slots: of the rows' states, as `gather_states`; None: the rows have none.
 
     >>> from jaxrl_llm.models.model import model_of
     >>> model = model_of(tiny_spec())
@@ -142,7 +157,7 @@ def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
         name: tuple(_side_by_side(pages, table, axis) for pages in getattr(pool, name))
         for name, axis in POSITIONS.items()
     }
-    return Cache(**held)
+    return Cache(**held, states=gather_states(pool.states, slots))
 
 
 def gather_routes(
@@ -166,7 +181,11 @@ def _side_by_side(
 
 
 def scatter_pages(
-    pool: Cache, rows: Cache, first: Int[Array, " B"], targets: Int[Array, "B m"]
+    pool: Cache,
+    rows: Cache,
+    first: Int[Array, " B"],
+    targets: Int[Array, "B m"],
+    slots: Int[Array, " B"] | None = None,
 ) -> Cache:
     """Write m pages of each row to the pool, the first of them being the row's page `first`.
 
@@ -175,18 +194,19 @@ def scatter_pages(
         rows: as `gather_pages` gives them.
         first: number of the first page within the row.
         targets: where its pages go, within the row's part; a number past the pages is dropped.
+        slots: where its state goes, as `scatter_states`.
     """
     parts, size = pool.keys[0].shape[0], page_size(pool)
-    slots = first[:, None] * size + jnp.arange(targets.shape[1] * size)
+    places = first[:, None] * size + jnp.arange(targets.shape[1] * size)
     by_part = targets.reshape(parts, -1)
 
     def of_all(pages: Array, rows: Array, axis: int) -> Array:
         outer = [other for other in range(1, 4) if other != axis]
-        slot = jnp.expand_dims(jnp.minimum(slots, rows.shape[axis] - 1), outer)
-        new = jnp.take_along_axis(rows, slot, axis=axis)
+        place = jnp.expand_dims(jnp.minimum(places, rows.shape[axis] - 1), outer)
+        new = jnp.take_along_axis(rows, place, axis=axis)
         here = (targets.shape[1], size)
         new = new.reshape(
-            parts, len(slots) // parts, *new.shape[1:axis], *here, *new.shape[axis + 1 :]
+            parts, len(places) // parts, *new.shape[1:axis], *here, *new.shape[axis + 1 :]
         )
         new = jax.lax.collapse(jnp.moveaxis(new, axis + 1, 2), 1, 3)
         return jax.vmap(lambda pages, at, x: pages.at[at].set(x, mode="drop"))(pages, by_part, new)
@@ -195,13 +215,13 @@ def scatter_pages(
     for name, axis in POSITIONS.items():
         both = zip(getattr(pool, name), getattr(rows, name), strict=True)
         held[name] = tuple(of_all(*arrays, axis) for arrays in both)
-    return Cache(**held)
+    return Cache(**held, states=scatter_states(pool.states, rows.states, slots))
 
 
 def prefill(
     params: Any, model: Model, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
 ) -> Cache:
-    """Read a part of each prompt and keep its keys and values.
+    """Read a part of each prompt and keep its keys and values, and its state.
 
     Args:
         params: in the compute dtype.
@@ -210,13 +230,14 @@ def prefill(
         chunk: what to read.
         layout: how prompts are split over a mesh.
     """
-    rows = gather_pages(pool, chunk.table)
+    source, target = chunk.slots or (None, None)
+    rows = gather_pages(pool, chunk.table, source)
     index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
     positions = chunk.start[:, None] + index
     positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
     dtype = rows.compute_dtype
     _, rows = model.extend(params, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
-    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets)
+    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets, target)
 
 
 def decode(
@@ -235,7 +256,7 @@ def decode(
     Args:
         params: in the compute dtype.
         model: the model.
-        cache: of the rows; the pool, where there are tables.
+        cache: of the rows; the pool, with the rows' states, where there are tables.
         state: where each sequence stands.
         extras: what else requests ask for.
         steps: the most tokens.
@@ -313,7 +334,7 @@ def copy_pages(pool: Cache, source: Int[Array, " B"], target: Int[Array, " B"]) 
 
         return jax.vmap(of_part)(pages, source.reshape(parts, -1), target.reshape(parts, -1))
 
-    return jax.tree.map(copied, pool)
+    return jax.tree.map(copied, pool._replace(states=()))._replace(states=pool.states)
 
 
 def advance(state: DecodeState, tokens: Int[Array, " B"]) -> DecodeState:

@@ -34,7 +34,8 @@ from jaxrl_llm.rollout.engine import (
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
-from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs, sizes_with_cache
+from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
+from jaxrl_llm.rollout.native.room import sizes_with_cache
 from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.rollout.types import Completion, Receipt, Request, SamplingParams, ScoredTokens

@@ -14,7 +14,6 @@ from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compi
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model, RoutedModel
-from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
@@ -35,10 +34,9 @@ from jaxrl_llm.rollout.native.sizes import (
     FEWEST_ROWS,
     PAGE,
     Sizes,
-    choose_sizes,
-    count_parts,
     touched,
 )
+from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.rollout.types import ScoredTokens
 from jaxrl_llm.sharding import distributed
@@ -103,9 +101,9 @@ class Programs:
         """Make an empty pool."""
         return self._compiled("pool")()
 
-    def gather_pages(self, pool: Cache, table: Any) -> Cache:
+    def gather_pages(self, pool: Cache, table: Any, slots: Any = None) -> Cache:
         """Lay the pages of each row side by side; see `decode.gather_pages`."""
-        return self._compiled("gather", *table.shape)(pool, table)
+        return self._compiled("gather", *table.shape)(pool, table, slots)
 
     def gather_routes(self, pool: Cache, table: Any) -> Any:
         """Return the experts that the tokens in the pages of each row went to, flat."""
@@ -124,10 +122,11 @@ class Programs:
         state: DecodeState,
         extras: Extras | None,
         targets: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, Cache, DecodeOutput]:
         """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
         shape = (*state.tokens.shape, page_size(rows), extras is not None)
-        return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets)
+        return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets, slots)
 
     def score(self, params: Any, tokens: Sequence[int]) -> ScoredTokens:
         """Return the log-probs of tokens; see `score.score_rows`. A row of each part is read."""
@@ -146,11 +145,17 @@ class Programs:
         return self._compiled("copy", *source.shape)(pool, source, target)
 
     def decode_pages(
-        self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
+        self,
+        params: Any,
+        pool: Cache,
+        state: DecodeState,
+        extras: Extras | None,
+        table: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, DecodeOutput]:
         """Decode a chunk over the pages of each row in place. The pool is donated."""
         shape = (*state.tokens.shape, table.shape[1] * PAGE, extras is not None)
-        return self._compiled("decode", *shape)(params, pool, state, extras, table)
+        return self._compiled("decode", *shape)(params, pool, state, extras, table, slots)
 
     def warm_up(self, sequences: int | None = None) -> None:
         """Compile everything but what few requests ask for.
@@ -214,14 +219,20 @@ class Programs:
 
     def row_shapes(self, rows: int, width: int) -> Cache:
         """Return rows as shapes in their layout."""
-        table = self._input((rows, width // PAGE))
-        return as_shapes(jax.eval_shape(gather_pages, self.shapes()[1], table), self._rows_layout)
+        given = (self.shapes()[1], self._input((rows, width // PAGE)), self._source(rows))
+        return as_shapes(jax.eval_shape(gather_pages, *given), self._rows_layout)
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
-        page = jax.eval_shape(lambda: self._empty_pages(1, 1))
+        return self._bytes_of(jax.eval_shape(lambda: self._empty_pages(1, 1, 0)))
+
+    def slot_bytes(self) -> int:
+        """Return how many bytes of a device a slot of one part takes; 0 without states."""
+        return self._bytes_of(jax.eval_shape(lambda: self._empty_pages(1, 1, 1)).states)
+
+    def _bytes_of(self, arrays: Any) -> int:
         size = 0
-        for x in jax.tree.leaves(page):
+        for x in jax.tree.leaves(arrays):
             shared = self.layout.mesh.shape["tensor"] if self._split_heads(x.shape[2]) else 1
             size += math.prod(x.shape) * x.dtype.itemsize // shared
         return size
@@ -252,7 +263,7 @@ class Programs:
 
     def _trace_gather(self, rows: int, pages: int) -> Any:
         run = jax.jit(gather_pages, out_shardings=self._rows_layout)
-        return run.trace(self.shapes()[1], self._input((rows, pages)))
+        return run.trace(self.shapes()[1], self._input((rows, pages)), self._source(rows))
 
     def _trace_routes(self, rows: int, pages: int) -> Any:
         run = jax.jit(gather_routes, out_shardings=self.by_row)
@@ -268,7 +279,8 @@ class Programs:
 
         run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
-        return run.trace(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
+        chunk = PrefillChunk(*map(self._input, shapes), slots=self._slots(rows))
+        return run.trace(*self.shapes(), chunk)
 
     def _trace_score(self, rows: int, width: int) -> Any:
         def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
@@ -284,11 +296,12 @@ class Programs:
         given = (params, pool, state, extras if has_extras else None)
         homes: tuple[Any, ...] = (self._pool_layout, self.by_row)
         if self.kernel is not None:
-            arrays = (*given, self._input((rows, width // PAGE)))
+            arrays = (*given, self._input((rows, width // PAGE)), self._slots(rows))
             decode_some, donated = self._decode_in_place, (1,)
         else:
             targets = self._input((rows, touched(self.sizes.steps)))
-            arrays = (params, pool, self.row_shapes(rows, width), *given[2:], targets)
+            cache = self.row_shapes(rows, width)
+            arrays = (params, pool, cache, *given[2:], targets, self._slots(rows))
             homes = (self._pool_layout, self._rows_layout, self.by_row)
             decode_some, donated = self._decode_rows, (1, 2)
 
@@ -305,18 +318,30 @@ class Programs:
         state: DecodeState,
         extras: Extras | None,
         targets: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, Cache, DecodeOutput]:
         run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
         cache, output = run(params, self.model, cache, state, extras)
-        return scatter_pages(pool, cache, state.positions // PAGE, targets), cache, output
+        to = None if slots is None else slots.target
+        return scatter_pages(pool, cache, state.positions // PAGE, targets, to), cache, output
 
     def _decode_in_place(
-        self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
+        self,
+        params: Any,
+        pool: Cache,
+        state: DecodeState,
+        extras: Extras | None,
+        table: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, DecodeOutput]:
         assert self.kernel is not None
         run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
         tables = PageTables(table, self.kernel)
-        return run(params, self.model, pool, state, extras, tables=tables)
+        source, target = slots or (None, None)
+        cache = pool._replace(states=gather_states(pool.states, source))
+        cache, output = run(params, self.model, cache, state, extras, tables=tables)
+        states = scatter_states(pool.states, cache.states, target)
+        return cache._replace(states=states), output
 
     def _decode_inputs(self, rows: int, width: int) -> tuple[DecodeState, Extras]:
         number, share = self._input((rows,)), self._input((rows,), jnp.float32)
@@ -338,52 +363,21 @@ class Programs:
     def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)
 
+    def _slots(self, rows: int) -> StateSlots | None:
+        number = self._input((rows,))
+        return StateSlots(number, number) if self.sizes.slots else None
+
+    def _source(self, rows: int) -> Any:
+        return self._input((rows,)) if self.sizes.slots else None
+
     def _empty_pool(self) -> Cache:
         shapes = self.sizes
-        return self._empty_pages(shapes.parts, shapes.pages)
+        return self._empty_pages(shapes.parts, shapes.pages, shapes.slots)
 
-    def _empty_pages(self, parts: int, pages: int) -> Cache:
+    def _empty_pages(self, parts: int, pages: int, slots: int) -> Cache:
         kinds = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "routes": self.routes}
-        return make_pool(self.model, parts, pages, PAGE, **kinds)
+        return make_pool(self.model, parts, pages, PAGE, slots=slots, **kinds)
 
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
         return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
-
-
-def sizes_with_cache(
-    model: Model, settings: EngineSettings, layout: Layout, steps: int, *, copies: int
-) -> Sizes:
-    """Choose the shapes of the programs, with as many pages as the cache has room for.
-
-    There are two copies of what is cached where pages are gathered into rows, else one.
-    """
-    sizes = choose_sizes(
-        parts=count_parts(layout, settings.max_running_sequences),
-        max_running_sequences=settings.max_running_sequences,
-        max_tokens=settings.max_tokens,
-        steps=steps,
-    )
-    if settings.cache_gb is None:
-        return sizes
-    programs = Programs(
-        model,
-        layout,
-        sizes,
-        settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        records_routes=settings.record_routes,
-    )
-    page_bytes = programs.page_bytes()
-    affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
-    running = settings.max_running_sequences
-    useful = sizes.pages * max(running, settings.cached_sequences or 0) // running
-    sizes = sizes._replace(pages=min(affordable, useful))
-    needed = -(-settings.max_tokens // PAGE) + 1
-    if sizes.pages < needed:
-        raise ValueError(
-            f"a cache of {settings.cache_gb} GB holds {sizes.pages * PAGE} tokens: expected at "
-            f"least {needed * copies * page_bytes / 1e9:.3g} GB, for a sequence of "
-            f"{settings.max_tokens} tokens"
-        )
-    return sizes

@@ -85,6 +85,12 @@ class SequenceState:
         """Return whether all tokens but the newest are cached, as a step of decoding wants it."""
         return self.cached == len(self.tokens) - 1
 
+    @property
+    def read_to(self) -> int:
+        """Return up to which token its tokens are read next."""
+        branch = self.table.branch  # a state is kept there for others
+        return branch if self.cached < branch else len(self.tokens) - 1
+
     def stop_at_text(self, detokenize: Callable[[list[int]], str], new: int) -> None:
         """End the answer where it holds a text that stops it; what follows is dropped.
 
@@ -241,10 +247,10 @@ class Scheduler:
         return [s for s in self.running if not s.is_prefilled]
 
     def mark_prefilled(self, sequence: SequenceState, tokens: int) -> None:
-        """Note that so many tokens more are cached; share them once all are."""
+        """Note that so many tokens more are cached; share them once all are, or others can."""
         sequence.cached += tokens
         self.counts = self.counts._replace(prompt_tokens=self.counts.prompt_tokens + tokens)
-        if sequence.is_prefilled:
+        if sequence.is_prefilled or sequence.cached == sequence.table.branch:
             pages = self.pages[sequence.part]
             pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
 
@@ -270,8 +276,7 @@ class Scheduler:
         """Take a sequence's pages; they stay, for others that begin alike, while there is room."""
         self.on_remove(sequence)
         pages = self.pages[sequence.part]
-        pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
-        pages.free(sequence.table)
+        pages.retire(sequence.table, sequence.tokens[: sequence.cached])
         sequence.cached = 0
         self.running.remove(sequence)
 
@@ -282,8 +287,8 @@ class Scheduler:
             pages, table = self.pages[part], PageTable()
             cached = pages.match_prefix(table, sequence.tokens[:-1], sequence.first_version)
             others = self._running_in(part)  # a page for each of them, which grow too
-            if pages.pages_needed(table, end) + others <= pages.available:
-                pages.allocate(table, end)
+            has_room = pages.pages_needed(table, end) + others <= pages.available
+            if has_room and pages.allocate(table, end):
                 sequence.part, sequence.table, sequence.cached = part, table, cached
                 self.running.append(sequence)
                 reused = self.counts.reused_tokens + cached
