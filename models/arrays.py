@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Params: TypeAlias = dict[str, Any]  # nested, arrays at the leaves
@@ -15,6 +16,34 @@ Initializer: TypeAlias = Callable[[Any, Sequence[int], Any], Any]
 NORMAL: Initializer = jax.nn.initializers.normal(stddev=0.02)
 ONES: Initializer = jax.nn.initializers.ones
 ZEROS: Initializer = jax.nn.initializers.zeros
+
+
+def _draw_decays(key: Any, shape: Sequence[int], dtype: Any) -> Any:
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+DECAYS: Initializer = _draw_decays
+"""Logarithms of the rates at which a DeltaNet forgets; as transformers draws them."""
+
+
+class HfPart(NamedTuple):
+    """Say that an array of ours is a part of one in a Hugging Face checkpoint.
+
+    Published models join matrices that we keep apart, such as `qkv_proj` of Phi-3. The axes `axes`
+    of ours, merged, are the entries `start`, `start + step`, … of an axis of `total` entries there.
+
+    >>> HfPart(axes=("ff",), start=6, total=12).entries(6)
+    slice(6, 12, 1)
+    """
+
+    axes: tuple[str, ...]
+    start: int
+    total: int
+    step: int = 1
+
+    def entries(self, size: int) -> slice:
+        """Return where the `size` entries of ours are."""
+        return slice(self.start, self.start + size * self.step, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +58,11 @@ class ArrayDecl:
             axis along which our array stacks several of theirs.
         hf_axes: The dimensions of *one* Hugging Face array, each as the tuple of our axes that are
             merged in it, in order.
-        first_layer: Number of the first layer of a stack in the names of a Hugging Face checkpoint.
+        layer_numbers: For each layer of a stack, its number in the names of a Hugging Face
+            checkpoint; empty means 0, 1, ….
+        hf_part: Which part of the Hugging Face array ours is; None: all of it. Axes of the part
+            are merged in one dimension there, next to each other.
+        float32: Whether it is used in float32, whatever the dtype of the computation.
 
     Raises:
         ValueError: The axes do not match the shape, or `hf_name` and `hf_axes` do not cover them.
@@ -46,7 +79,9 @@ class ArrayDecl:
     initializer: Initializer
     hf_name: str
     hf_axes: tuple[tuple[str, ...], ...]
-    first_layer: int = 0
+    layer_numbers: tuple[int, ...] = ()
+    hf_part: HfPart | None = None
+    float32: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes) or len(set(self.axes)) != len(self.axes):
@@ -63,11 +98,21 @@ class ArrayDecl:
                 f"{self.hf_name}: each of the axes {self.axes} must stand once, either in hf_axes "
                 f"(got {self.hf_axes}) or, leading, as a placeholder in the name"
             )
+        part = self.hf_part.axes if self.hf_part else ()
+        if part and not any(
+            part == group[at : at + len(part)] for group in self.hf_axes for at in range(len(group))
+        ):
+            raise ValueError(f"{self.hf_name}: the axes {part} of a part are not merged there")
 
     @property
     def stacked(self) -> tuple[str, ...]:
         """Name the leading axes that count separate Hugging Face arrays."""
         return self.axes[: len(self.axes) - sum(map(len, self.hf_axes))]
+
+    @property
+    def dimensions(self) -> int:
+        """Count the dimensions of one layer's, or one expert's, array in a checkpoint."""
+        return sum(group != ("experts",) for group in self.hf_axes)
 
     @property
     def is_stack(self) -> bool:
@@ -76,16 +121,36 @@ class ArrayDecl:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Give the shape of one Hugging Face array."""
+        """Give the shape of one Hugging Face array, of which ours may be a part."""
+        return tuple(math.prod(size for _, size in group) for group in self.hf_groups)
+
+    @property
+    def hf_groups(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Give names and sizes of the axes that are merged in each Hugging Face dimension.
+
+        Those of `hf_part` are one axis there, with the name of the first.
+        """
         sizes = dict(zip(self.axes, self.shape, strict=True))
-        return tuple(math.prod(sizes[axis] for axis in group) for group in self.hf_axes)
+        part = self.hf_part
+        groups = []
+        for group in self.hf_axes:
+            named = [(axis, sizes[axis]) for axis in group]
+            if part is not None and part.axes[0] in group:
+                at = group.index(part.axes[0])
+                named[at : at + len(part.axes)] = [(part.axes[0], part.total)]
+            groups.append(tuple(named))
+        return tuple(groups)
+
+    def layer_number(self, index: int) -> int:
+        """Return the number in a checkpoint of a layer of the stack."""
+        return self.layer_numbers[index] if self.layer_numbers else index
 
     def hf_indices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name of each Hugging Face array and its index on our leading axes."""
         for index in np.ndindex(*self.shape[: len(self.stacked)]):
             counts = dict(zip(self.stacked, index, strict=True))
             if "layers" in counts:
-                counts["layers"] += self.first_layer
+                counts["layers"] = self.layer_number(counts["layers"])
             yield self.hf_name.format(**counts), index
 
 

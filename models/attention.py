@@ -23,11 +23,15 @@ class Attending(NamedTuple):
         window: How many tokens, itself included, a token attends to; None means all. A number where
             the layers of a model are alike, else an array, the largest int32 standing for all.
         softcap: Scaled scores s become c·tanh(s/c); None leaves them.
+        sinks: One learned score per query head that joins the softmax and has no value, so that a
+            token need not attend to any (gpt-oss, https://arxiv.org/abs/2508.10925). None: there
+            are none.
     """
 
     scale: float | None = None
     window: int | Int[Array, ""] | None = None
     softcap: float | None = None
+    sinks: Float[Array, " N"] | None = None
 
 
 PLAIN = Attending()
@@ -52,9 +56,9 @@ def attend(
     $o_i = \sum_{j \in A_i} \mathrm{softmax}_j(q_i \cdot k_j / \sqrt{H})\, v_j$ over
     $A_i = \{j : i - w < j \le i,\, s_j = s_i\}$ with window w (https://arxiv.org/abs/2004.05150),
     where query head n reads key/value head $\lfloor nK/N \rfloor$
-    (https://arxiv.org/abs/2305.13245). The softmax is in float32. The backward pass computes the
-    scores again, and long rows are taken a block of queries at a time, with the keys up to its end.
-    However long a row is, a token costs no more than 2 · `longest` keys.
+    (https://arxiv.org/abs/2305.13245). A sink $a_n$ adds $e^{a_n}$ to the softmax's denominator.
+    The softmax is in float32. The backward pass computes scores again. Long rows are taken a block
+    of queries at a time, with the keys up to its end; a token costs at most 2 · `longest` keys.
 
     Args:
         q: Queries.
@@ -62,7 +66,7 @@ def attend(
         v: Values.
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
-        options: Scale, window and soft-cap of the scores.
+        options: Scale, window, soft-cap and sinks of the scores.
         longest: Most tokens of a segment; None: a segment may fill the row.
         in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
@@ -86,13 +90,13 @@ def attend(
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
     size = _block_size(length) if in_blocks else length
-    outputs: list[Any] = []
+    sinks, outputs = _sinks_by_key_head(options.sinks, k.shape[1], size), []
     for end in range(size, length + 1, size):
         block = q[:, :, end - size : end].reshape(len(q), -1, size * shared, width)
         keys = slice(end - size if before else 0, before + end)
         scoring = _Scoring(scale, options.softcap, before + end - size - keys.start)
         mixed: Any = _attend(
-            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window
+            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window, sinks
         )
         outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
@@ -103,6 +107,16 @@ def _block_size(length: int) -> int:
     """Return how many queries of a row are taken at a time."""
     fits = (n for n in BLOCKS if length % n == 0 and (length >= n * LEAST_BLOCK or n == 1))
     return length // next(fits)
+
+
+def _sinks_by_key_head(
+    sinks: Float[Array, " N"] | None, kv_heads: int, length: int
+) -> Float32[Array, "1 K Q 1"] | None:
+    """Return the sink of each query, those of all heads that share keys as one axis Q."""
+    if sinks is None:
+        return None
+    own = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
+    return jnp.tile(own, (1, 1, length, 1))
 
 
 def _padded(x: Shaped[Array, "R L *_"], unit: int) -> Shaped[Array, "R M *_"]:
@@ -177,24 +191,41 @@ def _attend(
     v: Float[Array, "R K S V"],
     segment_ids: Int[Array, "R S"],
     window: Int[Array, ""],
+    sinks: Float32[Array, "1 K Q 1"] | None,
 ) -> Float[Array, "R K Q V"]:
     """Attend with the last queries of a row, those of all heads that share keys as one axis Q."""
-    return _attend_forward(scoring, q, k, v, segment_ids, window)[0]
+    return _attend_forward(scoring, q, k, v, segment_ids, window, sinks)[0]
 
 
 @jax.named_scope("attention")
 def _attend_forward(
-    scoring: _Scoring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
-) -> tuple[Array, tuple[Array, ...]]:
+    scoring: _Scoring,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    window: Array,
+    sinks: Array | None,
+) -> tuple[Array, tuple[Array | None, ...]]:
     allowed = _allowed(scoring, q, segment_ids, window)
     # not -inf: a padding position allows nothing
     scores = jnp.where(allowed, _scores(scoring, q, k), jnp.finfo(jnp.float32).min)
-    largest = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - largest)
-    total = weights.sum(axis=-1, keepdims=True)
+    weights, largest, total = _exponentials(scores, sinks)
     mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     mixed = mixed.astype(v.dtype)
-    return mixed, (q, k, v, segment_ids, window, mixed, largest + jnp.log(total))
+    saved = (q, k, v, segment_ids, window, sinks, mixed, largest + jnp.log(total))
+    return mixed, saved
+
+
+def _exponentials(
+    scores: Float32[Array, "R K Q S"], sinks: Float32[Array, "1 K Q 1"] | None
+) -> tuple[Float32[Array, "R K Q S"], Float32[Array, "R K Q 1"], Float32[Array, "R K Q 1"]]:
+    """Return the weights of a softmax times their sum, the largest score, and that sum."""
+    largest = scores.max(axis=-1, keepdims=True)
+    largest = largest if sinks is None else jnp.maximum(largest, sinks)
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights, largest, total if sinks is None else total + jnp.exp(sinks - largest)
 
 
 @jax.named_scope("attention")
@@ -203,9 +234,10 @@ def _attend_backward(
 ) -> tuple[Array | None, ...]:
     r"""Compute the scores again; with $P$ and $o = P v$, $dS = P \odot (do\, v^T - do \cdot o)$.
 
-    FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2).
+    FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2). A sink is a score whose value
+    is 0, so its gradient is $-\sum p\,(do \cdot o)$ over tokens, with its own weight p.
     """
-    q, k, v, segment_ids, window, mixed, log_total = saved
+    q, k, v, segment_ids, window, sinks, mixed, log_total = saved
     allowed = _allowed(scoring, q, segment_ids, jnp.asarray(window))  # under remat it is numpy's
     scores = _scores(scoring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total), 0.0)
@@ -219,7 +251,10 @@ def _attend_backward(
     to_q = product(to_scores, k.swapaxes(2, 3)).astype(q.dtype)
     to_k = product(q.swapaxes(2, 3), to_scores).astype(k.dtype)
     to_v = product(weights.swapaxes(2, 3), cotangent).astype(v.dtype)
-    return to_q, to_k, to_v, None, None
+    to_sinks = None
+    if sinks is not None:
+        to_sinks = -(jnp.exp(sinks - log_total) * mean).sum(axis=0, keepdims=True)
+    return to_q, to_k, to_v, None, None, to_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -243,7 +278,7 @@ def attend_cache(
         k: Cached keys; slot s holds position s.
         v: Cached values.
         positions: Of the queries; their own keys and values are in the cache.
-        options: Scale, window and soft-cap of the scores.
+        options: Scale, window, soft-cap and sinks of the scores.
         scales: Of keys and values in int8; keys of two scales are cut at the width of a value.
 
     Returns:
@@ -268,7 +303,10 @@ def attend_cache(
     else:
         scores = _capped(scoring, scaled_scores(grouped, k, scales.keys, v.shape[3]))
     allowed = jnp.repeat(allowed, shared, axis=1)[:, None]
-    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
+    sinks = _sinks_by_key_head(options.sinks, k.shape[1], length)
+    weights, _, total = _exponentials(scores, sinks)
+    weights = weights / total
     dtype = v.dtype if scales is None else q.dtype
     if scales is None:
         mixed = jnp.matmul(weights.astype(dtype), v, preferred_element_type=jnp.float32)

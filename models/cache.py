@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending, attend_cache
+from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.int8 import make_scales, quantize
-from jaxrl_llm.models.layers import Layer, attending, decoder_layer, rotations
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
+from jaxrl_llm.models.moe.record import Record, record_in_pages, record_in_rows
+from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
 from jaxrl_llm.sharding.layout import Layout
@@ -37,6 +39,8 @@ class LayerCache(NamedTuple):
 class Cache(NamedTuple):
     """Keys (after rotation) and values of each layer; slot s of row b holds position s of row b.
 
+    Layers with a DeltaNet have no slots but one state per row.
+
     The slots of keys come last: scores are then a product without a transposed factor, which on a
     CPU is several times as fast. Latent attention in its absorbed form has the keys as values too;
     `values` then has width 0.
@@ -46,12 +50,16 @@ class Cache(NamedTuple):
         values: likewise.
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
+        states: of each layer with a DeltaNet; the other fields have the layers with attention.
+        routes: the experts that each token went to, where they are recorded.
     """
 
     keys: tuple[Real[Array, "B K H S"], ...]
     values: tuple[Real[Array, "B K S value"], ...]
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
+    states: tuple[DeltaState, ...] = ()
+    routes: Record = ()
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -59,8 +67,8 @@ class Cache(NamedTuple):
         return (self.key_scales or self.keys)[0].dtype
 
     def layer(self, number: int) -> LayerCache:
-        """Return what is held of a layer."""
-        return LayerCache(*(arrays[number] for arrays in self if arrays))
+        """Return what is held of a layer, by its number among those with attention."""
+        return LayerCache(*(arrays[number] for arrays in self[:4] if arrays))
 
 
 def write_slots(
@@ -129,17 +137,21 @@ def init_cache(
 
     def zeros(*shape: int, dtype: DTypeLike) -> tuple[Array, ...]:
         whole = (batch, spec.kv_heads, *shape)
-        return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers))
+        return tuple(jnp.zeros(whole, dtype) for _ in range(spec.layers - sum(spec.delta_layers)))
 
     is_int8 = kv_cache_dtype == "int8"
     of_cache = jnp.int8 if is_int8 else dtype
     has_values = not _keys_are_values(spec)
     keys = zeros(spec.head_dim, length, dtype=of_cache)
     values = zeros(length, spec.head_dim * has_values, dtype=of_cache)
+    states = ()
+    if spec.delta is not None:
+        states = tuple(empty_state(spec.delta, batch, dtype) for _ in range(sum(spec.delta_layers)))
     if not is_int8:
-        return Cache(keys, values)
+        return Cache(keys, values, states=states)
     key_scales = zeros(len(_scaled_widths(spec)), length, dtype=dtype)
-    return Cache(keys, values, key_scales, zeros(length, int(has_values), dtype=dtype))
+    value_scales = zeros(length, int(has_values), dtype=dtype)
+    return Cache(keys, values, key_scales, value_scales, states)
 
 
 def _scaled_widths(spec: ModelSpec) -> tuple[int, ...]:
@@ -185,11 +197,12 @@ def _keys_are_values(spec: ModelSpec) -> bool:
 
 def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield each layer's weights, from stacked arrays or from those of `by_layer`."""
-    for name, numbers in spec.stacks.items():
-        for index, number in enumerate(numbers):
-            windowed = spec.windowed_layers[number] if spec.windowed_layers else None
-            weights = {key: arrays[index] for key, arrays in params[name].items()}
-            yield weights, Layer(windowed)
+    for number in range(spec.layers):
+        name = spec.stack_of(number)
+        index = spec.stacks[name].index(number)
+        weights = {key: arrays[index] for key, arrays in params[name].items()}
+        kinds = (spec.windowed_layers, spec.rotary_layers)
+        yield weights, Layer(*(flags[number] if flags else None for flags in kinds))
 
 
 def extend(
@@ -230,6 +243,7 @@ def extend(
     """
     rows, every = jnp.arange(tokens.shape[0])[:, None], slice(None)
     at = (rows, every, every, positions), (rows, every, positions)
+    real = positions < cache.keys[0].shape[3]
 
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
@@ -244,30 +258,60 @@ def extend(
         mixed_in = mixed_in[..., : _scaled_widths(spec)[0]]
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
-    return _run(params, spec, attention, tokens, positions, dtype=dtype, layout=layout)
+    rows_before = _Rows(tokens, positions, real, cache.states)
+    hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
+    return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
+
+
+class _Rows(NamedTuple):
+    """The next tokens of each row, which of them are not padding, and states before them."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    real: Bool[Array, "B T"]
+    states: tuple[DeltaState, ...]
+
+    def state(self, number: int) -> DeltaState:
+        """Return the state of a layer; a row that begins has none yet, whatever it held."""
+        begins = self.positions[:, 0] == 0
+
+        def kept(x: Array) -> Array:
+            return jnp.where(begins.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
+
+        return jax.tree.map(kept, self.states[number])
 
 
 def _run(
     params: Params,
     spec: ModelSpec,
     attention: Callable[..., tuple[Array, LayerCache]],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    rows: _Rows,
     *,
     dtype: DTypeLike,
     layout: Layout | None,
-) -> tuple[Float[Array, "B T D"], Cache]:
-    """Run all layers, each of which attends by (number, options, q, k, v) -> (mixed, its cache)."""
-    by = rotations(spec, positions)
+) -> tuple[Float[Array, "B T D"], Cache, list[Int[Array, "B T top"]]]:
+    """Run all layers.
+
+    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
+    is returned is where tokens went in each layer with experts.
+    """
+    by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
-    x, kept = constrain(embed(params, spec, tokens, dtype=dtype)), []
-    for number, (weights, layer) in enumerate(_layers(params, spec)):
-        attend_slots = functools.partial(attention, number, attending(spec, layer))
-        x, of_layer, _ = decoder_layer(weights, spec, x, by.of(layer), attend_slots, layout=layout)
+    x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
+    kept, states = list[LayerCache](), list[DeltaState]()
+    experts: list[Array] = []
+    for weights, layer in _layers(params, spec):
+        mixers = Mixers(
+            functools.partial(attention, len(kept), attending(spec, layer, weights)),
+            lambda mix: mix(segment_ids, rows.state(len(states))),
+        )
+        x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x)
-        kept.append(of_layer)
-    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True) if of_layers[0] is not None]
-    return final_norm(params, spec, x), Cache(*arrays)
+        (states if isinstance(after, DeltaState) else kept).append(after)
+        experts += [router["experts"]] if router else []
+    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True)]
+    arrays = [() if of_layers[0] is None else of_layers for of_layers in arrays]
+    return final_norm(params, spec, x), Cache(*arrays, tuple(states)), experts
 
 
 class PageTables(NamedTuple):
@@ -301,7 +345,7 @@ def extend_pages(
         params: As `extend`.
         spec: The model.
         pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
-            belong to the parts in order, as many to each.
+            belong to the parts in order, as many to each. Its `states` are those of the rows.
         tables: The pages of each row, within its part.
         tokens: The rows' next tokens.
         positions: Their positions; negative in an empty row, of which nothing is written.
@@ -320,37 +364,44 @@ def extend_pages(
     def attention(
         number: int, options: Attending, q: Array, k: Array, v: Array
     ) -> tuple[Array, LayerCache]:
-        on_device = functools.partial(_attend_part, spec, tables.kernel, options)
+        def on_device(sinks: Any, *arrays: Any) -> tuple[Array, LayerCache]:
+            own = options._replace(sinks=sinks)
+            return _attend_part(spec, tables.kernel, own, *arrays)
+
+        heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
         where = (pool.layer(number), tables.table, positions)
-        mixed, layer = _on_each(layout, on_device, (q[:, 0], k[:, 0], v[:, 0]), *where)
+        mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
-    hidden, pool = _run(
-        params, spec, attention, tokens[:, None], positions[:, None], dtype=dtype, layout=layout
-    )
-    return hidden[:, 0], pool
+    rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
+    hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
+    routes = record_in_pages(pool.routes, experts, tables.table, positions)
+    return hidden[:, 0], kept._replace(routes=routes)
 
 
 def _on_each(
     layout: Layout | None,
     function: Callable[..., tuple[Array, LayerCache]],
-    heads: tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
+    heads: tuple[Array | None, Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K V"]],
     layer: LayerCache,
     table: Int[Array, "B n"],
     positions: Int[Array, " B"],
 ) -> tuple[Array, LayerCache]:
-    """Call a function on the part of each device: rows by part, heads as they are split."""
+    """Call a function on the part of each device: rows by part, heads as they are split.
+
+    The heads' arrays are sinks, which have no rows, queries, keys and values.
+    """
     arrays = (*heads, layer, table, positions)
     if layout is None:
         return function(*arrays)
     rows = PartitionSpec(BATCH)
-    split = "tensor" if heads[1].shape[1] % layout.mesh.shape["tensor"] == 0 else None
+    split = "tensor" if heads[2].shape[1] % layout.mesh.shape["tensor"] == 0 else None
     queries, keys = PartitionSpec(BATCH, "tensor"), PartitionSpec(BATCH, split)
     pages = PartitionSpec(BATCH, None, split)
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=(queries, keys, keys, pages, rows, rows),
+        in_specs=(PartitionSpec("tensor"), queries, keys, keys, pages, rows, rows),
         out_specs=(queries, pages),
         check_vma=False,  # a kernel does not say along which axes its results vary
     )(*arrays)
@@ -368,9 +419,7 @@ def _attend_part(
     """Write one token of each row into the pages of one part, and attend over them."""
     layer, table, positions = held
     size, count = layer.keys.shape[4], layer.keys.shape[1]
-    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
-    page, slot = jnp.where(positions < 0, count, own), positions % size
-    every = slice(None)
+    (page, slot), every = place_of_token(table, positions, count, size), slice(None)
     layer = _write(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
     arrays: list[Any] = [None if x is None else x[0] for x in layer]
     keys, values, *scales = arrays

@@ -32,7 +32,7 @@ def attend_pieces(
         k: Keys.
         v: Values.
         segment_ids: As for `attend`, unique in a row.
-        options: Scale, window and soft-cap of the scores.
+        options: Scale, window, soft-cap and sinks of the scores.
         layout: How rows are split, and the kernel that attends on each device, if any.
 
     Returns:
@@ -49,7 +49,7 @@ def attend_pieces(
     """
     if layout.pieces == 1:
         if layout.kernel is not None:
-            return _on_each(layout, "tensor", options)(q, k, v, segment_ids)
+            return _on_each(layout, "tensor", options)(q, k, v, segment_ids, options.sinks)
         return attend(q, k, v, segment_ids, options, longest=layout.longest)
     q, k, v, segment_ids = map(layout.merge_context, (q, k, v, segment_ids))
     if layout.context == "ring":
@@ -68,7 +68,8 @@ def attend_pieces(
         q = jax.lax.with_sharding_constraint(q, layout.sharding(BATCH, "context", "tensor", None))
     segment_ids = jax.lax.with_sharding_constraint(segment_ids, layout.sharding(BATCH, None))
     if layout.kernel is not None:
-        mixed = _on_each(layout, ("tensor", "context"), options)(q, k, v, segment_ids)
+        by = _on_each(layout, ("tensor", "context"), options)
+        mixed = by(q, k, v, segment_ids, options.sinks)
     else:
         mixed = attend(q, k, v, segment_ids, options, in_blocks=layout.context == "heads")
     own = layout.sharding(BATCH, "context", "tensor", None)
@@ -80,10 +81,14 @@ def _on_each(layout: Layout, heads: Any, options: Attending) -> Any:
     kernel, rows = layout.kernel, PartitionSpec(BATCH)
     assert kernel is not None, "attend_pieces asked"
     mixed = PartitionSpec(BATCH, None, heads)
+
+    def attend_part(q: Array, k: Array, v: Array, segment_ids: Array, sinks: Any) -> Array:
+        return kernel(q, k, v, segment_ids, options._replace(sinks=sinks))
+
     return jax.shard_map(
-        lambda q, k, v, segment_ids: kernel(q, k, v, segment_ids, options),
+        attend_part,
         mesh=layout.mesh,
-        in_specs=(mixed, mixed, mixed, rows),
+        in_specs=(mixed, mixed, mixed, rows, PartitionSpec(heads)),
         out_specs=mixed,
         check_vma=False,  # a kernel does not say along which axes its results vary
     )

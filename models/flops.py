@@ -45,15 +45,15 @@ def active_parameters(spec: ModelSpec) -> ActiveParameters:
     heads = [declarations.pop(name) for name in ("score", "head") if name in declarations]
     leaves = jax.tree.leaves(declarations, is_leaf=lambda leaf: isinstance(leaf, ArrayDecl))
     return ActiveParameters(
-        sum(_active(leaf, spec) for leaf in leaves if len(leaf.hf_axes) > 1),
+        sum(_active(leaf, spec) for leaf in leaves if leaf.dimensions > 1),
         sum(_active(leaf, spec) for leaf in heads or [embed]),
-        sum(_active(leaf, spec) for leaf in leaves if len(leaf.hf_axes) == 1),
+        sum(_active(leaf, spec) for leaf in leaves if leaf.dimensions == 1),
     )
 
 
 def _active(array: ArrayDecl, spec: ModelSpec) -> int:
     size = math.prod(array.shape)
-    if spec.moe and "experts" in array.stacked:
+    if spec.moe and "experts" in array.axes:
         return size // spec.moe.experts * spec.moe.experts_per_token
     return size
 

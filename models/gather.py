@@ -43,7 +43,7 @@ def layer_gatherer(
     def gather(name: str, value: Array) -> Array | Sharded:
         if name.startswith(("router", "expert_")):
             return value
-        if name.endswith(("_norm", "_bias")):
+        if name == "sinks" or name.endswith(("_norm", "_bias", "_taps", "_log")):
             return jax.lax.with_sharding_constraint(value.astype(kinds[name]), homes[name])
         return Sharded(value, homes[name], keep)
 

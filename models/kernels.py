@@ -80,8 +80,8 @@ def attend_cudnn(
     """Compute `models.attention.attend` with cuDNN's fused kernel, FlashAttention on packed rows.
 
     Dao 2023 (https://arxiv.org/abs/2307.08691). It takes 16 bits, on Hopper and later, without a
-    window or a soft-cap. On a mesh it has to stand inside `jax.shard_map`, or XLA gathers all that
-    it takes.
+    window, a soft-cap or sinks. On a mesh it has to stand inside `jax.shard_map`, or XLA gathers
+    all that it takes.
 
     Args:
         q: Queries.
@@ -95,17 +95,18 @@ def attend_cudnn(
         The mixed values; 0 at padding, and so is the gradient there.
 
     Raises:
-        ValueError: A window or a soft-cap is asked for.
+        ValueError: A window, a soft-cap or sinks are asked for.
 
     >>> x = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
     >>> attend_cudnn(x, x, x, jnp.array([[1, 1, 0]]), Attending(window=2))
     Traceback (most recent call last):
-    ValueError: cuDNN's packed attention has no window and no soft-cap, got window=2, softcap=None
+    ValueError: cuDNN's packed attention has no window, soft-cap or sinks, got window=2
     """
-    if options.window is not None or options.softcap is not None:
+    given = {key: getattr(options, key) for key in ("window", "softcap", "sinks")}
+    if given := {key: value for key, value in given.items() if value is not None}:
         raise ValueError(
-            "cuDNN's packed attention has no window and no soft-cap, got "
-            f"window={options.window}, softcap={options.softcap}"
+            "cuDNN's packed attention has no window, soft-cap or sinks, got "
+            + ", ".join(f"{key}={value}" for key, value in given.items())
         )
     # private: the public function takes no segments (jax pull request 29731 would let it)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
@@ -199,12 +200,14 @@ class Heads(NamedTuple):
         keys: Number of key/value heads K.
         width: Of a head, H.
         options: Scale, window and soft-cap.
+        has_sinks: Whether query heads have sinks.
     """
 
     queries: int
     keys: int
     width: int
     options: Attending
+    has_sinks: bool = False
 
 
 class KernelChoice(NamedTuple):
@@ -241,7 +244,8 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     if spec.heads % parts or keys % parts:
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
     options = Attending(spec.score_scale, spec.window, spec.score_softcap)
-    return Heads(spec.heads // parts, keys // parts, spec.head_dim, options)
+    heads = spec.heads // parts
+    return Heads(heads, keys // parts, spec.head_dim, options, spec.attention_sinks)
 
 
 def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
@@ -269,6 +273,7 @@ def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
         ),
         f"the model has a window of {options.window} tokens": options.window is not None,
         f"the model has a soft-cap of {options.softcap}": options.softcap is not None,
+        "the model has attention sinks": heads.has_sinks,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

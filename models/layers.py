@@ -5,8 +5,8 @@ used. RMS norms and rotations are computed in float32.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.delta import DeltaState, delta_mix
 from jaxrl_llm.models.linear import adapted_matrix, linear
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
 from jaxrl_llm.models.moe.mixture import mixture
@@ -21,7 +22,6 @@ from jaxrl_llm.models.rope import Rotation, rotate, rotation
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
-State = TypeVar("State")
 Router = dict[str, Any]  # what the experts of a layer report; empty for a plain feed-forward
 ACTIVATION_FUNCTIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
@@ -66,9 +66,13 @@ class Layer(NamedTuple):
 
     Attributes:
         windowed: Whether it has the window; None where all layers of the model are alike.
+        rotary: Whether its queries and keys are rotated; None where those of all layers are.
+        routed: Its number among those with experts, where choices of experts are replayed.
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
+    rotary: Bool[Array, "*layers"] | bool | None = None
+    routed: Int[Array, "*layers"] | None = None
 
 
 class Rotations(NamedTuple):
@@ -78,8 +82,15 @@ class Rotations(NamedTuple):
     windowed: Rotation
 
     def of(self, layer: Layer) -> Rotation:
-        """Return the rotation of one layer."""
-        windowed = layer.windowed
+        """Return the rotation of one layer; by no angle, where it has none."""
+        by = self._of_window(layer.windowed)
+        if layer.rotary is None:
+            return by
+        return Rotation(
+            *(jnp.where(layer.rotary, x, y) for x, y in zip(by, (1.0, 0.0), strict=True))
+        )
+
+    def _of_window(self, windowed: Array | bool | None) -> Rotation:
         if self.main is self.windowed or windowed is None:
             return self.main
         if isinstance(windowed, bool):
@@ -101,23 +112,42 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
-def stacked_layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
-    """Yield the weights of each stack of layers, and what else tells its layers apart.
+def stacked_layers(
+    params: Params, spec: ModelSpec, *, replays: bool = False
+) -> dict[str, tuple[Params, Layer]]:
+    """Return the weights of each stack of layers, and what else tells its layers apart.
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        replays: Whether choices of experts are replayed.
 
     >>> spec = tiny_spec(layers=2, window=4, windowed_layers=(True, False))
-    >>> [layer.windowed.tolist() for _, layer in stacked_layers({"layers": {}}, spec)]
-    [[True, False]]
+    >>> stacked_layers({"layers": {}}, spec)["layers"][1].windowed.tolist()
+    [True, False]
     """
-    for name, layers in spec.stacks.items():
-        windowed = spec.windowed_layers[layers.start : layers.stop]
-        yield params[name], Layer(jnp.array(windowed) if windowed else None)
+
+    def of(flags: tuple[bool, ...], layers: tuple[int, ...]) -> Array | None:
+        return jnp.array([flags[number] for number in layers]) if flags else None
+
+    def routed(layers: tuple[int, ...]) -> Array | None:
+        dense = spec.moe.dense_layers if spec.moe and replays else spec.layers
+        return jnp.array(layers) - dense if layers[0] >= dense else None
+
+    return {
+        name: (
+            params[name],
+            Layer(of(spec.windowed_layers, layers), of(spec.rotary_layers, layers), routed(layers)),
+        )
+        for name, layers in spec.stacks.items()
+    }
 
 
-def attending(spec: ModelSpec, layer: Layer) -> Attending:
-    """Return how one layer attends: the scale of its scores, its window and its soft-cap.
+def attending(spec: ModelSpec, layer: Layer, weights: Params) -> Attending:
+    """Return how one layer attends: the scale of its scores, its window, soft-cap and sinks.
 
     >>> spec = tiny_spec(head_dim=4)
-    >>> attending(spec, Layer(None)).scale
+    >>> attending(spec, Layer(None), {}).scale
     0.5
     """
     window = spec.window
@@ -125,7 +155,7 @@ def attending(spec: ModelSpec, layer: Layer) -> Attending:
         window = None
     elif window is not None and layer.windowed is not None and layer.windowed is not True:
         window = jnp.where(layer.windowed, window, jnp.iinfo(jnp.int32).max)
-    return Attending(scale=spec.score_scale, window=window, softcap=spec.score_softcap)
+    return Attending(spec.score_scale, window, spec.score_softcap, weights.get("sinks"))
 
 
 def feed_forward(
@@ -134,6 +164,7 @@ def feed_forward(
     h: Float[Array, "R L D"],
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], Router]:
     """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
 
@@ -146,10 +177,12 @@ def feed_forward(
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
         layout: How activations are split over a mesh.
+        routes: Experts that tokens go to instead of the router's choice, as for
+            `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
-        `models.moe.balance.RouterStats`.
+        `models.moe.balance.RouterStats`, and as `experts` [R L top] where each token went.
 
     >>> spec = tiny_spec(hidden_size=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
@@ -170,11 +203,22 @@ def feed_forward(
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
     scale = spec.lora.scale if spec.lora else 0.0
-    out, stats = mixture(
-        weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
+    out, stats, experts = mixture(
+        weights,
+        spec.moe,
+        h,
+        real,
+        activation=activation,
+        lora_scale=scale,
+        layout=layout,
+        routes=routes,
     )
-    out = out + plain("shared_") if spec.moe.shared_ff_width else out
-    return out, stats._asdict()
+    if spec.moe.shared_ff_width:
+        shared = plain("shared_")
+        if spec.moe.shared_gate:
+            shared = shared * jax.nn.sigmoid(linear(weights, spec, "shared_expert_gate", h))
+        out = out + shared
+    return out, stats._asdict() | {"experts": experts}
 
 
 def queries_keys_values(
@@ -211,8 +255,29 @@ def queries_keys_values(
         return expand(spec.latent, h, by, apply, latent_norm)
     q, k, v = (apply(name, h) for name in ("query", "key", "value"))
     if spec.qk_norm:
-        q, k = norm_of(spec, q, weights["query_norm"]), norm_of(spec, k, weights["key_norm"])
+        q, k = (
+            _qk_norm(spec, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key"))
+        )
     return rotate(q, by), rotate(k, by), v
+
+
+def _qk_norm(spec: ModelSpec, x: Float[Array, "R L N H"], scale: Array) -> Array:
+    if not spec.whole_qk_norm:
+        return norm_of(spec, x, scale)
+    return norm_of(spec, x.reshape(*x.shape[:2], -1), scale).reshape(x.shape)
+
+
+class Mixers(NamedTuple):
+    """How the tokens of a row reach each other in a layer; only the one that it has is called.
+
+    Attributes:
+        attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
+            attends within the row; decoding writes into a cache and returns it as the state.
+        delta: `(mix) -> (mixed [R L N W], state)`, where `mix(segment_ids, state)` is `delta_mix`.
+    """
+
+    attention: Callable[[Array, Array, Array], tuple[Array, Any]]
+    delta: Callable[[Callable[..., tuple[Array, DeltaState]]], tuple[Array, Any]]
 
 
 def decoder_layer(
@@ -220,41 +285,76 @@ def decoder_layer(
     spec: ModelSpec,
     x: Float[Array, "R L D"],
     by: Rotation,
-    attention: Callable[[Array, Array, Array], tuple[Array, State]],
+    mixers: Mixers,
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
-) -> tuple[Float[Array, "R L D"], State, Router]:
-    """Apply one layer: x += attention(norm(x)), then x += feed_forward(norm(x)).
+    routes: Int[Array, "R L top"] | None = None,
+) -> tuple[Float[Array, "R L D"], Any, Router]:
+    """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
 
-    With `spec.post_norms` what is added is normed too.
+    What mixes tokens is attention, or a DeltaNet in a layer that has its arrays. With
+    `spec.post_norms` what is added is normed too, or, without `spec.pre_norms`, instead.
 
     Args:
         weights: One layer's arrays, without the leading `layers` axis.
         spec: The model.
         x: Residual stream; its dtype is the compute dtype.
         by: Rotations for the rows' positions.
-        attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
-            attends within the row; decoding writes into a cache and returns it as the state.
+        mixers: What mixes the tokens.
         real: Which positions are not padding; None means all.
         layout: How activations are split over a mesh.
+        routes: As for `feed_forward`.
 
     Returns:
-        The residual stream, what `attention` returned as its state, and what the experts report.
+        The residual stream, the state that the mixer returned, and what the experts report.
     """
 
-    def norm(x: Array, name: str) -> Array:
-        return norm_of(spec, x, weights[name])
+    def norm(x: Array, name: str, applies: bool) -> Array:
+        return norm_of(spec, x, weights[name]) if applies else x
 
-    h = norm(x, "attention_norm")
+    h = norm(x, "attention_norm", spec.pre_norms)
+    if "delta_output" in weights:
+        out, state = _delta_output(weights, spec, h, mixers, layout)
+    else:
+        out, state = _attention_output(weights, spec, h, by, mixers)
+    x = x + norm(out, "attention_post_norm", spec.post_norms)
+    h = norm(x, "mlp_norm", spec.pre_norms)
+    out, router = feed_forward(weights, spec, h, real, layout, routes)
+    return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
+
+
+def _attention_output(
+    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation, mixers: Mixers
+) -> tuple[Float[Array, "R L D"], Any]:
     q, k, v = queries_keys_values(weights, spec, h, by)
-    mixed, state = attention(q, k, v)
+    mixed, state = mixers.attention(q, k, v)
     if spec.latent is not None:
         kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
         mixed = mixed_values(spec.latent, mixed, kv_b)
-    out = linear(weights, spec, "output", mixed, inputs=2)
-    x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
-    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
-    return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+    if spec.gated_attention:
+        mixed = mixed * jax.nn.sigmoid(linear(weights, spec, "attention_gate", h))
+    return linear(weights, spec, "output", mixed, inputs=2), state
+
+
+def _delta_output(
+    weights: Params,
+    spec: ModelSpec,
+    h: Float[Array, "R L D"],
+    mixers: Mixers,
+    layout: Layout | None,
+) -> tuple[Float[Array, "R L D"], Any]:
+    assert spec.delta is not None
+    norm = functools.partial(rms_norm, eps=spec.norm_eps)
+
+    def apply(name: str, x: Array) -> Array:
+        return linear(weights, spec, name, x)
+
+    mixed, state = mixers.delta(
+        lambda segment_ids, state=None: delta_mix(
+            spec.delta, weights, apply, norm, h, segment_ids, state, layout
+        )
+    )
+    return linear(weights, spec, "delta_output", mixed, inputs=2), state
 
 
 def norm_of(

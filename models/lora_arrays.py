@@ -68,9 +68,12 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
 
 
 def _is_adaptable(decl: ArrayDecl) -> bool:
-    """Say whether an array is a matrix in every layer, or in every expert of one; no router is."""
-    is_router = "routes" in decl.axes
-    return "layers" in decl.stacked and len(decl.hf_axes) == 2 and not is_router
+    """Say whether an array is a matrix in every layer, or in every expert of one; no router is.
+
+    Nor are experts that a checkpoint joins in one array: `peft` adapts modules.
+    """
+    is_matrix = len(decl.hf_axes) == decl.dimensions == 2
+    return "layers" in decl.stacked and is_matrix and "routes" not in decl.axes
 
 
 def adaptable(declarations: Declarations) -> dict[str, str]:
@@ -94,6 +97,8 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
     outputs, inputs = decl.hf_axes
     bound = 1 / math.sqrt(math.prod(sizes[axis] for axis in inputs))
     module = PEFT_PREFIX + decl.hf_name.removesuffix(".weight")
+    if decl.hf_part is not None:  # peft would have one pair for all parts
+        module += f".{name}"
 
     def array(
         kind: str, axes: tuple[str, ...], initializer: Initializer, hf_axes: Any
@@ -105,6 +110,7 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
             initializer=initializer,
             hf_name=f"{module}.lora_{kind}.weight",
             hf_axes=hf_axes,
+            hf_part=None,
         )
 
     first, second = (*inputs, "rank"), ("rank", *outputs)

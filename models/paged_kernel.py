@@ -39,7 +39,7 @@ class PagedHeads(NamedTuple):
         keys: heads of the cache.
         width: of a key.
         latent: width of the values where they are the first numbers of the keys, else None.
-        options: of each kind of layer.
+        options: of each kind of layer; sinks, if there are any, are some that serve the trial.
         is_int8: whether keys and values are in int8.
     """
 
@@ -81,13 +81,14 @@ def paged_heads(spec: ModelSpec, layout: Layout) -> PagedHeads | str:
     spec, parts = spec.for_decoding, layout.mesh.shape["tensor"]
     if spec.heads % parts or (spec.kv_heads % parts and spec.kv_heads > 1):
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
-    kinds = sorted(set(spec.windowed_layers)) or [None]
+    kinds, heads = sorted(set(spec.windowed_layers)) or [None], spec.heads // parts
+    given = {"sinks": np.linspace(-2, 2, heads, dtype=np.float32)} if spec.attention_sinks else {}
     return PagedHeads(
-        spec.heads // parts,
+        heads,
         max(1, spec.kv_heads // parts),
         spec.head_dim,
         None if spec.latent is None else spec.latent.kv_rank,
-        tuple(attending(spec, Layer(windowed)) for windowed in kinds),
+        tuple(attending(spec, Layer(windowed), given) for windowed in kinds),
     )
 
 

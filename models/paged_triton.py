@@ -19,84 +19,12 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.attention import PLAIN, Attending
 from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.paged_blocks import Blocks, choose_blocks, power_of_two, width_parts
 
-LEAST_QUERIES = 16  # rows of a tensor core's product
-MOST_QUERIES = 32  # heads that share keys and are computed at once
-LEAST_WIDTH = 16  # dimensions of a tensor core's product
-BLOCK = 64  # tokens of keys and values on the chip at once; fewer of wide ones
-BLOCK_BYTES = 65536  # of a block's keys and values at most
-PROGRAMS = 528  # wanted at least: four for each of 132 multiprocessors
-LEAST_SPLIT = 128  # tokens
-MOST_SPLIT = 1024
 FLOAT32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """How float32 is multiplied: in three products of tensor cores, nearly to its own precision."""
 MASKED = float(jnp.finfo(jnp.float32).min)
 LOG2_E = math.log2(math.e)
-
-
-class Blocks(NamedTuple):
-    """How the work of the kernel is cut.
-
-    Attributes:
-        queries: heads that one program computes, of those that share keys; the rest is padding.
-        pages: that are read at once; a power of two.
-        per_split: pages that one program reads; a multiple of `pages`.
-        splits: parts into which a sequence's pages are cut.
-    """
-
-    queries: int
-    pages: int
-    per_split: int
-    splits: int
-
-
-def choose_blocks(programs: int, shared: int, token: int, page: int, pages: int) -> Blocks:
-    """Choose how the work is cut.
-
-    Sequences are split so far that there are `PROGRAMS` programs, and so far that none reads more
-    than `MOST_SPLIT` tokens: else the longest sequence would be waited for.
-
-    Args:
-        programs: sequences times heads of keys.
-        shared: query heads that share a head of keys.
-        token: bytes of a token's key and value.
-        page: tokens of a page.
-        pages: the most pages of a sequence.
-
-    >>> choose_blocks(512, 2, 512, 16, 128)
-    Blocks(queries=16, pages=4, per_split=64, splits=2)
-    >>> choose_blocks(8, 5, 512, 16, 128)
-    Blocks(queries=16, pages=4, per_split=8, splits=16)
-    """
-    queries = min(max(LEAST_QUERIES, _power(shared)), MOST_QUERIES)
-    at_once = max(1, min(BLOCK, BLOCK_BYTES // token) // page)
-    at_once = min(_power(at_once + 1) // 2, _power(pages))
-    programs *= -(-shared // queries)
-    fewest = -(-pages * page // MOST_SPLIT)
-    most = max(fewest, pages * page // LEAST_SPLIT)
-    splits = min(max(fewest, -(-PROGRAMS // programs)), most)
-    per_split = -(-pages // (splits * at_once)) * at_once
-    return Blocks(queries, at_once, per_split, -(-pages // per_split))
-
-
-def _power(number: int) -> int:
-    """Return the smallest power of two that is not smaller."""
-    return 1 << max(0, number - 1).bit_length()
-
-
-def width_parts(width: int) -> tuple[tuple[int, int], ...]:
-    """Cut a width into powers of two: start and size of each, as Triton takes no others.
-
-    Raises:
-        ValueError: it is not a multiple of `LEAST_WIDTH`.
-
-    >>> width_parts(576), width_parts(80)
-    (((0, 512), (512, 64)), ((0, 64), (64, 16)))
-    """
-    if width % LEAST_WIDTH or width <= 0:
-        raise ValueError(f"expected a width that is a multiple of {LEAST_WIDTH}, got {width}")
-    sizes = [1 << bit for bit in range(width.bit_length()) if width >> bit & 1][::-1]
-    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
 @jax.named_scope("attention")
@@ -118,14 +46,15 @@ def attend_pages(
     (https://arxiv.org/abs/2205.14135, algorithm 1). Where there are several parts,
     $o = \sum_c w_c o_c / \sum_c w_c$ with $w_c = e^{m_c} l_c$ joins them (Flash-Decoding,
     https://pytorch.org/blog/flash-decoding/). Pages out of the window are not read. Keys and values
-    in int8 are converted on the chip, and their scales multiply scores and weights.
+    in int8 are converted on the chip, and their scales multiply scores and weights. The sums of the
+    first part begin with the head's sink, which is a score without a value.
 
     Args:
         q: Queries, rotated.
         pages: Keys and values.
         positions: Of the queries, whose own keys and values are in their pages. Negative: the row
             is empty, its result is 0.
-        options: Scale, window and soft-cap of the scores.
+        options: Scale, window, soft-cap and sinks of the scores.
         value_width: V where there are no values.
         blocks: How the work is cut; None: `choose_blocks`.
         interpret: Whether to compute it on any device, slowly, as tests do.
@@ -153,17 +82,17 @@ def attend_pages(
     window = table.shape[1] * page if options.window is None else options.window
     ends = positions.astype(jnp.int32) + 1
     starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
-    run = _call(sizes, blocks, q, pages, interpret)
-    grouped = q.reshape(batch, -1, shared, width)
-    held = pages._replace(table=None)
-    results = run(grouped, table.astype(jnp.int32), starts, ends, held)
+    run, sinks = _call(sizes, blocks, q, pages, interpret), options.sinks
+    sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(-1, shared)
+    rows = _Rows(table.astype(jnp.int32), starts, ends)
+    results = run((q.reshape(batch, -1, shared, width), sinks), rows, pages._replace(table=None))
     joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(q.dtype)
     return joined.reshape(batch, heads, mixed)
 
 
 def _sizes_of(q: Array, pages: Pages, options: Attending, mixed: int, interpret: bool) -> "_Sizes":
     width, page = q.shape[2], pages.keys.shape[3]
-    if page != _power(page):
+    if page != power_of_two(page):
         raise ValueError(f"expected pages of a power of two of tokens, got {page}")
     return _Sizes(
         q.shape[1] // pages.keys.shape[1],
@@ -234,6 +163,14 @@ class _Sizes(NamedTuple):
     precision: Any
 
 
+class _Rows(NamedTuple):
+    """The pages of each sequence, and the first token and the end of those attended to."""
+
+    table: Any
+    starts: Any
+    ends: Any
+
+
 class _Sums(NamedTuple):
     """The online softmax of some heads: mixed values by parts, largest score and sum of weights."""
 
@@ -245,10 +182,8 @@ class _Sums(NamedTuple):
 def _kernel(
     sizes: _Sizes,
     blocks: Blocks,
-    q_ref: Any,
-    table_ref: Any,
-    starts_ref: Any,
-    ends_ref: Any,
+    of_heads: tuple[Any, Any],
+    rows: _Rows,
     held: Pages,
     *out_refs: Any,
 ) -> None:
@@ -258,11 +193,12 @@ def _kernel(
     head, group = pl.program_id(1) // groups, pl.program_id(1) % groups
     heads = group * blocks.queries + jnp.arange(blocks.queries)
     is_head = heads < sizes.shared
+    q_ref, sinks_ref = of_heads
     q = [
         triton.load(_at(q_ref, row, head, heads, _numbers(part)), mask=is_head[:, None], other=0)
         for part in sizes.key_parts
     ]
-    start, end = starts_ref[row], ends_ref[row]
+    start, end = rows.starts[row], rows.ends[row]
     first = start // sizes.page + split * blocks.per_split
     last = jnp.minimum(first + blocks.per_split, pl.cdiv(end, sizes.page))
     slots = jnp.arange(sizes.page)
@@ -270,7 +206,7 @@ def _kernel(
     def body(i: Array, sums: _Sums) -> _Sums:
         at = first + i * blocks.pages + jnp.arange(blocks.pages)
         is_page = at < last
-        pages = triton.load(_at(table_ref, row, at), mask=is_page, other=0)
+        pages = triton.load(_at(rows.table, row, at), mask=is_page, other=0)
         block = _load(sizes, held, pages, is_page, head, q_ref.dtype)
         place = ((at * sizes.page)[:, None] + slots[None, :]).reshape(-1)
         allowed = (place >= start) & (place < end) & (place < last * sizes.page)
@@ -279,11 +215,19 @@ def _kernel(
             scores = sizes.softcap * jnp.tanh(scores / sizes.softcap)
         return _add(sizes, sums, jnp.where(allowed[None, :], scores, MASKED), block)
 
-    none = jnp.zeros(blocks.queries, jnp.float32)
-    mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in sizes.value_parts)
     trips = pl.cdiv(jnp.maximum(last - first, 0), blocks.pages)
-    sums = jax.lax.fori_loop(0, trips, body, _Sums(mixed, none + MASKED, none))
+    none = jnp.full(blocks.queries, MASKED)
+    if sinks_ref is not None:
+        sinks = triton.load(_at(sinks_ref, head, heads), mask=is_head, other=MASKED)
+        none = jnp.where(split == 0, sinks, none)
+    sums = jax.lax.fori_loop(0, trips, body, _first_sums(sizes, none))
     _store(sizes, sums, is_head, (row, head, split, heads), *out_refs)
+
+
+def _first_sums(sizes: _Sizes, scores: Float32[Array, " Q"]) -> _Sums:
+    """Return the online softmax of a score per head that has no value; `MASKED` is none."""
+    mixed = tuple(jnp.zeros((len(scores), size), jnp.float32) for _, size in sizes.value_parts)
+    return _Sums(mixed, scores, jnp.where(scores > MASKED, 1.0, 0.0))
 
 
 class _Block(NamedTuple):

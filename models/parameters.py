@@ -15,9 +15,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key, UInt32
 
-from jaxrl_llm.models.arrays import ONES, ZEROS, ArrayDecl, Declarations, Initializer, Params
+from jaxrl_llm.models.arrays import (
+    DECAYS,
+    ONES,
+    ZEROS,
+    ArrayDecl,
+    Declarations,
+    HfPart,
+    Initializer,
+    Params,
+)
 from jaxrl_llm.models.lora_arrays import declare_lora
 from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
 
 PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]
@@ -42,9 +52,9 @@ def declare(spec: ModelSpec) -> Declarations:
     array = _declarer(spec)
     norm = ZEROS if spec.unit_offset_norms else ONES
     declarations: Declarations = {
-        "embed": array("model.embed_tokens.weight", "vocab embed", "vocab embed"),
+        "embed": array(f"{spec.hf_prefix}embed_tokens.weight", "vocab embed", "vocab embed"),
         **{name: _declare_stack(spec, layers) for name, layers in spec.stacks.items()},
-        "final_norm": array("model.norm.weight", "norm", "norm", norm),
+        "final_norm": array(f"{spec.hf_prefix}norm.weight", "norm", "norm", norm),
     }
     if spec.value_head or spec.reward_head:
         declarations["score"] = array("score.weight", "embed label", "label embed")
@@ -58,9 +68,9 @@ def declare(spec: ModelSpec) -> Declarations:
 
 
 def _declarer(
-    spec: ModelSpec, layers: range = range(0), **own_sizes: int
+    spec: ModelSpec, layers: tuple[int, ...] = (), **own_sizes: int
 ) -> Callable[..., ArrayDecl]:
-    """Return `(hf_name, axes, hf_axes, initializer) -> ArrayDecl` for the arrays of a stack."""
+    """Return what declares a stack's arrays, by name, axes, Hugging Face axes and initializer."""
     sizes = {
         "layers": len(layers),
         "vocab": spec.vocab_size,
@@ -78,7 +88,9 @@ def _declarer(
     } | own_sizes
     normal = jax.nn.initializers.normal(stddev=spec.init_std)
 
-    def array(name: str, axes: str, hf_axes: str, initializer: Initializer = normal) -> ArrayDecl:
+    def array(
+        name: str, axes: str, hf_axes: str, initializer: Initializer = normal, **fields: Any
+    ) -> ArrayDecl:
         names = tuple(axes.split())
         return ArrayDecl(
             shape=tuple(sizes[axis] for axis in names),
@@ -86,40 +98,48 @@ def _declarer(
             initializer=initializer,
             hf_name=name,
             hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
-            first_layer=layers.start,
+            layer_numbers=layers,
+            **fields,
         )
 
     return array
 
 
-def _declare_stack(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_stack(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     array = _declarer(spec, layers)
-    sparse = spec.moe is not None and layers.start >= spec.moe.dense_layers
+    sparse = spec.moe is not None and layers[0] >= spec.moe.dense_layers
+    mixer = _declare_attention if spec.latent is None else _declare_latent
+    if spec.delta_layers and spec.delta_layers[layers[0]]:
+        mixer = _declare_delta
     return (
         _declare_norms(spec, array)
-        | (_declare_attention if spec.latent is None else _declare_latent)(spec, layers)
+        | mixer(spec, layers)
         | (_declare_experts if sparse else _declare_mlp)(spec, layers)
     )
 
 
 def _declare_norms(spec: ModelSpec, array: Callable[..., ArrayDecl]) -> Declarations:
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = {}
+    if spec.pre_norms:
+        after = "pre_feedforward" if spec.post_norms else "post_attention"
+        names |= {"attention_norm": "input_layernorm", "mlp_norm": f"{after}_layernorm"}
     if spec.post_norms:
         names |= {
             "attention_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
     norm = ZEROS if spec.unit_offset_norms else ONES
     return {
-        ours: array(f"model.layers.{{layers}}.{theirs}.weight", "layers norm", "norm", norm)
+        ours: array(
+            f"{spec.hf_prefix}layers.{{layers}}.{theirs}.weight", "layers norm", "norm", norm
+        )
         for ours, theirs in names.items()
     }
 
 
-def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_attention(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     array = _declarer(spec, layers)
-    at = "model.layers.{layers}.self_attn."
+    at = spec.hf_prefix + "layers.{layers}.self_attn."
     norm = ZEROS if spec.unit_offset_norms else ONES
     arrays = {}
     for ours, theirs, heads in (
@@ -128,23 +148,80 @@ def _declare_attention(spec: ModelSpec, layers: range) -> Declarations:
         ("value", "v", "kv_heads"),
     ):
         own, merged = f"{heads} head_dim", f"{heads}*head_dim"
-        arrays[ours] = array(f"{at}{theirs}_proj.weight", f"layers embed {own}", f"{merged} embed")
-        if spec.qkv_bias:
-            bias = array(f"{at}{theirs}_proj.bias", f"layers {own}", merged, ZEROS)
-            arrays[f"{ours}_bias"] = bias
+        parts: dict[str, Any] = {ours: None}
+        if spec.gated_attention and ours == "query":
+            width = spec.head_dim
+            parts = {
+                ours: HfPart(("head_dim",), 0, 2 * width),
+                "attention_gate": HfPart(("head_dim",), width, 2 * width),
+            }
+        if spec.hf_joined:
+            sizes = [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
+            start = sum(sizes[: "qkv".index(theirs)])
+            parts = {ours: HfPart((heads, "head_dim"), start, sum(sizes))}
+        proj = f"{at}{'qkv' if spec.hf_joined else theirs}_proj"
+        for name, part in parts.items():
+            axes = f"layers embed {own}", f"{merged} embed"
+            arrays[name] = array(f"{proj}.weight", *axes, hf_part=part)
+            if spec.qkv_bias:
+                bias = array(f"{proj}.bias", f"layers {own}", merged, ZEROS, hf_part=part)
+                arrays[f"{name}_bias"] = bias
         if spec.qk_norm and ours != "value":
             name = f"{at}{theirs}_norm.weight"
-            arrays[f"{ours}_norm"] = array(name, "layers head_dim", "head_dim", norm)
+            of_norm = _declarer(spec, layers, norm=getattr(spec, heads) * spec.head_dim)
+            width = "norm" if spec.whole_qk_norm else "head_dim"
+            arrays[f"{ours}_norm"] = of_norm(name, f"layers {width}", width, norm)
     axes = "layers heads head_dim embed"
     arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_dim")
     if spec.output_bias:
         arrays["output_bias"] = array(f"{at}o_proj.bias", "layers norm", "norm", ZEROS)
+    if spec.attention_sinks:
+        arrays["sinks"] = array(f"{at}sinks", "layers heads", "heads")
     return arrays
 
 
-def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_delta(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
+    assert spec.delta is not None
+    delta, at = spec.delta, spec.hf_prefix + "layers.{layers}.linear_attn."
+    heads, keys, values = delta.key_heads, delta.key_width, delta.joined_value_width
+    sizes = {"delta_heads": heads, "_values": delta.values_per_key, "_taps": delta.conv_width}
+    norm = _declarer(spec, layers, norm=delta.value_width)
+    arrays = {"delta_norm": norm(f"{at}norm.weight", "layers norm", "norm", ONES)}
+    start = 0
+    for ours, width in (("query", keys), ("key", keys), ("value", values), ("gate", values)):
+        array = _declarer(spec, layers, head_dim=width, _one=1, **sizes)
+        both, total = ("delta_heads", "head_dim"), heads * (2 * keys + values)
+        part: HfPart | None = HfPart(both, heads * start, total)
+        name = "in_proj_z" if ours == "gate" else "in_proj_qkv"
+        if ours != "gate":
+            taps = "layers delta_heads head_dim _one _taps", "delta_heads*head_dim _one _taps"
+            arrays[f"delta_{ours}_taps"] = array(f"{at}conv1d.weight", *taps, hf_part=part)
+        if delta.joined_by_head:
+            name, part = "in_proj_qkvz", HfPart(("head_dim",), start, 2 * (keys + values))
+        elif ours == "gate":
+            part = None
+        axes = "layers embed delta_heads head_dim", "delta_heads*head_dim embed"
+        arrays[f"delta_{ours}"] = array(f"{at}{name}.weight", *axes, hf_part=part)
+        start += width
+    array = _declarer(spec, layers, head_dim=values, **sizes)
+    for i, (ours, theirs) in enumerate((("beta", "b"), ("decay", "a"))):
+        name, part = f"in_proj_{theirs}", None
+        if delta.joined_by_head:
+            per_key = delta.values_per_key
+            name, part = "in_proj_ba", HfPart(("_values",), i * per_key, 2 * per_key)
+        axes = "layers embed delta_heads _values", "delta_heads*_values embed"
+        arrays[f"delta_{ours}"] = array(f"{at}{name}.weight", *axes, hf_part=part)
+    own = "layers delta_heads _values", "delta_heads*_values"
+    for name, theirs, first in (("step_bias", "dt_bias", ONES), ("decay_log", "A_log", DECAYS)):
+        arrays[f"delta_{name}"] = array(f"{at}{theirs}", *own, first, float32=True)
+    axes = "layers delta_heads head_dim embed", "embed delta_heads*head_dim"
+    arrays["delta_output"] = array(f"{at}out_proj.weight", *axes)
+    return arrays
+
+
+def _declare_latent(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     assert spec.latent is not None
-    latent, at = spec.latent, "model.layers.{layers}.self_attn."
+    latent, at = spec.latent, spec.hf_prefix + "layers.{layers}.self_attn."
     arrays = {}
     to_heads = ("layers embed heads head_dim", "heads*head_dim embed")
     if latent.query_rank is None:
@@ -171,29 +248,52 @@ def _declare_latent(spec: ModelSpec, layers: range) -> Declarations:
     return arrays
 
 
-def _declare_experts(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_experts(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     assert spec.moe is not None
-    array, at = _declarer(spec, layers), f"model.layers.{{layers}}.{spec.moe.hf_module}."
-    arrays = {"router": array(f"{at}gate.weight", "layers embed routes", "routes embed")}
+    array, at = _declarer(spec, layers), f"{spec.hf_prefix}layers.{{layers}}.{spec.moe.hf_module}."
+    router = f"{at}{spec.moe.hf_router}."
+    arrays = {"router": array(f"{router}weight", "layers embed routes", "routes embed")}
     if isinstance(spec.moe.router, SigmoidRouter):
-        name = f"{at}gate.e_score_correction_bias"
+        name = f"{at}{spec.moe.hf_router_bias}"
         arrays["router_bias"] = array(name, "layers routes", "routes", ZEROS)
+    if spec.moe.biases:
+        arrays["router_logit_bias"] = array(f"{router}bias", "layers routes", "routes", ZEROS)
     for ours, theirs in zip(("gate", "up", "down"), spec.moe.hf_projections, strict=True):
-        inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
-        name = f"{at}experts.{{experts}}.{theirs}.weight"
-        axes = f"layers experts {inputs} {outputs}"
-        arrays[f"expert_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+        arrays |= _declare_projection(spec.moe, ours, f"{at}experts.", theirs, array)
     if spec.moe.shared_ff_width:
         array = _declarer(spec, layers, ff=spec.moe.shared_ff_width)
         for ours in ("gate", "up", "down"):
             inputs, outputs = ("ff", "embed") if ours == "down" else ("embed", "ff")
-            name = f"{at}shared_experts.{ours}_proj.weight"
+            name = f"{at}{spec.moe.hf_shared}.{ours}_proj.weight"
             axes = f"layers {inputs} {outputs}"
             arrays[f"shared_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+    if spec.moe.shared_gate:
+        array, name = _declarer(spec, layers, _one=1), f"{at}{spec.moe.hf_shared}_gate.weight"
+        arrays["shared_expert_gate"] = array(name, "layers embed _one", "_one embed")
     return arrays
 
 
-def _declare_mlp(spec: ModelSpec, layers: range) -> Declarations:
+def _declare_projection(
+    moe: MoeSpec, ours: str, at: str, theirs: str, array: Callable[..., ArrayDecl]
+) -> Declarations:
+    """Declare a projection of all experts: gate, up or down."""
+    inputs, outputs = ("expert_embed", "expert_ff")[:: -1 if ours == "down" else 1]
+    weight, bias = f"{at}{{experts}}.{theirs}.weight", f"{at}{{experts}}.{theirs}.bias"
+    hf_axes, part = (f"{outputs} {inputs}", outputs), None
+    if moe.hf_joined:
+        weight = f"{at}down_proj" if ours == "down" else f"{at}gate_up_proj"
+        bias, hf_axes = f"{weight}_bias", (f"experts {inputs} {outputs}", f"experts {outputs}")
+        if ours != "down":
+            part = HfPart((outputs,), int(ours == "up"), 2 * moe.ff_width, step=2)
+    axes, name = f"layers experts {inputs} {outputs}", f"expert_{ours}"
+    arrays = {name: array(weight, axes, hf_axes[0], hf_part=part)}
+    if moe.biases:
+        axes = f"layers experts {outputs}"
+        arrays[f"{name}_bias"] = array(bias, axes, hf_axes[1], ZEROS, hf_part=part)
+    return arrays
+
+
+def _declare_mlp(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     array = _declarer(spec, layers)
     arrays = {}
     for ours, inputs, outputs in (
@@ -201,9 +301,13 @@ def _declare_mlp(spec: ModelSpec, layers: range) -> Declarations:
         ("up", "embed", "ff"),
         ("down", "ff", "embed"),
     ):
-        at = f"model.layers.{{layers}}.mlp.{ours}_proj"
-        hf_axes = f"{outputs} {inputs}"
-        arrays[ours] = array(f"{at}.weight", f"layers {inputs} {outputs}", hf_axes)
+        theirs, part = ours, None
+        if spec.hf_joined and ours != "down":
+            first = 0 if ours == "gate" else spec.ff_width
+            theirs, part = "gate_up", HfPart(("ff",), first, 2 * spec.ff_width)
+        at = f"{spec.hf_prefix}layers.{{layers}}.mlp.{theirs}_proj"
+        axes = f"layers {inputs} {outputs}", f"{outputs} {inputs}"
+        arrays[ours] = array(f"{at}.weight", *axes, hf_part=part)
         if spec.mlp_bias:
             own = outputs if outputs == "ff" else "norm"
             arrays[f"{ours}_bias"] = array(f"{at}.bias", f"layers {own}", own, ZEROS)
@@ -223,10 +327,12 @@ def compute_dtypes(spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
     """
 
     def used(declaration: ArrayDecl) -> Any:
-        is_vector = len(declaration.shape) - len(declaration.stacked) == 1
+        rank = len(declaration.shape) - len(declaration.stacked)
+        is_vector = rank == 1 or declaration.dimensions == 1
         is_value_head = "label" in declaration.axes
         is_router = "routes" in declaration.axes
-        return jnp.dtype(jnp.float32 if is_vector or is_value_head or is_router else dtype)
+        is_wide = is_vector or is_value_head or is_router or declaration.float32
+        return jnp.dtype(jnp.float32 if is_wide else dtype)
 
     return jax.tree.map(used, declare(spec))
 

@@ -76,7 +76,7 @@ def declare_quantized(spec: ModelSpec) -> Declarations:
 
         def reordered(axes: tuple[str, ...], hf_axes: tuple[tuple[str, ...], ...]) -> ArrayDecl:
             shape = tuple(sizes[axis] for axis in axes)
-            return dataclasses.replace(decl, shape=shape, axes=axes, hf_axes=hf_axes)
+            return dataclasses.replace(decl, shape=shape, axes=axes, hf_axes=hf_axes, hf_part=None)
 
         return QuantizedMatrix(
             reordered((*decl.stacked, *outputs, *inputs), decl.hf_axes),

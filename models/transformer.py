@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.gather import layer_gatherer, lookup, split_matrix
 from jaxrl_llm.models.layers import (
     Layer,
+    Mixers,
     Rotations,
     Router,
     attending,
@@ -25,7 +26,7 @@ from jaxrl_llm.models.layers import (
 )
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import Block, ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
 
@@ -62,11 +63,35 @@ def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Floa
     return norm_of(spec, x, params["final_norm"])
 
 
+class PackedTokens(NamedTuple):
+    """Rows of packed tokens.
+
+    Attributes:
+        tokens: Token ids.
+        positions: Index of each token within its own sequence.
+        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
+        routes: Experts that tokens go to in each layer that has some, as for
+            `models.moe.routing.replay_routes`; None: routers choose.
+    """
+
+    tokens: Int[Array, "R L"]
+    positions: Int[Array, "R L"]
+    segment_ids: Int[Array, "R L"]
+    routes: Int[Array, "R L M top"] | None = None
+
+
 class _Row(NamedTuple):
     """What layers know of a row besides its residual stream."""
 
     by: Rotations
     segment_ids: Array
+    routes: Array | None
+
+    def routes_in(self, layer: Layer) -> Array | None:
+        """Return which experts tokens go to in a layer, where that is given."""
+        if self.routes is None or layer.routed is None:
+            return None
+        return jax.lax.dynamic_index_in_dim(self.routes, layer.routed, axis=2, keepdims=False)
 
 
 def forward(
@@ -151,18 +176,102 @@ def forward_with_router(
     >>> forward_with_router(init_params(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
+    rows = PackedTokens(tokens, positions, segment_ids)
+    return forward_rows(params, spec, rows, dtype=dtype, remat=remat, layout=layout)
+
+
+def forward_rows(
+    params: Params,
+    spec: ModelSpec,
+    packed: PackedTokens,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "none",
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "R L D"], Router]:
+    """Run the decoder as `forward_with_router`, by recorded choices of experts where there are any.
+
+    Args:
+        params: As `forward`.
+        spec: As `forward`.
+        packed: The rows.
+        dtype: As `forward`.
+        remat: As `forward`.
+        layout: As `forward`.
+
+    Returns:
+        As `forward_with_router`; with routes also `experts` [M R L top], where tokens went, unless
+        stages hold the layers.
+
+    >>> from jaxrl_llm.models.moe.spec import MoeSpec
+    >>> from jaxrl_llm.models.parameters import init_params
+    >>> spec = tiny_spec(moe=MoeSpec(experts=4, experts_per_token=1, ff_width=6))
+    >>> row, routes = jnp.ones((1, 2), jnp.int32), jnp.array([[[[3]], [[0]]]])
+    >>> packed = PackedTokens(row, row, row, routes)
+    >>> forward_rows(init_params(spec, key=jax.random.key(0)), spec, packed)[1]["experts"].tolist()
+    [[[[3], [0]]]]
+    """
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
-    rows = _Row(rotations(spec, positions), segment_ids)
-    x = constrain(embed(params, spec, tokens, dtype=dtype, layout=layout))
-    reports: Router = {}
-    for name, stack in zip(spec.stacks, stacked_layers(params, spec), strict=True):
-        if layout and layout.stages > 1 and name == "layers":
-            x, router = run_stages(step, x, rows, stack, layout)
+    rows = _Row(rotations(spec, packed.positions), packed.segment_ids, packed.routes)
+    x = constrain(embed(params, spec, packed.tokens, dtype=dtype, layout=layout))
+    stacks = stacked_layers(params, spec, replays=packed.routes is not None)
+    reports = list[Router]()
+    used = dict.fromkeys(stacks, 0)
+    for block in spec.blocks:
+        held = {name: _of_block(stacks[name], block, name, used) for name, _ in block.runs}
+        repeat = functools.partial(_run_block, step, block)
+        if layout and layout.stages > 1 and block.repeats > 1:
+            x, router = run_stages(repeat, x, rows, held, layout)
         else:
-            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, stack)
-        reports |= router
-    return final_norm(params, spec, x), reports
+            x, router = jax.lax.scan(functools.partial(_repeat_scanned, repeat, rows), x, held)
+        reports += [jax.tree.map(lambda report: jax.lax.collapse(report, 0, 2), router)]
+    joined = [report for report in reports if report]
+    if len(joined) > 1:
+        joined = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)]
+    return final_norm(params, spec, x), joined[0] if joined else {}
+
+
+_Layers = tuple[Params, Layer]
+
+
+def _of_block(stack: _Layers, block: Block, name: str, used: dict[str, int]) -> _Layers:
+    """Take a block's layers from a stack: arrays [repeats, layers of one repeat, …]."""
+    each, first = sum(n for run, n in block.runs if run == name), used[name]
+    count = block.repeats * each
+    used[name] += count
+
+    def taken(array: Array) -> Array:
+        some = array if len(array) == count else array[first : first + count]
+        return some.reshape(block.repeats, each, *array.shape[1:])
+
+    return jax.tree.map(taken, stack)
+
+
+def _repeat_scanned(repeat: Callable[..., Any], rows: "_Row", x: Array, held: Any) -> Any:
+    return repeat(x, rows, held)
+
+
+def _run_block(
+    step: Callable[[Array, Any, _Layers], tuple[Array, Router]],
+    block: Block,
+    x: Float[Array, "P l D"],
+    rows: "_Row",
+    held: dict[str, _Layers],
+) -> tuple[Float[Array, "P l D"], Router]:
+    """Run one repeat of a block; return what the experts report, stacked over its layers."""
+    used, reports = dict.fromkeys(held, 0), list[Router]()
+    for name, count in block.runs:
+        some = slice(used[name], used[name] + count)
+        used[name] += count
+        run = jax.tree.map(lambda array, some=some: array[some], held[name])
+        if count == 1:
+            x, router = step(x, rows, jax.tree.map(lambda array: array[0], run))
+            reports += [jax.tree.map(lambda report: report[None], router)]
+        else:
+            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, run)
+            reports += [router]
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
 
 def _layer_step(
@@ -179,16 +288,22 @@ def _layer_step(
 
     def body(x: Array, rows: _Row, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
         weights, layer = gather(of_layer[0]), of_layer[1]
-        options = attending(spec, layer)
+        options = attending(spec, layer, weights)
         x, _, router = decoder_layer(
             weights,
             spec,
             x,
             rows.by.of(layer),
-            lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
+            Mixers(
+                lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
+                lambda mix: (mix(rows.segment_ids)[0], None),
+            ),
             rows.segment_ids != 0,
             layout,
+            rows.routes_in(layer),
         )
+        if rows.routes is None or (layout and layout.stages > 1):
+            router.pop("experts", None)  # what stages report is added up
         return constrain(x), router
 
     return rematerialize(body, remat)

@@ -21,6 +21,7 @@ DEFAULT_RULES: Rules = {
     "norm": None,
     "heads": "tensor",
     "kv_heads": "tensor",
+    "delta_heads": "tensor",
     "head_dim": None,
     "ff": "tensor",
     "experts": "expert",

@@ -31,6 +31,8 @@ WIDTH_AXIS = {
     "expert_gate_lora_b": 2,
     "expert_up_lora_b": 2,
     "expert_down_lora_a": 1,
+    "expert_gate_bias": 1,
+    "expert_up_bias": 1,
 }
 """Which axis of an array is the experts' width; other low-rank factors have none."""
 
@@ -41,6 +43,7 @@ EMBED_AXIS = {
     "expert_gate_lora_a": 1,
     "expert_up_lora_a": 1,
     "expert_down_lora_b": 2,
+    "expert_down_bias": 1,
 }
 """Which axis of an array is the hidden states' width; other low-rank factors have none."""
 
@@ -50,9 +53,10 @@ MATRICES = ("expert_gate", "expert_up", "expert_down")
 def expert_parallel_mixture(
     x: Float[Array, "T D"],
     weights: Params,
-    choose: Callable[[Params, Array], Any],
+    choose: Callable[[Params, Array, Array | None], Any],
     experts: Callable[[Params, Array, Array], Array],
     layout: Layout,
+    routes: Int[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T D"], Any]:
     r"""Route and dispatch tokens, with the experts split over the mesh axis `expert`.
 
@@ -67,10 +71,11 @@ def expert_parallel_mixture(
     Args:
         x: Tokens, split over the batch and `context` axes.
         weights: `router`, perhaps `router_bias`; `expert_gate`, `expert_up` [E D F] and
-            `expert_down` [E F D], perhaps with low-rank factors.
-        choose: `(weights, tokens) -> Routing`.
+            `expert_down` [E F D], perhaps with biases and low-rank factors.
+        choose: `(weights, tokens, routes) -> Routing`.
         experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `moe.dispatch.dispatch`.
         layout: The mesh.
+        routes: Experts that `choose` is to take, split as the tokens; None: it chooses.
 
     Returns:
         The weighted sums, in the dtype of `x`, and the routing of all tokens.
@@ -81,7 +86,7 @@ def expert_parallel_mixture(
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> routing = Routing(jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)) / 2)
-    >>> choose, same = lambda weights, x: routing, lambda weights, rows, sizes: rows
+    >>> choose, same = lambda weights, x, routes: routing, lambda weights, rows, sizes: rows
     >>> x, weights = jnp.array([[4.0]]), {"expert_up": jnp.ones((2, 1, 1))}
     >>> expert_parallel_mixture(x, weights, choose, same, layout)[0]
     Array([[3.]], dtype=float32)
@@ -93,9 +98,10 @@ def expert_parallel_mixture(
         raise ValueError(f"expert={peers} can't share {total} experts; expected one of {divisors}")
     router = {name: value for name, value in weights.items() if name.startswith("router")}
     own = {name: value for name, value in weights.items() if name not in router}
+    by_token = PartitionSpec(TOKENS)
     routing = jax.checkpoint(
-        layout.by_tokens(choose, in_specs=(PartitionSpec(), PartitionSpec(TOKENS)))
-    )(router, x)
+        layout.by_tokens(choose, in_specs=(PartitionSpec(), by_token, by_token))
+    )(router, x, routes)
     mix = _Mix(experts, layout, total, width % tensor == 0)
     return _mixed(x, routing.weights, own, routing.experts, mix), routing
 
@@ -123,9 +129,19 @@ class _Mix(NamedTuple):
     def partition(self, name: str) -> PartitionSpec:
         """Return how an array is split in the product: experts over `expert`, width too."""
         width_axis = WIDTH_AXIS.get(name) if self.is_split else None
-        return PartitionSpec(
-            "expert", *("tensor" if axis == width_axis else None for axis in (1, 2))
-        )
+        axes = (1,) if name.endswith("_bias") else (1, 2)
+        return PartitionSpec("expert", *("tensor" if axis == width_axis else None for axis in axes))
+
+    def addends(self, weights: Params) -> Params:
+        """Return the weights by which a device adds its part to the sum over `tensor`.
+
+        What each adds of the experts' last bias would be added as often as there are devices.
+        """
+        name = "expert_down_bias"
+        if not self.is_split or name not in weights:
+            return weights
+        is_first = jax.lax.axis_index("tensor") == 0
+        return weights | {name: jnp.where(is_first, weights[name], jnp.zeros_like(weights[name]))}
 
     def is_interleaved(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether an array travels with the hidden states' width first, as it is split."""
@@ -318,6 +334,8 @@ class _Rounds(NamedTuple):
         self, number: Array, x: Array, shares: Array, weights: Params, dtype: Any
     ) -> Float32[Array, "t D"]:
         """Return what one round adds to the weighted sums, computed in `dtype`."""
+
+        weights = self.mix.addends(weights)
 
         def run(rows: Array, sizes: Array) -> Array:
             return self.mix.experts(weights, rows, sizes)

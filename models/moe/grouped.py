@@ -168,3 +168,47 @@ def _products(
     return kernels.multiply(
         x, array.astype(x.dtype), sizes, transposed=transposed != backward, between=between
     )
+
+
+@jax.custom_vjp
+def group_rows(
+    vectors: Float[Array, "E F"], sizes: Int[Array, " E"], like: Float[Array, "M _"]
+) -> Float[Array, "M F"]:
+    """Return for each row of consecutive groups the vector of its group, as a bias of experts is.
+
+    Its gradient is a product, so that it does not depend on the order in which a device adds.
+
+    Args:
+        vectors: One per group.
+        sizes: Rows of each group; the rows after the last group get zeros.
+        like: Any array with as many rows.
+
+    >>> group_rows(jnp.array([[1.0], [5.0]]), jnp.array([2, 1]), jnp.zeros((4, 1)))[:, 0].tolist()
+    [1.0, 1.0, 5.0, 0.0]
+    """
+    return vectors.at[_groups(sizes, len(like))].get(mode="fill", fill_value=0)
+
+
+def _groups(sizes: Int[Array, " E"], rows: int) -> Int[Array, " M"]:
+    """Return the group of each row; E of those after the last one."""
+    with_rest = jnp.append(sizes, rows - sizes.sum())
+    return jnp.repeat(jnp.arange(len(sizes) + 1), with_rest, total_repeat_length=rows)
+
+
+def _group_rows_forward(
+    vectors: Array, sizes: Array, like: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return group_rows(vectors, sizes, like), (sizes, like)
+
+
+def _group_rows_backward(
+    saved: tuple[Array, Array], gradient: Float[Array, "M F"]
+) -> tuple[Array, None, Array]:
+    sizes, like = saved
+    member = jax.nn.one_hot(_groups(sizes, len(like)), len(sizes), dtype=jnp.float32)
+    precise = jax.lax.Precision.HIGHEST
+    total = jnp.matmul(member.T, gradient.astype(jnp.float32), precision=precise)
+    return total.astype(gradient.dtype), None, jnp.zeros_like(like)
+
+
+group_rows.defvjp(_group_rows_forward, _group_rows_backward)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.attention import Attending, attend, attend_cache
@@ -30,6 +31,8 @@ OPTIONS = {
     "no window among windows": Attending(window=jnp.array(jnp.iinfo(jnp.int32).max)),
     "scale and soft-cap": Attending(scale=0.7, softcap=1.5),
     "soft-cap and window": Attending(softcap=0.8, window=2),
+    "sinks": Attending(sinks=jnp.array([-2.0, 0.5, 1.0, 3.0])),
+    "sinks above all scores, and a window": Attending(window=2, sinks=jnp.full(4, 40.0)),
 }
 each_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 
@@ -46,7 +49,8 @@ def looped(q, k, v, allowed, options=OPTIONS["plain"]):
             scores = scale * np.array([q[r, i, n].astype(float) @ k[r, j, kv] for j in keys])
             if options.softcap is not None:
                 scores = options.softcap * np.tanh(scores / options.softcap)
-            weights = np.exp(scores) / np.exp(scores).sum()
+            sink = 0.0 if options.sinks is None else np.exp(float(options.sinks[n]))
+            weights = np.exp(scores) / (np.exp(scores).sum() + sink)
             out[r, i, n] = sum(w * v[r, j, kv] for w, j in zip(weights, keys, strict=True))
     return out
 
@@ -95,6 +99,40 @@ def test_windows_scales_and_caps_equal_loops(options):
     got = np.asarray(attend_cache(*map(jnp.array, (q[:, :3], k, v, at)), options))
     np.testing.assert_allclose(got[at < 6], expected[at < 6], atol=1e-5)
     assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_with_sinks_equal_autograd_of_a_softmax_over_one_more_score(dtype, monkeypatch):
+    """By PyTorch, which has the scores of a row and its sink side by side."""
+    monkeypatch.setattr(attention, "LEAST_BLOCK", 3)
+    given = [jnp.array(x, dtype) for x in arrays(4, 6, 4, 8, kv_heads=2)]
+    given.append(jnp.array([-2.0, 0.5, 1.0, 3.0]))
+    segments = np.array(SEGMENTS)
+    cotangent = np.random.default_rng(1).normal(size=(4, 6, 4, 8)).astype(np.float32)
+    cotangent[segments == 0] = 0.0
+
+    def mix(q, k, v, sinks):
+        return attend(q, k, v, jnp.array(segments), Attending(window=3, sinks=sinks))
+
+    mixed, backward = jax.vjp(mix, *given)
+    ours = mixed, *backward(jnp.array(cotangent, dtype))
+
+    q, k, v, sinks = (torch.tensor(np.array(x, np.float32), requires_grad=True) for x in given)
+    index = np.arange(6)
+    near = (index[:, None] >= index) & (index[:, None] - index < 3)
+    allowed = near & (segments[:, :, None] == segments[:, None]) & (segments > 0)[:, None]
+    keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("rinh,rjnh->rnij", q, keys) * 8**-0.5
+    scores = scores.masked_fill(~torch.tensor(allowed)[:, None], -torch.inf)
+    beside = sinks[None, :, None, None].expand(4, 4, 6, 1)
+    weights = torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]
+    out = torch.einsum("rnij,rjnh->rinh", weights, values)
+    out.backward(torch.tensor(np.asarray(jnp.array(cotangent, dtype), np.float32)))
+    theirs = out.detach(), q.grad, k.grad, v.grad, sinks.grad
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    for one, other in zip(ours, theirs, strict=True):
+        scale = float(other.abs().max())
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize(

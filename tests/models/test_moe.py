@@ -1,5 +1,7 @@
 """Routing, experts, statistics and balance against loops over tokens, torch and transformers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,10 @@ from jaxrl_llm.models.moe.balance import (
     router_stats,
     update_bias,
 )
-from jaxrl_llm.models.moe.grouped import grouped_matmul
+from jaxrl_llm.models.moe.grouped import group_rows, grouped_matmul
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter, route_sigmoid, route_softmax
-from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 
 TOKENS, EXPERTS, TOP = 9, 8, 3
 
@@ -121,13 +123,16 @@ def test_grouped_matmul_equals_ragged_dot(sizes):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def layer(width=6, ff=5, experts=EXPERTS):
+def layer(width=6, ff=5, experts=EXPERTS, *, biases=False):
     shapes = {
         "router": (width, experts),
         "expert_gate": (experts, width, ff),
         "expert_up": (experts, width, ff),
         "expert_down": (experts, ff, width),
     }
+    if biases:
+        shapes |= {"router_logit_bias": (experts,), "expert_gate_bias": (experts, ff)}
+        shapes |= {"expert_up_bias": (experts, ff), "expert_down_bias": (experts, width)}
     return {name: draw(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -135,7 +140,7 @@ SPEC = MoeSpec(experts=EXPERTS, experts_per_token=TOP, ff_width=5)
 
 
 def run(weights, x, real, **keywords):
-    return jax.jit(lambda *a: mixture(a[0], SPEC, a[1], a[2], **keywords))(weights, x, real)
+    return jax.jit(lambda *a: mixture(a[0], SPEC, a[1], a[2], **keywords)[:2])(weights, x, real)
 
 
 def test_mixture_equals_loop_over_tokens():
@@ -150,6 +155,48 @@ def test_mixture_equals_loop_over_tokens():
             hidden = gate * sigmoid(gate) * up
             expected = expected + p[e] / p[chosen].sum() * (hidden @ weights["expert_down"][e])
         np.testing.assert_allclose(out[r, t], expected, rtol=1e-4, atol=1e-5)
+
+
+CLIPPED = dataclasses.replace(
+    SPEC, biases=True, swiglu=ClippedSwiglu(alpha=1.702, limit=1.5)
+)  # so low a limit that many are clipped
+
+
+def test_biases_and_clipped_units_equal_loop_over_tokens():
+    """As gpt-oss has them, with a softmax over the chosen scores alone."""
+    weights, x = layer(biases=True), draw(2, 5, 6, seed=9)
+    real = np.ones((2, 5), bool)
+    out, *_ = jax.jit(lambda *a: mixture(a[0], CLIPPED, a[1], a[2]))(weights, x, real)
+    clipped = 0
+    for r, t in np.ndindex(2, 5):
+        token, expected = x[r, t], 0.0
+        scores = token @ weights["router"] + weights["router_logit_bias"]
+        chosen = np.argsort(-scores)[:TOP]
+        for share, e in zip(softmax(scores[chosen]), chosen, strict=True):
+            gate, up = (
+                token @ weights[f"expert_{name}"][e] + weights[f"expert_{name}_bias"][e]
+                for name in ("gate", "up")
+            )
+            clipped += (gate > 1.5).sum() + (abs(up) > 1.5).sum()
+            gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+            hidden = (up + 1) * gate * sigmoid(1.702 * gate)
+            given = hidden @ weights["expert_down"][e] + weights["expert_down_bias"][e]
+            expected = expected + share * given
+        np.testing.assert_allclose(out[r, t], expected, rtol=1e-4, atol=1e-5)
+    assert clipped > 50
+
+
+def test_gradients_of_group_rows_are_sums_over_the_group():
+    vectors, sizes = jnp.asarray(draw(4, 3)), jnp.array([2, 0, 3, 1])
+    weights = draw(8, 3, seed=1)
+
+    def total(vectors):
+        return (group_rows(vectors, sizes, jnp.zeros((8, 2))) * weights).sum()
+
+    expected = np.zeros((4, 3))
+    for row, group in enumerate([0, 0, 2, 2, 2, 3]):  # the last two rows have no group
+        expected[group] += weights[row]
+    np.testing.assert_allclose(jax.grad(total)(vectors), expected, rtol=1e-6)
 
 
 def test_gradient_of_mixture_equals_that_of_all_experts():
@@ -212,7 +259,7 @@ def test_padding_is_left_out_of_the_statistics():
     _, alone = run(weights, x[:, :4], real[:, :4])
     assert padded.tokens == 4
     assert padded.choices.sum() == 4 * TOP
-    for a, b in zip(padded, alone, strict=True):
+    for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
@@ -348,7 +395,7 @@ def test_mixture_and_its_gradient_are_the_same_on_a_mesh():
     spread = {name: place(weights[name], part) for name, part in parts.items()}
 
     def loss(weights, x, real):
-        out, stats = mixture(weights, SPEC, x, real)
+        out, stats, _ = mixture(weights, SPEC, x, real)
         return (out**2).sum() + load_balance_loss(stats), (out, stats)
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))

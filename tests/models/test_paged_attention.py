@@ -8,7 +8,8 @@ import pytest
 
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.paged_attention import Pages, attend_gathered, attend_in_turn
-from jaxrl_llm.models.paged_triton import Blocks, attend_pages, choose_blocks
+from jaxrl_llm.models.paged_blocks import Blocks, choose_blocks
+from jaxrl_llm.models.paged_triton import attend_pages
 from tests.guarded import NATIVE
 
 PAGE, PAGES = 16, 6
@@ -88,8 +89,9 @@ def looped(q, pages, positions, options, value_width):
         scores = scale * k @ q[row, head]
         if options.softcap is not None:
             scores = options.softcap * np.tanh(scores / options.softcap)
-        weights = np.exp(scores - scores.max())
-        out[row, head] = weights @ np.asarray(v)[:, : out.shape[2]] / weights.sum()
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if options.sinks is None else np.exp(float(options.sinks[head])))
+        out[row, head] = weights @ np.asarray(v)[:, : out.shape[2]] / total
     return out
 
 
@@ -115,6 +117,12 @@ CASES = {
     "a window of one": (1, 1, 16, "float32", Attending(window=1), None),
     "a traced window": (4, 4, 16, "float32", Attending(window=jnp.array(33)), SPLIT),
     "a soft-cap and a scale": (2, 1, 16, "float32", Attending(0.7, None, 1.5), None),
+    "sinks": (6, 2, 16, "float32", Attending(sinks=jnp.linspace(-2, 4, 6)), SPLIT),
+    "sinks, a window, one part": (
+        *(4, 2, 64, "bfloat16"),
+        Attending(window=20, sinks=jnp.full(4, 2.0)),
+        None,
+    ),
     "two blocks of queries": (40, 1, 16, "float32", Attending(), Blocks(32, 4, 4, 2)),
 }
 

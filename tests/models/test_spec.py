@@ -43,6 +43,10 @@ def test_spec_is_a_static_argument(spec):
         ({"windowed_layers": (True, False, True)}, "needs a window and both kinds"),
         ({"window": 2, "windowed_layers": (True,) * 3}, "needs a window and both kinds"),
         ({"local_rope_theta": 1e4}, "local_rope_theta needs windowed_layers"),
+        ({"rotary_layers": (True, False)}, "one entry for each of the 3 layers"),
+        ({"rotary_layers": (True,) * 3}, "leave it out where all are rotated"),
+        ({"pre_norms": False}, "needs pre_norms or post_norms"),
+        ({"qk_norm": False, "whole_qk_norm": True}, "whole_qk_norm says over what"),
         ({"score_softcap": 0.0}, r"must be positive, got \{'score_softcap': 0.0"),
         ({"layers": 0, "norm_eps": -1.0}, r"must be positive, got \{'layers': 0, 'norm_eps': -1"),
     ],
@@ -128,7 +132,7 @@ def test_a_stack_numbers_its_layers_from_its_first():
         initializer=NORMAL,
         hf_name="{layers}.norm",
         hf_axes=(("norm",),),
-        first_layer=3,
+        layer_numbers=(3, 4),
     )
     assert list(decl.hf_indices()) == [("3.norm", (0,)), ("4.norm", (1,))]
 

@@ -1,5 +1,6 @@
-"""Qwen3-MoE, Mixtral and DeepSeek-V3 against `transformers`: logits, decoding, files, gradients."""
+"""Families with experts against `transformers`: logits, decoding, files, gradients."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -17,13 +18,19 @@ from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
+from jaxrl_llm.models.moe.spec import ClippedSwiglu
+from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.transformer import forward, forward_with_router
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 VOCAB, ROWS, LENGTH = 61, 2, 12
 BASE = dict(
@@ -61,6 +68,15 @@ DEEPSEEK_V3 = dict(
     qk_rope_head_dim=4,
     v_head_dim=5,
 )
+GLM_4_MOE = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    head_dim=8,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=10,
+    routed_scaling_factor=2.5,
+)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -71,6 +87,16 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+GPT_OSS = dict(
+    num_key_value_heads=2,
+    head_dim=6,
+    num_local_experts=6,
+    num_experts_per_tok=3,
+    sliding_window=4,
+    swiglu_limit=0.5,
+    rope_parameters=YARN | {"truncate": False, "mscale": None, "mscale_all_dim": None},
+)
 CASES = {
     "Qwen3-MoE": ("Qwen3Moe", QWEN3_MOE),
     "Qwen3-MoE, weights not normalized, biased, tied": (
@@ -95,6 +121,18 @@ CASES = {
         | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 10},
     ),
+    "GLM-4.5": ("Glm4Moe", GLM_4_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    "MiniMax-M2": (
+        "MiniMaxM2",
+        MIXTRAL | {"head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
+        "GptOss",
+        GPT_OSS
+        | {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.0}
+        | {"layer_types": ["sliding_attention"] * 2, "rope_parameters": PLAIN_ROPE},
+    ),
 }
 
 
@@ -103,14 +141,7 @@ def build(family, changes, **more):
     config = getattr(transformers, f"{family}Config")(**BASE | changes | more)
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
-                buffer.copy_(0.2 * torch.randn_like(buffer))
-    return model.eval()
+    return randomize(model)
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
@@ -212,6 +243,46 @@ def compare_continuations(model, directory, spec, params, *, in_form):
     assert_close(scores, np.stack(forced))
 
 
+@pytest.mark.parametrize("kernel", [None, attend_gathered], ids=["rows", "pages"])
+@pytest.mark.parametrize("case", [CASES["gpt-oss"]], ids=["gpt-oss"], indirect=True)
+def test_the_engine_answers_as_transformers(case, kernel):
+    """By sinks and windows over rows gathered from pages, and over pages where they lie."""
+    model, _, spec, params = case
+    prompts, new = [[5, 1, 4, 9, 7, 30, 2], [7, 11]], 8
+    settings = dataclasses.replace(EngineSettings(2, 16), dtype="float32")
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    engine = NativeEngine(model_of(spec), settings, layout=layout, steps=4, kernel=kernel)
+    try:
+        engine.load(params, version=0)
+        asked = SamplingParams(new, temperature=0.0)
+        answers = engine.sample([Request(tuple(prompt), asked, seed=0) for prompt in prompts])
+    finally:
+        engine.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new)
+        assert answer.tokens.tolist() == out[0, len(prompt) :].tolist()
+        scores = jax.nn.log_softmax(their_logits(model, out.numpy())[0, len(prompt) - 1 : -1])
+        chosen = np.asarray(scores)[np.arange(new), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [CASES["gpt-oss"]], ids=["gpt-oss"], indirect=True)
+def test_what_gpt_oss_adds_matters_here(case):
+    """The comparisons of this file would notice if a part of the model were left out."""
+    _, _, spec, params = case
+    rows = as_jax(*draw_rows())
+    whole = our_logits(params, spec, *rows)
+    zeroed = ("sinks", "router_logit_bias", "expert_gate_bias", "expert_up_bias")
+    for name in (*zeroed, "expert_down_bias"):
+        value = -1e9 if name == "sinks" else 0.0
+        layers = params["layers"] | {name: jnp.full_like(params["layers"][name], value)}
+        assert jnp.abs(our_logits(params | {"layers": layers}, spec, *rows) - whole).max() > 1e-2
+    wider = dataclasses.replace(spec.moe, swiglu=ClippedSwiglu(alpha=1.702, limit=7.0))
+    unclipped = our_logits(params, dataclasses.replace(spec, moe=wider), *rows)
+    assert jnp.abs(unclipped - whole).max() > 1e-2
+
+
 def stored_names(directory):
     return json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"].keys()
 
@@ -250,7 +321,7 @@ def test_saved_model_is_identical_and_loads_in_transformers(case, dtype, with_so
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3"]
+    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3", "gpt-oss"]
 )
 def test_gradient_of_masked_log_prob_loss_equals_autograd(name, tmp_path):
     model = build(*CASES[name])

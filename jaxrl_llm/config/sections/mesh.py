@@ -60,7 +60,7 @@ class SftMeshConfig(Section):
     train: MeshSizes = Field(default_factory=MeshSizes)
     context_by: Literal["heads", "keys", "ring"] = Field(
         default="heads",
-        description="attention over split rows: by heads (Ulysses), keys (all-gather) or ring",
+        description="attention over rows split by context: heads (Ulysses), keys (gathered), ring",
     )
     rules: Table = Field(
         default={}, description="mesh axes by logical axis, in place of the default rules"

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.models.hf.fp8 import BLOCK, SCALE_SUFFIX, blocked_host_arrays, is_blocked
-from jaxrl_llm.models.hf.save import host_arrays
+from jaxrl_llm.models.hf.fp8 import BLOCK, blocked_host_arrays, is_blocked
+from jaxrl_llm.models.hf.quantized import SCALE_SUFFIX
+from jaxrl_llm.models.hf.save import host_arrays, joined
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.quantization import FP8
 from jaxrl_llm.models.spec import ModelSpec
@@ -139,7 +140,7 @@ class WeightBuffer:
 def _lay_out(leaves: list[tuple[Any, Any]], *, quantized: bool) -> Iterator[Entry]:
     """Lay arrays out one after the other, in the order in which they are written."""
     end = 0
-    for declaration, dtype in leaves:
+    for (declaration, _, dtype), *_ in joined((decl, None, dtype) for decl, dtype in leaves):
         for name, _ in declaration.hf_indices():
             shape = tuple(declaration.hf_shape)
             forms = [(name, shape, np.dtype(dtype))]
