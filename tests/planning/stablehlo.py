@@ -108,6 +108,7 @@ SPECS = {
         "windowed_layers": (True, False),
         "local_rope_theta": 1e4,
     },
+    "Phi3": {"qk_norm": False, "hf_joined": True, "rotary_fraction": 0.5},
     "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
 }
 
