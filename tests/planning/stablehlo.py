@@ -126,7 +126,7 @@ DONATES = {  # which arguments, as far as there are any
     StepKind.APPLY: [True, False, False],
     StepKind.INFER: [False, False, False],
     StepKind.PREFILL: [False, True, False],
-    StepKind.DECODE: [False, True, True, False, False, False],
+    StepKind.DECODE: [False, True, True, False, False, False, False],
 }
 
 

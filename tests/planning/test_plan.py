@@ -113,7 +113,7 @@ def test_what_a_policy_holds_to_be_its_own_teacher(configure):
     assert average == adapter < actor / 2
 
 
-@pytest.mark.parametrize("name", ["Olmo-3-7B", "Phi-4-mini-instruct", "GLM-4.5-Air"])
+@pytest.mark.parametrize("name", ["Olmo-3-7B", "Phi-4-mini-instruct"])
 def test_published_models_are_planned(configure, tmp_path, name):
     config = configure("mesh.train.fsdp=8", "mesh.train.tensor=1")
     published, parameters, _ = PUBLISHED[name]
