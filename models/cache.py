@@ -197,9 +197,9 @@ def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     for number in range(spec.layers):
         name = spec.stack_of(number)
         index = spec.stacks[name].index(number)
-        windowed = spec.windowed_layers[number] if spec.windowed_layers else None
         weights = {key: arrays[index] for key, arrays in params[name].items()}
-        yield weights, Layer(windowed)
+        kinds = (spec.windowed_layers, spec.rotary_layers)
+        yield weights, Layer(*(flags[number] if flags else None for flags in kinds))
 
 
 def extend(

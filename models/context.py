@@ -1,5 +1,6 @@
 """Attention over rows that several devices share."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
+from jaxrl_llm.models.ring import attend_in_ring
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
 
@@ -37,7 +39,8 @@ def attend_pieces(
         The mixed values of the pieces.
 
     Raises:
-        ValueError: The heads can't be split over the `tensor` and `context` axes.
+        ValueError: The heads can't be split over the `tensor` and `context` axes, or a kernel is to
+            attend in a ring.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> x, one = jnp.ones((1, 3, 2, 4)), make_mesh({}, jax.devices()[:1])
@@ -49,6 +52,12 @@ def attend_pieces(
             return _on_each(layout, "tensor", options)(q, k, v, segment_ids, options.sinks)
         return attend(q, k, v, segment_ids, options, longest=layout.longest)
     q, k, v, segment_ids = map(layout.merge_context, (q, k, v, segment_ids))
+    if layout.context == "ring":
+        if layout.kernel is not None:
+            raise ValueError("a kernel can't attend in a ring; expected none, or context by heads")
+        k, v = _repeated(q, k, v, layout)
+        mixed = attend_in_ring(q, k, v, segment_ids, options, layout=layout)
+        return layout.split_context(mixed)
     if layout.context == "heads":
         k, v = _repeated(q, k, v, layout)
         heads = layout.sharding(BATCH, None, ("tensor", "context"), None)
@@ -87,13 +96,14 @@ def _on_each(layout: Layout, heads: Any, options: Attending) -> Any:
 
 def _repeated(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Array]:
     """Repeat keys and values until every device has as many of their heads."""
-    parts = layout.pieces * layout.mesh.shape["tensor"]
+    axes = ("tensor",) if layout.context == "ring" else ("tensor", "context")
+    parts = math.prod(layout.mesh.shape[axis] for axis in axes)
     queries, held = q.shape[2], k.shape[2]
     for times in range(1, queries // held + 1):
         if held * times % parts == 0 and queries % (held * times) == 0:
             return jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
     raise ValueError(
-        f"{queries} heads can't be split over tensor={layout.mesh.shape['tensor']} times "
-        f"context={layout.pieces} devices; expected a divisor of {queries} as their product, or "
-        "context by keys"
+        f"{queries} heads can't be split over "
+        f"{' times '.join(f'{axis}={layout.mesh.shape[axis]}' for axis in axes)} devices; expected "
+        f"a divisor of {queries}{' as their product' * (len(axes) - 1)}, or context by keys"
     )

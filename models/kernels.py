@@ -234,8 +234,9 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     """
     if layout.stages > 1:
         return f"layers are split into stage={layout.stages} stages, which share one program"
-    if layout.pieces > 1 and layout.context == "keys":
-        return f"context={layout.pieces} devices share a row's queries (mesh.context_by=keys)"
+    if layout.pieces > 1 and layout.context != "heads":
+        shared = f"mesh.context_by={layout.context}"
+        return f"context={layout.pieces} devices share a row's queries ({shared})"
     parts = layout.mesh.shape["tensor"] * layout.pieces
     keys = spec.kv_heads
     if layout.pieces > 1:  # attention by heads repeats keys until they can be split

@@ -66,9 +66,11 @@ class Layer(NamedTuple):
 
     Attributes:
         windowed: Whether it has the window; None where all layers of the model are alike.
+        rotary: Whether its queries and keys are rotated; None where those of all layers are.
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
+    rotary: Bool[Array, "*layers"] | bool | None = None
 
 
 class Rotations(NamedTuple):
@@ -78,8 +80,15 @@ class Rotations(NamedTuple):
     windowed: Rotation
 
     def of(self, layer: Layer) -> Rotation:
-        """Return the rotation of one layer."""
-        windowed = layer.windowed
+        """Return the rotation of one layer; by no angle, where it has none."""
+        by = self._of_window(layer.windowed)
+        if layer.rotary is None:
+            return by
+        return Rotation(
+            *(jnp.where(layer.rotary, x, y) for x, y in zip(by, (1.0, 0.0), strict=True))
+        )
+
+    def _of_window(self, windowed: Array | bool | None) -> Rotation:
         if self.main is self.windowed or windowed is None:
             return self.main
         if isinstance(windowed, bool):
@@ -113,7 +122,10 @@ def stacked_layers(params: Params, spec: ModelSpec) -> dict[str, tuple[Params, L
         return jnp.array([flags[number] for number in layers]) if flags else None
 
     return {
-        name: (params[name], Layer(of(spec.windowed_layers, layers)))
+        name: (
+            params[name],
+            Layer(of(spec.windowed_layers, layers), of(spec.rotary_layers, layers)),
+        )
         for name, layers in spec.stacks.items()
     }
 
@@ -216,8 +228,16 @@ def queries_keys_values(
         return expand(spec.latent, h, by, apply, latent_norm)
     q, k, v = (apply(name, h) for name in ("query", "key", "value"))
     if spec.qk_norm:
-        q, k = norm_of(spec, q, weights["query_norm"]), norm_of(spec, k, weights["key_norm"])
+        q, k = (
+            _qk_norm(spec, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key"))
+        )
     return rotate(q, by), rotate(k, by), v
+
+
+def _qk_norm(spec: ModelSpec, x: Float[Array, "R L N H"], scale: Array) -> Array:
+    if not spec.whole_qk_norm:
+        return norm_of(spec, x, scale)
+    return norm_of(spec, x.reshape(*x.shape[:2], -1), scale).reshape(x.shape)
 
 
 class Mixers(NamedTuple):
@@ -245,7 +265,7 @@ def decoder_layer(
     """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
 
     What mixes tokens is attention, or a DeltaNet in a layer that has its arrays. With
-    `spec.post_norms` what is added is normed too.
+    `spec.post_norms` what is added is normed too, or, without `spec.pre_norms`, instead.
 
     Args:
         weights: One layer's arrays, without the leading `layers` axis.
@@ -260,14 +280,15 @@ def decoder_layer(
         The residual stream, the state that the mixer returned, and what the experts report.
     """
 
-    def norm(x: Array, name: str) -> Array:
-        return norm_of(spec, x, weights[name])
+    def norm(x: Array, name: str, applies: bool) -> Array:
+        return norm_of(spec, x, weights[name]) if applies else x
 
     mix = _delta_output if "delta_output" in weights else _attention_output
-    out, state = mix(weights, spec, norm(x, "attention_norm"), by, mixers)
-    x = x + (norm(out, "attention_post_norm") if spec.post_norms else out)
-    out, router = feed_forward(weights, spec, norm(x, "mlp_norm"), real, layout)
-    return x + (norm(out, "mlp_post_norm") if spec.post_norms else out), state, router
+    out, state = mix(weights, spec, norm(x, "attention_norm", spec.pre_norms), by, mixers)
+    x = x + norm(out, "attention_post_norm", spec.post_norms)
+    h = norm(x, "mlp_norm", spec.pre_norms)
+    out, router = feed_forward(weights, spec, h, real, layout)
+    return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
 
 
 def _attention_output(

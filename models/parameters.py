@@ -119,11 +119,13 @@ def _declare_stack(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
 
 
 def _declare_norms(spec: ModelSpec, array: Callable[..., ArrayDecl]) -> Declarations:
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = {}
+    if spec.pre_norms:
+        after = "pre_feedforward" if spec.post_norms else "post_attention"
+        names |= {"attention_norm": "input_layernorm", "mlp_norm": f"{after}_layernorm"}
     if spec.post_norms:
         names |= {
             "attention_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
     norm = ZEROS if spec.unit_offset_norms else ONES
@@ -162,7 +164,9 @@ def _declare_attention(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations
                 arrays[f"{name}_bias"] = bias
         if spec.qk_norm and ours != "value":
             name = f"{at}{theirs}_norm.weight"
-            arrays[f"{ours}_norm"] = array(name, "layers head_dim", "head_dim", norm)
+            of_norm = _declarer(spec, layers, norm=getattr(spec, heads) * spec.head_dim)
+            width = "norm" if spec.whole_qk_norm else "head_dim"
+            arrays[f"{ours}_norm"] = of_norm(name, f"layers {width}", width, norm)
     axes = "layers heads head_dim embed"
     arrays["output"] = array(f"{at}o_proj.weight", axes, "embed heads*head_dim")
     if spec.output_bias:
@@ -246,7 +250,7 @@ def _declare_experts(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
     router = f"{at}{spec.moe.hf_router}."
     arrays = {"router": array(f"{router}weight", "layers embed routes", "routes embed")}
     if isinstance(spec.moe.router, SigmoidRouter):
-        name = f"{router}e_score_correction_bias"
+        name = f"{at}{spec.moe.hf_router_bias}"
         arrays["router_bias"] = array(name, "layers routes", "routes", ZEROS)
     if spec.moe.biases:
         arrays["router_logit_bias"] = array(f"{router}bias", "layers routes", "routes", ZEROS)

@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Describe a pre-norm decoder with grouped-query attention and a gated feed-forward.
+    """Describe a decoder with grouped-query attention and a gated feed-forward.
 
     Its defaults are those of Qwen3. Hashable, so that it can be a static argument of `jax.jit`.
 
@@ -68,7 +68,8 @@ class ModelSpec:
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in every RMS norm.
         tied_embeddings: Whether the output projection is the transposed embedding.
-        qk_norm: Whether queries and keys are RMS-normed per head before the rotation.
+        qk_norm: Whether queries and keys are RMS-normed before the rotation.
+        whole_qk_norm: Whether that norm is over all heads of a token together, and not per head.
         max_positions: Longest sequence the model was made for, in tokens.
         init_std: Standard deviation of random weights.
         value_head: Whether the model ends in one number per token, for a critic, and not in logits;
@@ -85,11 +86,13 @@ class ModelSpec:
         rotary_fraction: Share of the head's dimensions, its first, that are rotated.
         window: How many tokens, itself included, a token attends to in the layers with a window.
         windowed_layers: For each layer whether it has the window; empty means all.
+        rotary_layers: For each layer whether queries and keys are rotated; empty means all.
         query_scalar: Scores are multiplied by its inverse root; None means `head_dim`.
         score_softcap: Attention scores s become c·tanh(s/c).
         attention_sinks: Whether a learned score per query head, without a value, joins the softmax.
         logit_softcap: Logits z become c·tanh(z/c).
         unit_offset_norms: Whether norms multiply by 1 + w and not by w.
+        pre_norms: Whether what attention and feed-forward take is normed.
         post_norms: Whether what attention and feed-forward give is normed before it is added.
         scaled_embeddings: Whether embeddings are multiplied by √D.
         moe: The experts of a mixture; None: every layer has a plain feed-forward.
@@ -105,7 +108,8 @@ class ModelSpec:
 
     Raises:
         ValueError: A size is not positive, `kv_heads` does not divide `heads`, the rotated width is
-            odd, the activation is unknown, or windows or the DeltaNet are described in part.
+            odd, the activation is unknown, windows or the DeltaNet are described in part, or two
+            parts exclude each other.
 
     >>> ModelSpec(vocab_size=8, hidden_size=4, layers=1, heads=2, kv_heads=1, head_dim=2,
     ...           ff_width=6, rope_theta=1e4, norm_eps=1e-6, tied_embeddings=True,
@@ -124,6 +128,7 @@ class ModelSpec:
     norm_eps: float
     tied_embeddings: bool
     qk_norm: bool = True
+    whole_qk_norm: bool = False
     max_positions: int
     init_std: float = 0.02
     value_head: bool = False
@@ -137,11 +142,13 @@ class ModelSpec:
     rotary_fraction: float = 1.0
     window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
+    rotary_layers: tuple[bool, ...] = ()
     query_scalar: float | None = None
     score_softcap: float | None = None
     attention_sinks: bool = False
     logit_softcap: float | None = None
     unit_offset_norms: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     scaled_embeddings: bool = False
     moe: MoeSpec | None = None
@@ -185,8 +192,19 @@ class ModelSpec:
             )
         if self.local_rope_theta is not None and not self.windowed_layers:
             raise ValueError("local_rope_theta needs windowed_layers, got none")
+        if self.rotary_layers and (
+            len(self.rotary_layers) != self.layers or all(self.rotary_layers)
+        ):
+            raise ValueError(
+                f"rotary_layers needs one entry for each of the {self.layers} layers, some of them "
+                f"false: leave it out where all are rotated; got {self.rotary_layers}"
+            )
 
     def _check_parts(self) -> None:
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("a layer needs pre_norms or post_norms, got neither")
+        if self.whole_qk_norm and not self.qk_norm:
+            raise ValueError("whole_qk_norm says over what qk_norm norms, which is False")
         if self.moe is not None and self.moe.dense_layers >= self.layers:
             raise ValueError(
                 f"moe.dense_layers must leave layers with experts, got {self.moe.dense_layers} of "

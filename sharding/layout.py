@@ -15,7 +15,7 @@ from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules, shardings
 TOKENS = (*BATCH, "context")
 """The mesh axes over which tokens are split."""
 
-CONTEXTS = ("heads", "keys")
+CONTEXTS = ("heads", "keys", "ring")
 """How attention sees whole rows when each device holds a part of them."""
 
 
@@ -27,7 +27,8 @@ class Layout:
     on tokens one by one and takes pieces for rows. Attention joins them: by `heads`, every device
     gets the whole row for some of the heads (an all-to-all there and one back; DeepSpeed-Ulysses,
     https://arxiv.org/abs/2309.14509); by `keys`, each keeps its queries and gathers all keys and
-    values (as Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2).
+    values (as Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2); by `ring`, each keeps its
+    queries, and keys and values go round the devices (https://arxiv.org/abs/2310.01889).
 
     Args:
         mesh: The devices.

@@ -77,7 +77,7 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
         back = read_family(family, config, value_head=spec.value_head)
         differing = _differing(spec, dataclasses.replace(back, reward_head=spec.reward_head))
         if not differing and spec.reward_head:
-            return config | {"architectures": [family.reward_model], **ONE_LABEL}
+            return config | _reward_config(family)
         if not differing:
             return config | (_value_config(family) if spec.value_head else {})
         if closest is None or len(differing) < len(closest[1]):
@@ -120,9 +120,9 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
 
     Args:
         spec: The model.
-        source: The directory the model came from, whose config is kept but for the dtype and the
-            layers for multi-token prediction, which we do not load; a model with a value head may
-            come from a language or reward model. None makes a new config.
+        source: The directory the model came from, whose config is kept but for the dtype, code on
+            the hub and the layers for multi-token prediction, which we do not load; a model with a
+            value head may come from a language or reward model. None makes a new config.
         dtype: Of the saved arrays.
 
     Returns:
@@ -152,10 +152,13 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     if new_head:
         config |= _value_config(_family_of(config)[0])
     if new_score:
-        config |= {"architectures": [_family_of(config)[0].reward_model], **ONE_LABEL}
+        config |= _reward_config(_family_of(config)[0])
         config |= {"pad_token_id": _unused_token(config)}
-    if "num_nextn_predict_layers" in config:
-        config["num_nextn_predict_layers"] = 0
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in config:
+            config[key] = 0
+    if config.pop("auto_map", None):  # the code that it names is not saved, nor needed
+        config["model_type"] = _family_of(config)[0].model_type
     # transformers 4 knows only the first
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return config | {key: dtype.name}
@@ -186,9 +189,9 @@ def _family_of(config: dict[str, Any]) -> tuple[Family, str]:
     for family in FAMILIES:
         if architectures == [family.language_model]:
             return family, ""
-        if architectures == [family.value_model]:
+        if family.value_model and architectures == [family.value_model]:
             return family, "value"
-        if architectures == [family.reward_model]:
+        if family.reward_model and architectures == [family.reward_model]:
             return family, "reward"
     language = ", ".join(family.language_model for family in FAMILIES)
     value = ", ".join(family.value_model for family in FAMILIES if family.value_model)
@@ -205,6 +208,15 @@ def _value_config(family: Family) -> dict[str, Any]:
             "config.json; expected a model without a value head"
         )
     return {"architectures": [family.value_model], **VALUE_CONFIG}
+
+
+def _reward_config(family: Family) -> dict[str, Any]:
+    if family.reward_model is None:
+        raise ValueError(
+            f"transformers has no sequence classifier for {family.name}, so its reward models have "
+            "no config.json; expected a model without a reward head"
+        )
+    return {"architectures": [family.reward_model], **ONE_LABEL}
 
 
 def _unused_token(config: dict[str, Any]) -> int | None:

@@ -9,21 +9,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
+from jaxrl_llm.models.hf.gpt_oss import (
+    GPT_OSS_DEFAULTS,
+    GPT_OSS_UNREAD,
+    read_gpt_oss,
+    write_gpt_oss,
+)
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
-    DEEPSEEK_V3_KEYS,
-    GPT_OSS_KEYS,
+    LATENT_KEYS,
+    MINIMAX_M2_KEYS,
+    MINIMAX_M2_ONLY,
     MIXTRAL_KEYS,
     QWEN3_MOE_KEYS,
+    SIGMOID_EXPERTS_KEYS,
     read_deepseek_v3,
-    read_gpt_oss,
+    read_glm4_moe,
+    read_glm4_moe_lite,
+    read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
     write_deepseek_v3,
-    write_gpt_oss,
+    write_glm4_moe,
+    write_glm4_moe_lite,
+    write_minimax_m2,
     write_mixtral,
     write_qwen3_moe,
 )
+from jaxrl_llm.models.hf.rope import FRACTION_KEY, NO_ROPE_KEYS, read_smollm3, write_smollm3
 
 Config = Mapping[str, Any]
 
@@ -46,6 +59,25 @@ def _last_slide(config: Config) -> list[str]:
 def _every_nth_is_full(config: Config) -> list[str]:
     period = config["sliding_window_pattern"]
     return [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
+
+
+def _every_fourth_is_full(config: Config) -> list[str]:
+    return [SLIDING if (i + 1) % 4 else FULL for i in range(config["num_hidden_layers"])]
+
+
+def _unrotated_slide(config: Config) -> list[str]:
+    slides = config["use_sliding_window"] and config["sliding_window"] is not None
+    rotary = read_smollm3(config)["rotary_layers"] or (True,) * config["num_hidden_layers"]
+    return [SLIDING if slides and not rotates else FULL for rotates in rotary]
+
+
+def _one_key_per_query(config: Config) -> int:
+    return config["num_attention_heads"]
+
+
+def _fraction_by_width(config: Config) -> float | None:
+    width = config.get("rotary_dim")
+    return None if width is None else width / config["head_dim"]
 
 
 def _every_other_slides(config: Config) -> list[str]:
@@ -100,7 +132,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         derived={
             "head_dim": _width_per_head,
-            "num_key_value_heads": lambda config: config["num_attention_heads"],
+            "num_key_value_heads": _one_key_per_query,
         },
         common={"qk_norm": False},
         layer_types=_all_full,
@@ -160,7 +192,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu", "sliding_window": None},
         derived={
             "head_dim": _width_per_head,
-            "num_key_value_heads": lambda config: config["num_attention_heads"],
+            "num_key_value_heads": _one_key_per_query,
         },
         common={"qk_norm": False},
         layer_types=_all_alike,
@@ -176,15 +208,95 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu"},
         derived={
             "head_dim": lambda config: config["qk_rope_head_dim"],
-            "num_key_value_heads": lambda config: config["num_attention_heads"],
+            "num_key_value_heads": _one_key_per_query,
         },
         common={"qk_norm": False},
         layer_types=_all_full,
         mixed_layers=False,
-        unread=frozenset(DEEPSEEK_V3_KEYS | BALANCE_KEYS),
+        unread=frozenset(SIGMOID_EXPERTS_KEYS | LATENT_KEYS | BALANCE_KEYS),
         rope_theta=1e4,
         read_parts=read_deepseek_v3,
         write_parts=write_deepseek_v3,
+    ),
+    Family(
+        name="Glm4MoeLite",
+        model_type="glm4_moe_lite",
+        defaults={"hidden_act": "silu"},
+        derived={
+            "head_dim": lambda config: config["qk_rope_head_dim"],
+            "num_key_value_heads": _one_key_per_query,
+        },
+        common={"qk_norm": False},
+        layer_types=_all_full,
+        mixed_layers=False,
+        unread=frozenset(SIGMOID_EXPERTS_KEYS | LATENT_KEYS | BALANCE_KEYS | {"mlp_layer_types"}),
+        rope_theta=1e4,
+        token_classifier=False,
+        sequence_classifier=None,
+        read_parts=read_glm4_moe_lite,
+        write_parts=write_glm4_moe_lite,
+    ),
+    Family(
+        name="Glm4Moe",
+        model_type="glm4_moe",
+        keys={"attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
+        defaults={"hidden_act": "silu", "attention_bias": False, "use_qk_norm": False}
+        | {FRACTION_KEY: 0.5},
+        derived={"head_dim": _width_per_head},
+        common={"output_bias": False},
+        layer_types=_all_full,
+        mixed_layers=False,
+        unread=frozenset(SIGMOID_EXPERTS_KEYS | BALANCE_KEYS),
+        rope_theta=1e4,
+        partial_rotary=True,
+        token_classifier=False,
+        sequence_classifier=None,
+        read_parts=read_glm4_moe,
+        write_parts=write_glm4_moe,
+    ),
+    Family(
+        name="MiniMaxM2",
+        model_type="minimax_m2",
+        defaults={"hidden_act": "silu", "head_dim": 128},
+        derived={FRACTION_KEY: _fraction_by_width},
+        common={"qk_norm": True, "whole_qk_norm": True},
+        layer_types=_all_full,
+        mixed_layers=False,
+        unread=frozenset(MINIMAX_M2_KEYS | MINIMAX_M2_ONLY.keys() | BALANCE_KEYS),
+        rope_theta=5e6,
+        partial_rotary=True,
+        token_classifier=False,
+        sequence_classifier=None,
+        read_parts=read_minimax_m2,
+        write_parts=write_minimax_m2,
+    ),
+    Family(
+        name="Olmo3",
+        model_type="olmo3",
+        keys={"attention_bias": "qkv_bias"},
+        defaults={"hidden_act": "silu", "attention_bias": False, "sliding_window": 4096},
+        derived={"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query},
+        common={"qk_norm": True, "whole_qk_norm": True, "pre_norms": False, "post_norms": True},
+        layer_types=_every_fourth_is_full,
+        rope_theta=5e5,
+        local_rope_theta=5e5,
+        local_rope_key="rope_theta",
+        token_classifier=False,
+    ),
+    Family(
+        name="SmolLM3",
+        model_type="smollm3",
+        keys={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
+        defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+        | {"tie_word_embeddings": True, "no_rope_layer_interval": 4}
+        | {"use_sliding_window": False, "sliding_window": None},
+        derived={"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query},
+        common={"qk_norm": False},
+        layer_types=_unrotated_slide,
+        unread=frozenset(NO_ROPE_KEYS | {"max_window_layers"}),
+        rope_theta=2e6,
+        read_parts=read_smollm3,
+        write_parts=write_smollm3,
     ),
     Family(
         name="GptOss",
@@ -195,10 +307,11 @@ FAMILIES: tuple[Family, ...] = (
             "head_dim": 64,
             "attention_bias": True,
             "sliding_window": 128,
-        },
+        }
+        | GPT_OSS_DEFAULTS,
         common={"qk_norm": False, "attention_sinks": True},
         layer_types=_every_other_slides,
-        unread=frozenset(GPT_OSS_KEYS | BALANCE_KEYS),
+        unread=frozenset(GPT_OSS_UNREAD | BALANCE_KEYS),
         rope_theta=1.5e5,
         read_parts=read_gpt_oss,
         write_parts=write_gpt_oss,

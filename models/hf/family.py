@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.models.hf.rope import LOCAL_ROPE_KEY, ROPE_KEYS, Ropes, read_ropes, write_rope
+from jaxrl_llm.models.hf.rope import (
+    FRACTION_KEY,
+    LOCAL_ROPE_KEY,
+    ROPE_KEYS,
+    Ropes,
+    read_fraction,
+    read_ropes,
+    write_rope,
+)
 from jaxrl_llm.models.hf.unread import without_effect
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -85,9 +93,11 @@ class Family:
         unread: Keys that the family's code in transformers does not look at.
         rope_theta: Base of the rotary frequencies if none is given; None if it must be.
         local_rope_theta: The same for layers with a window, if these have their own.
+        local_rope_key: Which key gives that base where one entry is given for all layers.
+        partial_rotary: Whether the family reads `partial_rotary_factor`.
         token_classifier: Whether transformers has such a class, which holds a critic.
         sequence_classifier: What follows the family's name in that of the class with one score per
-            sequence.
+            sequence; None if there is no such class.
         read_parts: `config -> spec fields` that several keys give together, over all others.
         write_parts: `spec -> config keys`, its inverse, over all others; None for a spec that has
             no such parts.
@@ -109,8 +119,10 @@ class Family:
     unread: frozenset[str] = frozenset()
     rope_theta: float | None = None
     local_rope_theta: float | None = None
+    local_rope_key: str = LOCAL_ROPE_KEY
+    partial_rotary: bool = False
     token_classifier: bool = True
-    sequence_classifier: str = "ForSequenceClassification"
+    sequence_classifier: str | None = "ForSequenceClassification"
     read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
     write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
 
@@ -120,9 +132,9 @@ class Family:
         return f"{self.name}ForCausalLM"
 
     @property
-    def reward_model(self) -> str:
-        """Return the name of the class with one score per sequence."""
-        return f"{self.name}{self.sequence_classifier}"
+    def reward_model(self) -> str | None:
+        """Return the name of the class with one score per sequence, if there is one."""
+        return f"{self.name}{self.sequence_classifier}" if self.sequence_classifier else None
 
     @property
     def value_model(self) -> str | None:
@@ -180,7 +192,7 @@ def _refuse_unknown(family: Family, config: Config) -> None:
     known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.unread}
     known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT
     if family.local_rope_theta is not None:
-        known |= {LOCAL_ROPE_KEY}
+        known |= {family.local_rope_key}
     unknown = {key: value for key, value in config.items() if value and key not in known}
     if ignored := unknown and without_effect(family.model_type, unknown):
         _log_ignored(family.name, tuple(sorted(ignored)))
@@ -227,7 +239,12 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if SLIDING in types and window is None:
         raise ValueError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
-    ropes = read_ropes(config, theta=family.rope_theta, local_theta=family.local_rope_theta)
+    ropes = read_ropes(
+        config,
+        theta=family.rope_theta,
+        local_theta=family.local_rope_theta,
+        local_key=family.local_rope_key,
+    )
     mixed = len(set(types)) > 1
     if not mixed and ropes.local_rope_theta is not None:
         local = types[0] == SLIDING
@@ -240,6 +257,7 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
         "window": window if SLIDING in types else None,
         "windowed_layers": tuple(kind == SLIDING for kind in types) if mixed else (),
         **ropes._asdict(),
+        "rotary_fraction": read_fraction(config, is_read=family.partial_rotary),
     }
 
 
@@ -286,12 +304,13 @@ def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
         config["max_window_layers"] = windowed.index(True) if True in windowed else spec.layers
     rope = write_rope(spec.rope_theta, spec.rope_scaling)
     config["rope_theta"] = spec.rope_theta
+    if family.partial_rotary:
+        config[FRACTION_KEY] = rope[FRACTION_KEY] = spec.rotary_fraction
     if spec.rope_scaling:
-        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+        apart = {"rope_theta", FRACTION_KEY}
+        config["rope_scaling"] = {key: value for key, value in rope.items() if key not in apart}
     if family.local_rope_theta is None:
         return config | {"rope_parameters": rope}
     local = spec.rope_theta if spec.local_rope_theta is None else spec.local_rope_theta
-    return config | {
-        LOCAL_ROPE_KEY: local,
-        "rope_parameters": {FULL: rope, SLIDING: write_rope(local, None)},
-    }
+    rope_parameters = {FULL: rope, SLIDING: write_rope(local, None)}
+    return {family.local_rope_key: local} | config | {"rope_parameters": rope_parameters}

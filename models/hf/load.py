@@ -15,12 +15,15 @@ from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.convert import from_hf
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import process_slice
 
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
-NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")  # DeepSeek's, after the last of the model
+NEXT_TOKEN_LAYER = re.compile(
+    r"model\.layers\.(\d+)\."
+)  # DeepSeek's and GLM's, after the last of the model
 
 
 def load_params(
@@ -49,7 +52,7 @@ def load_params(
         ValueError: Arrays are missing, surplus, misshapen or not of a float type (all are listed),
             or a file is damaged: `save_params` leaves checksums, which are compared. A surplus
             `lm_head.weight` of a model with tied embeddings is accepted and ignored, and so are
-            saved rotary frequencies and DeepSeek's layers for multi-token prediction.
+            saved rotary frequencies and the layers of DeepSeek and GLM for multi-token prediction.
         FileNotFoundError: There are no safetensors files.
     """
     ignored = functools.partial(_is_ignored, spec=spec)
@@ -154,8 +157,12 @@ def _check_arrays(
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
 
 
+def _may_predict_more(spec: ModelSpec) -> bool:
+    return spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
+
+
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     if name == "lm_head.weight":
         return spec.tied_embeddings and not (spec.value_head or spec.reward_head)
-    layer = NEXT_TOKEN_LAYER.match(name) if spec.latent is not None else None
+    layer = NEXT_TOKEN_LAYER.match(name) if _may_predict_more(spec) else None
     return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)

@@ -3,6 +3,7 @@
 Each pair of functions reads the fields of a spec from the keys of a family, and writes them back.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from jaxrl_llm.models.hf.rope import read_ropes
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
-from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import Scaling, YarnScaling
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -33,19 +34,7 @@ QWEN3_MOE_KEYS = {
     "use_qk_norm",
 }
 MIXTRAL_KEYS = {"num_local_experts", "num_experts_per_tok"}
-GPT_OSS_KEYS = {
-    "num_local_experts",
-    "num_experts_per_tok",
-    "swiglu_alpha",
-    "swiglu_limit",
-    # what OpenAI's own code calls two of the others
-    "experts_per_token",
-    "initial_context_length",
-}
-GPT_OSS_YARN = YarnScaling(factor=32.0, original_positions=4096, truncate=False)
-"""What transformers takes where a config says nothing of rotary positions."""
-
-DEEPSEEK_V3_KEYS = {
+SIGMOID_EXPERTS_KEYS = {
     "n_routed_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -58,6 +47,11 @@ DEEPSEEK_V3_KEYS = {
     "scoring_func",
     "norm_topk_prob",
     "routed_scaling_factor",
+    "num_nextn_predict_layers",  # multi-token prediction, which is no part of the language model
+    "num_mtp_layers",
+    "ep_size",
+}
+LATENT_KEYS = {
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",
@@ -65,9 +59,16 @@ DEEPSEEK_V3_KEYS = {
     "qk_head_dim",
     "v_head_dim",
     "rope_interleave",
-    "num_nextn_predict_layers",  # multi-token prediction, which is no part of the language model
-    "ep_size",
 }
+MINIMAX_M2_ONLY = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+}
+"""What the code on the hub reads and transformers' takes for granted."""
+MINIMAX_M2_KEYS = {"num_local_experts", "num_experts", "num_experts_per_tok", "rotary_dim"}
 
 
 def read_qwen3_moe(config: Config) -> dict[str, Any]:
@@ -150,50 +151,6 @@ def write_mixtral(spec: ModelSpec) -> dict[str, Any] | None:
     }
 
 
-def read_gpt_oss(config: Config) -> dict[str, Any]:
-    """Read the experts of a gpt-oss model, and its rotary positions where nothing is said of them.
-
-    Raises:
-        ValueError: A key is missing.
-
-    >>> config = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 6}
-    >>> read_gpt_oss(config)["moe"].swiglu
-    ClippedSwiglu(alpha=1.702, limit=7.0)
-    """
-    moe = MoeSpec(
-        experts=_given(config, "num_local_experts"),
-        experts_per_token=_given(config, "num_experts_per_tok"),
-        ff_width=_given(config, "intermediate_size"),
-        router=SoftmaxRouter(normalize=True),
-        biases=True,
-        swiglu=ClippedSwiglu(
-            alpha=float(config.get("swiglu_alpha", 1.702)),
-            limit=float(config.get("swiglu_limit", 7.0)),
-        ),
-        hf_router="router",
-        hf_joined=True,
-    )
-    is_told = config.get("rope_parameters") or config.get("rope_scaling")
-    return {"moe": moe} | ({} if is_told else {"rope_scaling": GPT_OSS_YARN})
-
-
-def write_gpt_oss(spec: ModelSpec) -> dict[str, Any] | None:
-    """Write what `read_gpt_oss` reads; None for a model without such experts.
-
-    >>> spec = tiny_spec()
-    >>> write_gpt_oss(spec) is None
-    True
-    """
-    if spec.moe is None or spec.moe.swiglu is None:
-        return None
-    return {
-        "num_local_experts": spec.moe.experts,
-        "num_experts_per_tok": spec.moe.experts_per_token,
-        "swiglu_alpha": spec.moe.swiglu.alpha,
-        "swiglu_limit": spec.moe.swiglu.limit,
-    }
-
-
 def read_deepseek_v3(config: Config) -> dict[str, Any]:
     r"""Read the experts and the latent attention of a DeepSeek-V3 model.
 
@@ -210,7 +167,6 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
     ...     "routed_scaling_factor": 2.5})["head_dim"]
     6
     """
-    _only(config, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, ep_size=1)
     latent = LatentSpec(
         query_rank=config.get("q_lora_rank"),
         kv_rank=_given(config, "kv_lora_rank"),
@@ -220,12 +176,83 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
         interleaved=config.get("rope_interleave", True),
     )
     _only(config, qk_head_dim=latent.key_width)
-    width = _given(config, "moe_intermediate_size")
     scaling = read_ropes(config, theta=1e4, local_theta=None).rope_scaling
     return {
         "latent": latent,
         "head_dim": latent.key_width,
         "query_scalar": _query_scalar(latent.key_width, scaling),
+        **read_glm4_moe(config),
+    }
+
+
+def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any] | None:
+    """Write what `read_deepseek_v3` reads; None for a model without these two parts.
+
+    >>> spec = tiny_spec()
+    >>> write_deepseek_v3(spec) is None
+    True
+    """
+    latent, experts = spec.latent, write_glm4_moe(spec)
+    if latent is None or experts is None:
+        return None
+    return {
+        "head_dim": latent.rope_width,  # what transformers takes the frequencies' number from
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_width,
+        "qk_rope_head_dim": latent.rope_width,
+        "v_head_dim": latent.value_width,
+        "rope_interleave": latent.interleaved,
+        **experts,
+    }
+
+
+def read_glm4_moe_lite(config: Config) -> dict[str, Any]:
+    """Read what `read_deepseek_v3` reads from the keys of a GLM-4.7-Flash model.
+
+    Raises:
+        ValueError: As there, or plain layers follow on layers with experts.
+
+    >>> read_glm4_moe_lite({"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]})
+    Traceback (most recent call last):
+    ValueError: mlp_layer_types=['sparse', 'dense']; supported are dense layers before sparse ones
+    """
+    layers = config["num_hidden_layers"]
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise ValueError(f"mlp_layer_types={kinds}; supported are dense layers before sparse ones")
+    _only(config, first_k_dense_replace=dense)  # which transformers does not read
+    return read_deepseek_v3({**config, "first_k_dense_replace": dense})
+
+
+def write_glm4_moe_lite(spec: ModelSpec) -> dict[str, Any] | None:
+    """Write what `read_glm4_moe_lite` reads; None for a model without these parts.
+
+    >>> spec = tiny_spec()
+    >>> write_glm4_moe_lite(spec) is None
+    True
+    """
+    config = write_deepseek_v3(spec)
+    if config is None:
+        return None
+    dense = config["first_k_dense_replace"]
+    return config | {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (spec.layers - dense)}
+
+
+def read_glm4_moe(config: Config) -> dict[str, Any]:
+    """Read the experts of a GLM-4.5 model, which are those of DeepSeek-V3, too.
+
+    Raises:
+        ValueError: A key is missing or has a value that we do not support.
+
+    >>> read_glm4_moe({"topk_method": "greedy"})
+    Traceback (most recent call last):
+    ValueError: topk_method='greedy'; supported is 'noaux_tc'
+    """
+    _only(config, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, ep_size=1)
+    width = _given(config, "moe_intermediate_size")
+    return {
         "moe": MoeSpec(
             experts=_given(config, "n_routed_experts"),
             experts_per_token=_given(config, "num_experts_per_tok"),
@@ -242,24 +269,17 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
     }
 
 
-def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any] | None:
-    """Write what `read_deepseek_v3` reads; None for a model without these two parts.
+def write_glm4_moe(spec: ModelSpec) -> dict[str, Any] | None:
+    """Write what `read_glm4_moe` reads; None for a model without such experts.
 
     >>> spec = tiny_spec()
-    >>> write_deepseek_v3(spec) is None
+    >>> write_glm4_moe(spec) is None
     True
     """
-    moe, latent = spec.moe, spec.latent
-    if latent is None or moe is None or not isinstance(moe.router, SigmoidRouter):
+    moe = spec.moe
+    if moe is None or not isinstance(moe.router, SigmoidRouter):
         return None
     return {
-        "head_dim": latent.rope_width,  # what transformers takes the frequencies' number from
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_width,
-        "qk_rope_head_dim": latent.rope_width,
-        "v_head_dim": latent.value_width,
-        "rope_interleave": latent.interleaved,
         "n_routed_experts": moe.experts,
         "num_experts_per_tok": moe.experts_per_token,
         "moe_intermediate_size": moe.ff_width,
@@ -270,6 +290,41 @@ def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any] | None:
         "norm_topk_prob": moe.router.normalize,
         "routed_scaling_factor": moe.router.scale,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def read_minimax_m2(config: Config) -> dict[str, Any]:
+    """Read the experts of a MiniMax-M2 model.
+
+    Raises:
+        ValueError: A key is missing or has a value that we do not support.
+
+    >>> config = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 6}
+    >>> read_minimax_m2(config)["moe"].hf_router_bias
+    'e_score_correction_bias'
+    """
+    _only(config, **MINIMAX_M2_ONLY)
+    router = SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0)
+    mixture = read_mixtral(config)["moe"]
+    return {
+        "moe": dataclasses.replace(mixture, router=router, hf_router_bias="e_score_correction_bias")
+    }
+
+
+def write_minimax_m2(spec: ModelSpec) -> dict[str, Any] | None:
+    """Write what `read_minimax_m2` reads; None for a model without such experts.
+
+    >>> spec = tiny_spec()
+    >>> write_minimax_m2(spec) is None
+    True
+    """
+    if spec.moe is None or not isinstance(spec.moe.router, SigmoidRouter):
+        return None
+    return {
+        "num_local_experts": spec.moe.experts,
+        "num_experts_per_tok": spec.moe.experts_per_token,
+        "rotary_dim": spec.rotary_width,
+        **MINIMAX_M2_ONLY,
     }
 
 

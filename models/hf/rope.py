@@ -11,6 +11,7 @@ from jaxrl_llm.models.rope import (
     Scaling,
     YarnScaling,
 )
+from jaxrl_llm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
@@ -52,23 +53,32 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str]]] = {
         },
     ),
 }
+FRACTION_KEY = "partial_rotary_factor"
 LOCAL_ROPE_KEY = "rope_local_base_freq"
 ROPE_KEYS = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
-    "partial_rotary_factor",
+    FRACTION_KEY,
     "original_max_position_embeddings",
 }
+NO_ROPE_KEYS = {"no_rope_layers", "no_rope_layer_interval"}
 
 
-def read_ropes(config: Config, *, theta: float | None, local_theta: float | None) -> Ropes:
+def read_ropes(
+    config: Config,
+    *,
+    theta: float | None,
+    local_theta: float | None,
+    local_key: str = LOCAL_ROPE_KEY,
+) -> Ropes:
     """Read the rotary positions of a model.
 
     Args:
         config: The keys of `config.json`, in the form of transformers 4 or 5.
         theta: The family's base where the config gives none; None if it has to.
         local_theta: The same for layers with a window, in a family that rotates these otherwise.
+        local_key: Which key gives the latter's base where one entry is given for all layers.
 
     Returns:
         The spec's fields.
@@ -80,18 +90,13 @@ def read_ropes(config: Config, *, theta: float | None, local_theta: float | None
     ...            local_theta=None)
     Ropes(rope_theta=5.0, rope_scaling=LinearScaling(factor=2.0), local_rope_theta=None)
     """
-    if config.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(
-            f"partial_rotary_factor={config['partial_rotary_factor']!r}; this family's code in "
-            "transformers rotates the whole head, expected 1.0"
-        )
     given = _one_form(config)
     if local_theta is None:
         if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
             raise ValueError(f"the rotary positions are given for {nested}; expected one for all")
         return Ropes(*_read_rope(config, given, theta), None)
     if "full_attention" not in given and "sliding_attention" not in given:
-        local = config.get(LOCAL_ROPE_KEY)
+        local = config.get(local_key)
         local = local_theta if local is None else float(local)
         if config.get("rope_parameters"):
             raise ValueError(
@@ -111,13 +116,37 @@ def read_ropes(config: Config, *, theta: float | None, local_theta: float | None
     return Ropes(*full, local)
 
 
+def read_fraction(config: Config, *, is_read: bool) -> float:
+    """Read which share of a head's dimensions is rotated.
+
+    Args:
+        config: The keys of `config.json`.
+        is_read: Whether the family's code in transformers looks at it.
+
+    Raises:
+        ValueError: It is less than the whole head in a family that does not.
+
+    >>> read_fraction({"partial_rotary_factor": 0.5}, is_read=True)
+    0.5
+    """
+    given = _one_form(config)
+    entries = [given, *(entry for entry in given.values() if isinstance(entry, dict)), config]
+    fractions = [entry[FRACTION_KEY] for entry in entries if entry.get(FRACTION_KEY) is not None]
+    if not is_read and (wrong := [fraction for fraction in fractions if fraction != 1.0]):
+        raise ValueError(
+            f"{FRACTION_KEY}={wrong[0]!r}; this family's code in transformers rotates the whole "
+            "head, expected 1.0"
+        )
+    return float(fractions[0]) if fractions else 1.0
+
+
 def _one_form(config: Config) -> dict[str, Any]:
     """Return `rope_parameters`, or `rope_scaling` of transformers 4; both must agree."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
 
     def scaling(rope: Config) -> dict[str, Any]:
         kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        named = {"rope_type", "type", "rope_theta"}
+        named = {"rope_type", "type", "rope_theta", FRACTION_KEY}
         return kind | {key: value for key, value in rope.items() if key not in named}
 
     if old and new and scaling(old) != scaling(new.get("full_attention") or new):
@@ -135,8 +164,7 @@ def _read_rope(
     theta = default_theta if theta is None else theta
     if theta is None:
         raise ValueError("neither rope_theta nor rope_parameters.rope_theta is given")
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters has partial_rotary_factor in {given}; expected 1.0")
+    rope.pop(FRACTION_KEY, None)
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_type={kind!r}; supported are {['default', *SCALINGS]}")
     made, keys = SCALINGS.get(kind, (None, {}))
@@ -178,3 +206,29 @@ def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     values = {theirs: getattr(scaling, ours) for theirs, ours in keys.items()}
     kept = {key: value for key, value in values.items() if value is not None}
     return {"rope_type": kind, "rope_theta": theta, **kept}
+
+
+def read_smollm3(config: Config) -> dict[str, Any]:
+    """Read which layers of a SmolLM3 model are rotated.
+
+    >>> read_smollm3({"num_hidden_layers": 4, "no_rope_layer_interval": 2})
+    {'rotary_layers': (True, False, True, False)}
+    """
+    layers = config["num_hidden_layers"]
+    given, period = config.get("no_rope_layers"), config["no_rope_layer_interval"]
+    if given is None:
+        given = [(layer + 1) % period for layer in range(layers)]
+    if len(given) < layers:
+        raise ValueError(f"no_rope_layers={given}; expected one entry for each of {layers} layers")
+    rotary = tuple(bool(flag) for flag in given[:layers])
+    return {"rotary_layers": () if all(rotary) else rotary}
+
+
+def write_smollm3(spec: ModelSpec) -> dict[str, Any]:
+    """Write what `read_smollm3` reads.
+
+    >>> write_smollm3(tiny_spec())
+    {'no_rope_layers': [1]}
+    """
+    rotary = spec.rotary_layers or (True,) * spec.layers
+    return {"no_rope_layers": [int(flag) for flag in rotary]}

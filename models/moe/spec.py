@@ -51,6 +51,7 @@ class MoeSpec:
         swiglu: How an expert combines gate and up; None: the model's activation of the gate times
             up.
         hf_module: Module of a layer that holds the experts in a Hugging Face checkpoint.
+        hf_router_bias: Name there of the bias of a `SigmoidRouter`.
         hf_router: Name there of the router.
         hf_projections: Names there of an expert's gate, up and down projections, where each is an
             array of its own.
@@ -77,6 +78,7 @@ class MoeSpec:
     hf_module: str = "mlp"
     hf_router: str = "gate"
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hf_router_bias: str = "gate.e_score_correction_bias"
     hf_joined: bool = False
 
     def __post_init__(self) -> None:

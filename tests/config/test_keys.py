@@ -172,7 +172,7 @@ def test_values_out_of_range(override, expected):
         ("mesh.train.tensor=-2", "expected sizes of 1 or more"),
         ("mesh.train.devices=0", "mesh.train.devices: expected 1 or more, or null, got 0"),
         ("mesh.train.first_device=-1", "mesh.train.first_device: expected 0 or more, got -1"),
-        ("mesh.context_by=rows", "mesh.context_by: expected heads or keys, got 'rows' (str)"),
+        ("mesh.context_by=rows", "mesh.context_by: expected heads, keys or ring, got 'rows' (str)"),
     ],
 )
 def test_values_out_of_range_in_the_shared_groups(cls, override, expected):

@@ -174,7 +174,8 @@ def test_heads_are_asked_for_with_their_sinks():
     [
         ({"data": 2, "tensor": 2}, "heads", (2, 1)),
         ({"context": 2, "tensor": 2}, "heads", (1, 1)),
-        ({"context": 2}, "keys", "context=2"),
+        ({"context": 2}, "keys", "mesh.context_by=keys"),
+        ({"context": 2}, "ring", "mesh.context_by=ring"),
         ({"tensor": 4}, "heads", "2 key/value heads"),
         ({"stage": 2}, "heads", "stage=2"),
     ],

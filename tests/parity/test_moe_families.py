@@ -28,11 +28,9 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
+from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 VOCAB, ROWS, LENGTH = 61, 2, 12
 BASE = dict(
@@ -129,14 +127,7 @@ def build(family, changes, **more):
     config = getattr(transformers, f"{family}Config")(**BASE | changes | more)
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
-                buffer.copy_(0.2 * torch.randn_like(buffer))
-    return model.eval()
+    return randomize(model)
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())

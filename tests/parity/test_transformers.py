@@ -16,13 +16,12 @@ import torch
 import transformers
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.heads import logits, with_value_head
+from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.native.decode import (
     DecodeState,
     PrefillChunk,
@@ -32,9 +31,16 @@ from jaxrl_llm.rollout.native.decode import (
     prefill,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
+from tests.parity.reference import (
+    assert_near,
+    batch,
+    load,
+    our_logits,
+    packed_batch,
+    randomize,
+    their_logits,
+    their_packed_logits,
+)
 
 FAMILIES = {
     "Qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
@@ -185,7 +191,6 @@ TYPICAL = {
 }
 each_case = pytest.mark.parametrize("case", CASES, indirect=True)
 each_family = pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL.keys(), indirect=True)
-LENGTHS = [9, 1, 7]
 
 
 class Case(NamedTuple):
@@ -215,62 +220,6 @@ def reference_config(family="Qwen3", **changes):
 def reference_model(family="Qwen3", **changes):
     torch.manual_seed(0)
     return randomize(FAMILIES[family][1](reference_config(family, **changes)))
-
-
-def randomize(model):
-    """Give every array, norms and biases included, values at which a wrong use would show."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def load(directory):
-    spec = read_spec(directory)
-    return load_params(directory, spec), spec
-
-
-def batch(vocab_size, rows=2, length=24):
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length))
-    return tokens, np.broadcast_to(np.arange(length), tokens.shape), np.ones_like(tokens)
-
-
-def packed_batch(vocab_size):
-    """One row of three sequences and padding, and one row of a single sequence."""
-    tokens, positions, segment_ids = (x.copy() for x in batch(vocab_size))
-    counts = [*LENGTHS, tokens.shape[1] - sum(LENGTHS)]
-    positions[0] = np.concatenate([np.arange(n) for n in counts])
-    segment_ids[0] = np.repeat([1, 2, 3, 0], counts)
-    return tokens, positions, segment_ids
-
-
-@partial(jax.jit, static_argnums=(1, 5))
-def our_logits(params, spec, tokens, positions, segment_ids, dtype="float32"):
-    hidden = forward(params, spec, tokens, positions, segment_ids, dtype=jnp.dtype(dtype))
-    return logits(params, spec, hidden)
-
-
-def their_logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.float().numpy()
-
-
-def their_packed_logits(model, tokens, segment_ids):
-    """Run every sequence of packed rows alone; zeros at padding."""
-    result = np.zeros((*tokens.shape, model.config.vocab_size), np.float32)
-    for row, number in {(r, s) for r, s in np.argwhere(segment_ids >= 0) if segment_ids[r, s]}:
-        at = segment_ids[row] == segment_ids[row, number]
-        if number == np.argmax(at):  # once per sequence
-            result[row, at] = their_logits(model, tokens[row : row + 1, at])[0]
-    return result
-
-
-def assert_near(ours, theirs, tolerance=1e-4):
-    """Compare to a share of the scale of the logits, and demand that a difference would show."""
-    scale = float(np.abs(theirs).max())
-    assert theirs.std() > 0.2
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
 
 
 @each_case

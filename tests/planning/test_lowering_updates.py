@@ -100,6 +100,7 @@ MESHES = {
     "tensor": {"data": 2, "fsdp": 1, "tensor": 4},
     "context by heads": {"fsdp": 2, "context": 4},
     "context by keys": {"fsdp": 2, "context": 4},
+    "context by ring": {"fsdp": 2, "context": 4},
     "stage": {"stage": 2, "data": 2, "fsdp": 2},
     "expert": {"expert": 2, "fsdp": 4},
     "expert, tensor": {"expert": 2, "fsdp": 2, "tensor": 2},
@@ -111,7 +112,7 @@ REMAT = dict(zip(MESHES, itertools.cycle(("full", "dots", "none"))))
 def mesh_keys(name, role="train"):
     """Config keys of one of `MESHES`."""
     keys = {f"mesh__{role}__{axis}": size for axis, size in MESHES[name].items()}
-    return keys | {"mesh__context_by": "keys" if "keys" in name else "heads"}
+    return keys | {"mesh__context_by": name.partition("context by ")[2] or "heads"}
 
 
 def trace_actor(config, spec, kind):

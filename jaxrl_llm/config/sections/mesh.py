@@ -58,9 +58,9 @@ class SftMeshConfig(Section):
     """The device mesh, and how arrays lie on it."""
 
     train: MeshSizes = Field(default_factory=MeshSizes)
-    context_by: Literal["heads", "keys"] = Field(
+    context_by: Literal["heads", "keys", "ring"] = Field(
         default="heads",
-        description="attention over rows split by context: heads (Ulysses) or keys (all-gather)",
+        description="attention over rows split by context: heads (Ulysses), keys (gathered), ring",
     )
     rules: Table = Field(
         default={}, description="mesh axes by logical axis, in place of the default rules"

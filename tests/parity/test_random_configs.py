@@ -1,0 +1,241 @@
+"""Logits of models whose configs are drawn at random, for every family, against `transformers`.
+
+To add a family, name its `model_type` and draw the options that are its own.
+"""
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxrl_llm.models.hf.config import make_config, read_spec
+from tests.parity.reference import (
+    assert_near,
+    load,
+    our_logits,
+    packed_batch,
+    randomize,
+    their_packed_logits,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Draw:
+    """Options of one random config."""
+
+    def __init__(self, *seed):
+        self.rng = np.random.default_rng(seed)
+        self.layers = self.one(2, 3)
+
+    def one(self, *options):
+        return options[self.rng.integers(len(options))]
+
+    def maybe(self):
+        return self.one(True, False)
+
+    def within(self, low, high):
+        return float(self.rng.uniform(low, high))
+
+    def common(self):
+        heads = self.one(2, 4, 6)
+        return dict(
+            vocab_size=self.one(37, 61),
+            hidden_size=heads * self.one(4, 6),
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.one(*(n for n in (1, 2, 3, 4, 6) if heads % n == 0)),
+            head_dim=self.one(6, 8, 16),
+            intermediate_size=self.one(20, 32),
+            hidden_act=self.one("silu", "silu", "gelu_pytorch_tanh"),
+            rms_norm_eps=self.one(1e-6, 1e-5, 1e-2),
+            rope_parameters=self.rope(),
+            tie_word_embeddings=self.maybe(),
+            max_position_embeddings=64,
+            initializer_range=self.one(0.02, 0.1),
+        )
+
+    def rope(self, *kinds, **more):
+        kind = self.one(*(kinds or ("default", "default", "linear", "dynamic", "llama3", "yarn")))
+        rope = {"rope_type": kind, "rope_theta": self.one(50.0, 1e4, 1e6)}
+        if kind != "default":
+            rope["factor"] = self.one(2.0, 4.0, 8.0)
+        if kind in ("llama3", "yarn"):
+            rope["original_max_position_embeddings"] = self.one(16, 32)
+        if kind == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": self.one(2.0, 4.0)}
+        if kind == "yarn" and self.maybe():
+            rope |= {"beta_fast": self.one(8.0, 32.0), "truncate": self.maybe()}
+        if kind == "yarn" and self.maybe():
+            rope |= {"attention_factor": self.within(0.7, 1.3)}
+        return rope | more
+
+    def part_of_head(self):
+        rope = self.rope(partial_rotary_factor=self.one(0.5, 0.75, 1.0))
+        return {"head_dim": self.one(8, 16), "rope_parameters": rope}
+
+    def kinds(self):
+        return [self.one(FULL, SLIDING) for _ in range(self.layers)]
+
+    def window(self):
+        return dict(sliding_window=self.one(2, 5, 8), layer_types=self.kinds())
+
+    def caps(self):
+        return dict(
+            query_pre_attn_scalar=self.one(6, 10, 24),
+            final_logit_softcapping=self.one(None, 4.0),
+            hidden_activation=self.one("gelu_pytorch_tanh", "silu"),
+            attention_bias=self.maybe(),
+        )
+
+    def experts(self, name="num_experts", width="moe_intermediate_size"):
+        return {
+            name: self.one(4, 6),
+            "num_experts_per_tok": self.one(1, 2, 3),
+            width: self.one(10, 16),
+        }
+
+    def sigmoid_experts(self):
+        groups = self.one(1, 2, 4)
+        return dict(
+            n_routed_experts=8,
+            num_experts_per_tok=self.one(1, 2, 4),
+            moe_intermediate_size=self.one(10, 16),
+            n_shared_experts=self.one(1, 2),
+            first_k_dense_replace=self.one(0, 1),
+            n_group=groups,
+            topk_group=self.one(*(n for n in (2, 4) if n <= groups)) if groups > 1 else 1,
+            norm_topk_prob=self.maybe(),
+            routed_scaling_factor=self.one(1.0, 2.5),
+        )
+
+    def latent(self):
+        nope, rope = self.one(4, 6), self.one(4, 6)
+        return dict(
+            q_lora_rank=self.one(None, 8),
+            kv_lora_rank=self.one(8, 12),
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rope,
+            head_dim=rope,
+            v_head_dim=self.one(4, nope + rope),
+            rope_interleave=self.maybe(),
+        )
+
+
+def one_key_per_query(options):
+    return options | {"num_key_value_heads": options["num_attention_heads"]}
+
+
+FAMILIES = {
+    "qwen2": lambda draw: draw.common() | {"use_sliding_window": True} | draw.window(),
+    "qwen3": lambda draw: (
+        draw.common() | {"use_sliding_window": True, "attention_bias": draw.maybe()} | draw.window()
+    ),
+    "llama": lambda draw: (
+        draw.common() | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
+    ),
+    "mistral": lambda draw: draw.common() | {"sliding_window": draw.one(None, 3, 6)},
+    "gemma2": lambda draw: (
+        draw.common()
+        | draw.window()
+        | draw.caps()
+        | {"attn_logit_softcapping": draw.one(None, 3.0)}
+    ),
+    "gemma3_text": lambda draw: (
+        draw.common()
+        | draw.window()
+        | draw.caps()
+        | {"rope_parameters": {FULL: draw.rope(), SLIDING: draw.rope("default")}}
+    ),
+    "qwen3_moe": lambda draw: (
+        draw.common()
+        | draw.experts()
+        | {"norm_topk_prob": draw.maybe(), "attention_bias": draw.maybe()}
+    ),
+    "mixtral": lambda draw: (
+        draw.common()
+        | draw.experts("num_local_experts", "intermediate_size")
+        | {"sliding_window": draw.one(None, 4)}
+    ),
+    "deepseek_v3": lambda draw: one_key_per_query(
+        draw.common() | draw.sigmoid_experts() | draw.latent()
+    ),
+}
+FAMILIES |= {
+    "glm4_moe": lambda draw: (
+        draw.common()
+        | draw.sigmoid_experts()
+        | draw.part_of_head()
+        | {"use_qk_norm": draw.maybe(), "attention_bias": draw.maybe()}
+    ),
+    "glm4_moe_lite": lambda draw: one_key_per_query(
+        draw.common()
+        | draw.sigmoid_experts()
+        | draw.latent()
+        | {"mlp_layer_types": (["dense"] * draw.one(0, 1) + ["sparse"] * 3)[: draw.layers]}
+        | {"first_k_dense_replace": None}
+    ),
+    "minimax_m2": lambda draw: (
+        draw.common() | draw.experts("num_local_experts", "intermediate_size") | draw.part_of_head()
+    ),
+    "olmo3": lambda draw: (
+        draw.common()
+        | draw.window()
+        | {"rope_parameters": {FULL: draw.rope(), SLIDING: draw.rope("default")}}
+        | {"attention_bias": draw.maybe()}
+    ),
+    "smollm3": lambda draw: (
+        draw.common()
+        | draw.window()
+        | {"use_sliding_window": True, "no_rope_layers": [draw.one(0, 1) for _ in range(3)]}
+        | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
+    ),
+    "gpt_oss": lambda draw: (
+        draw.common()
+        | draw.experts("num_local_experts", "intermediate_size")
+        | draw.window()
+        | {"hidden_act": "silu", "attention_bias": draw.maybe()}
+        | {"swiglu_alpha": draw.one(1.0, 1.702), "swiglu_limit": draw.one(0.5, 2.0, 7.0)}
+    ),
+}
+BY_DEFAULT = ("llama", "gemma3_text", "deepseek_v3")
+SEEDS = 4
+CASES = [
+    pytest.param(
+        family,
+        seed,
+        marks=[] if family in BY_DEFAULT and seed == 0 else [pytest.mark.slow],
+    )
+    for family in FAMILIES
+    for seed in range(SEEDS)
+]
+
+
+def random_model(family, seed):
+    options = FAMILIES[family](Draw(zlib.crc32(family.encode()), seed))
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = transformers.AutoConfig.for_model(family, **options, **tokens)
+    config._attn_implementation = config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    return options, randomize(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.guards("models/")
+@pytest.mark.parametrize(("family", "seed"), CASES)
+def test_logits_of_a_random_model_equal(family, seed, tmp_path):
+    options, model = random_model(family, seed)
+    model.save_pretrained(tmp_path)
+    params, spec = load(tmp_path)
+    tokens, positions, segment_ids = packed_batch(spec.vocab_size)
+    theirs = their_packed_logits(model, tokens, segment_ids)
+    real = segment_ids > 0
+    ours = np.asarray(our_logits(params, spec, tokens, positions, segment_ids))
+    print("config:", options)  # shown where it fails
+    assert_near(ours[real], theirs[real])
+
+    written = make_config(spec)
+    transformers.AutoConfig.for_model(**written).save_pretrained(tmp_path / "theirs")
+    again = read_spec(tmp_path / "theirs")
+    assert again == spec
