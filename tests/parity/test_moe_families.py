@@ -68,6 +68,15 @@ DEEPSEEK_V3 = dict(
     qk_rope_head_dim=4,
     v_head_dim=5,
 )
+GLM_4_MOE = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    head_dim=8,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=10,
+    routed_scaling_factor=2.5,
+)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -111,6 +120,11 @@ CASES = {
         DEEPSEEK_V3
         | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 10},
+    ),
+    "GLM-4.5": ("Glm4Moe", GLM_4_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    "MiniMax-M2": (
+        "MiniMaxM2",
+        MIXTRAL | {"head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 2},
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
