@@ -29,7 +29,9 @@ LARGEST_BLOCK = 1024
 AXIS = "context"
 TOKENWISE = PartitionSpec(BATCH, AXIS)
 BY_HEAD = PartitionSpec(BATCH, AXIS, "tensor")
+HEADS = PartitionSpec("tensor")
 BLOCKWISE = PartitionSpec(AXIS, BATCH, "tensor")
+GIVEN = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, (PartitionSpec(), HEADS))
 LEAST = jnp.finfo(jnp.float32).min  # not -inf: a padding token attends to nothing
 
 
@@ -52,7 +54,7 @@ def attend_in_ring(
         k: Keys, whose heads the `tensor` axis divides.
         v: Values.
         segment_ids: As for `attend`.
-        options: Scale, window and soft-cap of the scores.
+        options: Scale, window, soft-cap and sinks of the scores.
         layout: How rows are split.
 
     Returns:
@@ -66,7 +68,7 @@ def attend_in_ring(
     scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     ring = _Ring(layout.mesh, layout.pieces, q.shape[1] // layout.pieces, scale, options.softcap)
-    mixed: Array = _attend(ring, q, k, v, segment_ids, window)
+    mixed: Array = _attend(ring, q, k, v, segment_ids, (window, options.sinks))
     return mixed
 
 
@@ -99,6 +101,10 @@ class _Ring(NamedTuple):
         )
 
 
+_Layer = tuple[Int[Array, ""], Float[Array, " N"] | None]
+"""A layer's window and its sinks."""
+
+
 class _Keys(NamedTuple):
     """What travels: blocks of keys and values, and the segments that they are in.
 
@@ -127,43 +133,45 @@ class _Softmax(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
 ) -> Float[Array, "R L N V"]:
-    return _attend_forward(ring, q, k, v, segment_ids, window)[0]
+    return _attend_forward(ring, q, k, v, segment_ids, layer)[0]
 
 
 @jax.named_scope("attention")
 def _attend_forward(
-    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    given = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, PartitionSpec())
-    run = ring.on_devices(_forward, given, (BY_HEAD, BLOCKWISE))
-    mixed, log_total = run(q, k, v, segment_ids, window)
-    return mixed, (q, k, v, segment_ids, window, mixed, log_total)
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> tuple[Array, tuple[Any, ...]]:
+    run = ring.on_devices(_forward, GIVEN, (BY_HEAD, BLOCKWISE))
+    mixed, log_total = run(q, k, v, segment_ids, layer)
+    return mixed, (q, k, v, segment_ids, layer, mixed, log_total)
 
 
 @jax.named_scope("attention")
 def _attend_backward(
     ring: _Ring, saved: tuple[Any, ...], cotangent: Float[Array, "R L N V"]
-) -> tuple[Array | None, ...]:
-    q, k, v, segment_ids, window, mixed, log_total = saved
+) -> tuple[Any, ...]:
+    *rows, (window, sinks), mixed, log_total = saved
     mean = (cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(axis=-1)
-    given = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, PartitionSpec(), BY_HEAD, BY_HEAD, BLOCKWISE)
-    run = ring.on_devices(_backward, given, (BY_HEAD, BY_HEAD, BY_HEAD))
-    gradients = run(q, k, v, segment_ids, jnp.asarray(window), cotangent, mean, log_total)
-    return *gradients, None, None
+    given = (*GIVEN, BY_HEAD, BY_HEAD, BLOCKWISE)
+    run = ring.on_devices(_backward, given, (BY_HEAD, BY_HEAD, BY_HEAD, HEADS))
+    layer = jnp.asarray(window), sinks
+    *gradients, to_sinks = run(*rows, layer, cotangent, mean, log_total)
+    return *gradients, None, (None, to_sinks)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(
-    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
 ) -> tuple[Array, Array]:
     """Attend with the queries of one device; the logarithms of the totals stay in blocks."""
-    queries, keys = _cut(ring, q, k, v, segment_ids)
+    (queries, keys), (window, sinks) = _cut(ring, q, k, v, segment_ids), layer
     none = jnp.zeros(queries.q.shape[:-1], jnp.float32)
     softmax = _Softmax(jnp.zeros((*none.shape, v.shape[3]), jnp.float32), none + LEAST, none)
+    if sinks is not None:  # scores without values
+        softmax = softmax._replace(largest=none + _grouped_sinks(sinks, k), total=none + 1.0)
 
     def visit(softmax: _Softmax, keys: _Keys, hops: Any) -> _Softmax:
         def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
@@ -194,16 +202,10 @@ def _add_keys(ring: _Ring, softmax: _Softmax, q: Array, kv: Array, allowed: Arra
 
 
 def _backward(
-    ring: _Ring,
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: Array,
-    window: Array,
-    *of_output: Array,
-) -> tuple[Array, Array, Array]:
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer, *of_output: Array
+) -> tuple[Array, Array, Array, Array | None]:
     """Return the gradients of one device's queries, and of its keys and values come home."""
-    cotangent, mean, log_total = of_output
+    (window, sinks), (cotangent, mean, log_total) = layer, of_output
     queries, keys = _cut(ring, q, k, v, segment_ids)
     cotangent, mean = (_grouped(_to_ring(ring, x), k.shape[2]) for x in (cotangent, mean))
     none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.kv)]
@@ -227,7 +229,14 @@ def _backward(
     to_q = _to_row(ring, _ungrouped(to_q).astype(q.dtype))
     to_kv = _to_row(ring, _hop(ring, to_kv).swapaxes(2, 3).astype(k.dtype))
     to_k, to_v = jnp.split(to_kv, [k.shape[3]], axis=-1)
-    return to_q, to_k, to_v
+    if sinks is None:
+        return to_q, to_k, to_v, None
+    lost = (jnp.exp(_grouped_sinks(sinks, k) - log_total) * mean).sum((0, 1, 3)).reshape(-1)
+    return to_q, to_k, to_v, -jax.lax.psum(lost, (*BATCH, AXIS)).astype(sinks.dtype)
+
+
+def _grouped_sinks(sinks: Float[Array, " N"], k: Array) -> Float32[Array, "1 1 K 1 G"]:
+    return _grouped(sinks.astype(jnp.float32)[None, None, None], k.shape[2])
 
 
 def _gradients(
