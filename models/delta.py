@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.delta_rule import causal_conv, gated_delta_rule
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import BATCH
 
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys before they are divided by the length."""
@@ -100,6 +102,7 @@ def delta_mix(
     h: Float[Array, "R L D"],
     segment_ids: Int[Array, "R L"],
     state: DeltaState | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "R L N W"], DeltaState]:
     r"""Mix the tokens of each sequence by the gated delta rule.
 
@@ -118,38 +121,89 @@ def delta_mix(
         h: Normed residual stream.
         segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
         state: Of the sequence that the first token of each row continues; None: it begins there.
+        layout: How rows are split over a mesh.
 
     Returns:
         For each key head what its value heads give, in the dtype of h; and the state after the last
         token that is not padding.
+
+    Raises:
+        ValueError: Devices share rows, and can't share the key heads.
     """
     names = ("delta_query", "delta_key", "delta_value")
     joined = jnp.concatenate([apply(name, h) for name in names], axis=-1)
     taps = jnp.concatenate([weights[f"{name}_taps"] for name in names], axis=1)
-    tail, memory = (None, None) if state is None else state
-    x, tail = causal_conv(joined, taps[:, :, 0].astype(h.dtype), segment_ids, tail)
-    widths = spec.key_width, 2 * spec.key_width
-    q, k, v = jnp.split(jax.nn.silu(x), widths, axis=-1)
-    rows, length = h.shape[:2]
-    v = v.reshape(rows, length, spec.value_heads, spec.value_width)
     rate = jax.nn.softplus(apply("delta_decay", h).astype(jnp.float32) + weights["delta_step_bias"])
     log_decay = -jnp.exp(weights["delta_decay_log"].astype(jnp.float32)) * rate
     beta = jax.nn.sigmoid(apply("delta_beta", h).astype(jnp.float32))
-    by_value_head = (rows, length, spec.value_heads)
+    inputs = _Inputs(joined, log_decay, beta)
+    taps = taps[:, :, 0].astype(h.dtype)
+    if layout is not None and layout.pieces > 1:
+        inputs, segment_ids = _whole_rows(spec, inputs, segment_ids, layout)
+    mixed, state = _along_rows(spec, inputs, taps, segment_ids, state)
+    if layout is not None and layout.pieces > 1:
+        own = layout.sharding(BATCH, "context", "tensor", None)
+        mixed = layout.split_context(jax.lax.with_sharding_constraint(mixed, own))
+    normed = norm(mixed, weights["delta_norm"])
+    normed = normed.reshape(*h.shape[:2], spec.key_heads, -1)
+    gate = apply("delta_gate", h).astype(jnp.float32)
+    out = normed * jax.nn.silu(gate)
+    return out.astype(h.dtype), state
+
+
+class _Inputs(NamedTuple):
+    """What tokens bring: queries, keys and values of each key head, and of its value heads g, β."""
+
+    joined: Float[Array, "R L N C"]
+    log_decay: Float32[Array, "R L N values"]
+    beta: Float32[Array, "R L N values"]
+
+
+def _along_rows(
+    spec: DeltaSpec,
+    inputs: _Inputs,
+    taps: Float[Array, "N C W"],
+    segment_ids: Int[Array, "R L"],
+    state: DeltaState | None,
+) -> tuple[Float32[Array, "R L M V"], DeltaState]:
+    """Do what needs whole rows: the convolution and the rule."""
+    tail, memory = (None, None) if state is None else state
+    x, tail = causal_conv(inputs.joined, taps, segment_ids, tail)
+    q, k, v = jnp.split(jax.nn.silu(x), (spec.key_width, 2 * spec.key_width), axis=-1)
+    by_value_head = (*segment_ids.shape, spec.value_heads)
     mixed, memory = gated_delta_rule(
         _unit(q) * spec.key_width**-0.5,
         _unit(k),
-        v,
-        log_decay.reshape(by_value_head),
-        beta.reshape(by_value_head),
+        v.reshape(*by_value_head, spec.value_width),
+        inputs.log_decay.reshape(by_value_head),
+        inputs.beta.reshape(by_value_head),
         segment_ids,
         memory,
     )
-    normed = norm(mixed, weights["delta_norm"])
-    normed = normed.reshape(rows, length, spec.key_heads, -1)
-    gate = apply("delta_gate", h).astype(jnp.float32)
-    out = normed * jax.nn.silu(gate)
-    return out.astype(h.dtype), DeltaState(tail, memory)
+    return mixed, DeltaState(tail, memory)
+
+
+def _whole_rows(
+    spec: DeltaSpec, inputs: _Inputs, segment_ids: Int[Array, "P l"], layout: Layout
+) -> tuple[_Inputs, Int[Array, "R L"]]:
+    """Give every device whole rows for some of the key heads, whose pieces devices hold.
+
+    It is the all-to-all of `models.context` for attention by heads, whatever attention does here:
+    a head's memory goes through the whole row.
+    """
+    tensor = layout.mesh.shape["tensor"]
+    if spec.key_heads % (tensor * layout.pieces):
+        raise ValueError(
+            f"{spec.key_heads} key heads of a DeltaNet can't be split over tensor={tensor} times "
+            f"context={layout.pieces} devices; expected a divisor of {spec.key_heads} as their "
+            "product"
+        )
+    heads = layout.sharding(BATCH, None, ("tensor", "context"), None)
+    inputs = _Inputs(
+        *(jax.lax.with_sharding_constraint(layout.merge_context(x), heads) for x in inputs)
+    )
+    rows = layout.sharding(BATCH, None)
+    return inputs, jax.lax.with_sharding_constraint(layout.merge_context(segment_ids), rows)
 
 
 def _unit(x: Float[Array, "R L N K"]) -> Float[Array, "R L N K"]:

@@ -213,7 +213,11 @@ def feed_forward(
         layout=layout,
         routes=routes,
     )
-    out = out + plain("shared_") if spec.moe.shared_ff_width else out
+    if spec.moe.shared_ff_width:
+        shared = plain("shared_")
+        if spec.moe.shared_gate:
+            shared = shared * jax.nn.sigmoid(linear(weights, spec, "shared_expert_gate", h))
+        out = out + shared
     return out, stats._asdict() | {"experts": experts}
 
 
@@ -308,8 +312,11 @@ def decoder_layer(
     def norm(x: Array, name: str, applies: bool) -> Array:
         return norm_of(spec, x, weights[name]) if applies else x
 
-    mix = _delta_output if "delta_output" in weights else _attention_output
-    out, state = mix(weights, spec, norm(x, "attention_norm", spec.pre_norms), by, mixers)
+    h = norm(x, "attention_norm", spec.pre_norms)
+    if "delta_output" in weights:
+        out, state = _delta_output(weights, spec, h, mixers, layout)
+    else:
+        out, state = _attention_output(weights, spec, h, by, mixers)
     x = x + norm(out, "attention_post_norm", spec.post_norms)
     h = norm(x, "mlp_norm", spec.pre_norms)
     out, router = feed_forward(weights, spec, h, real, layout, routes)
@@ -330,9 +337,12 @@ def _attention_output(
 
 
 def _delta_output(
-    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation, mixers: Mixers
+    weights: Params,
+    spec: ModelSpec,
+    h: Float[Array, "R L D"],
+    mixers: Mixers,
+    layout: Layout | None,
 ) -> tuple[Float[Array, "R L D"], Any]:
-    del by  # it has no positions
     assert spec.delta is not None
     norm = functools.partial(rms_norm, eps=spec.norm_eps)
 
@@ -341,7 +351,7 @@ def _delta_output(
 
     mixed, state = mixers.delta(
         lambda segment_ids, state=None: delta_mix(
-            spec.delta, weights, apply, norm, h, segment_ids, state
+            spec.delta, weights, apply, norm, h, segment_ids, state, layout
         )
     )
     return linear(weights, spec, "delta_output", mixed, inputs=2), state

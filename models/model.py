@@ -6,6 +6,7 @@ That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels 
 `ModelSpec`. What the config's `model.function` returns is another, as of `models.functional`.
 """
 
+import logging
 from typing import Any, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
@@ -19,8 +20,11 @@ from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
+from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -319,6 +323,27 @@ def decoder_spec(model: Model) -> ModelSpec:
     if not isinstance(model, Decoder):
         raise TypeError(f"expected a model of a Hugging Face directory, got {model}")
     return model.spec
+
+
+def for_length(model: Model, longest: int) -> Model:
+    """Return a model as it is run where no sequence is longer; see `ModelSpec.for_length`.
+
+    It logs that the long factors of `LongRopeScaling` are taken.
+
+    >>> for_length(model_of(tiny_spec()), 16) == model_of(tiny_spec())
+    True
+    """
+    if not isinstance(model, Decoder):
+        return model
+    spec = model.spec.for_length(longest)
+    scaling = spec.rope_scaling
+    if isinstance(scaling, LongRopeScaling) and scaling.long:
+        log.info(
+            "LongRoPE: a sequence may have %d tokens, more than %d: all take the long factors",
+            longest,
+            scaling.original_positions,
+        )
+    return Decoder(spec)
 
 
 def base_model(model: Model) -> Model:

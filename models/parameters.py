@@ -264,9 +264,12 @@ def _declare_experts(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
         array = _declarer(spec, layers, ff=spec.moe.shared_ff_width)
         for ours in ("gate", "up", "down"):
             inputs, outputs = ("ff", "embed") if ours == "down" else ("embed", "ff")
-            name = f"{at}shared_experts.{ours}_proj.weight"
+            name = f"{at}{spec.moe.hf_shared}.{ours}_proj.weight"
             axes = f"layers {inputs} {outputs}"
             arrays[f"shared_{ours}"] = array(name, axes, f"{outputs} {inputs}")
+    if spec.moe.shared_gate:
+        array, name = _declarer(spec, layers, _one=1), f"{at}{spec.moe.hf_shared}_gate.weight"
+        arrays["shared_expert_gate"] = array(name, "layers embed _one", "_one embed")
     return arrays
 
 

@@ -211,8 +211,6 @@ def forward_rows(
     >>> forward_rows(init_params(spec, key=jax.random.key(0)), spec, packed)[1]["experts"].tolist()
     [[[[3], [0]]]]
     """
-    if layout and layout.pieces > 1 and spec.delta is not None:
-        raise ValueError("a DeltaNet's rows can't be shared by devices; expected context=1")
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, packed.positions), packed.segment_ids, packed.routes)

@@ -99,6 +99,7 @@ def make_roles(
         model = actor
         if path:
             model = read_role(path, key, layout, actor.model, value_head=is_critic)
+            model = model.for_length(config.data.max_prompt_tokens + config.rollout.max_new_tokens)
         elif layout is not layouts.train:
             placed = reshard(actor.params, layout.of(actor.model.declare()))
             model = laid_out(actor.model, placed, layout)

@@ -10,6 +10,7 @@ from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
 from jaxrl_llm.models.hf.files import read_json
 from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.hf.nested import text_config, with_dtype, with_text
 from jaxrl_llm.models.hf.quantized import QUANTIZATION
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -48,7 +49,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
         family, head = _family_of(config)
         if head:
             _check_labels(config)
-        spec = read_family(family, config, value_head=head == "value")
+        spec = read_family(family, text_config(family, config), value_head=head == "value")
         return dataclasses.replace(spec, reward_head=head == "reward")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -73,7 +74,7 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     spec = spec.for_length(1)
     closest: tuple[Family, dict[str, Any]] | None = None
     for family in FAMILIES:
-        if family.write_parts(spec) is None:
+        if family.text_key or family.write_parts(spec) is None:
             continue
         config = write_family(family, spec)
         back = read_family(family, config, value_head=spec.value_head)
@@ -153,19 +154,19 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     config = read_json(resolve(source) / "config.json")
     config.pop(SCORING, None)  # of the source, and its training
     config.pop(QUANTIZATION, None)  # what is saved are floats
+    family = _family_of(config)[0]
     if new_head:
-        config |= _value_config(_family_of(config)[0])
+        config |= _value_config(family)
     if new_score:
-        config |= _reward_config(_family_of(config)[0])
-        config |= {"pad_token_id": _unused_token(config)}
+        config |= _reward_config(family)
+        pad = _unused_token(text_config(family, config))
+        config = with_text(family, config, {"pad_token_id": pad})
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in config:
             config[key] = 0
     if config.pop("auto_map", None):  # the code that it names is not saved, nor needed
-        config["model_type"] = _family_of(config)[0].model_type
-    # transformers 4 knows only the first
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return config | {key: dtype.name}
+        config["model_type"] = family.model_type
+    return with_dtype(config, dtype.name)
 
 
 def untouched_prefixes(directory: str | Path) -> tuple[str, ...]:
@@ -184,6 +185,8 @@ def _family_of(config: dict[str, Any]) -> tuple[Family, str]:
     """Return the family that a config's architecture names, and the head: "value", "reward", ""."""
     architectures = config.get("architectures")
     for family in FAMILIES:
+        if ((family.text_key or "text_config") in config) != bool(family.text_key):
+            continue
         if architectures == [family.language_model]:
             return family, ""
         if family.value_model and architectures == [family.value_model]:

@@ -22,7 +22,7 @@ from jaxrl_llm.models.hf.deepseek import (
     write_glm4_moe_lite,
     write_minimax_m2,
 )
-
+from jaxrl_llm.models.hf.delta import DELTA_FAMILIES
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
@@ -336,4 +336,5 @@ FAMILIES: tuple[Family, ...] = (
         read_parts=read_gpt_oss,
         write_parts=write_gpt_oss,
     ),
+    *DELTA_FAMILIES,
 )

@@ -21,7 +21,7 @@ from jaxrl_llm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 Config = Mapping[str, Any]
 
@@ -91,14 +91,18 @@ class Family:
         activation_key: The key of the activation function.
         layer_types: `config -> list`, what transformers takes for an absent `layer_types`.
         mixed_layers: Whether the family reads `layer_types`.
+        layer_kinds: What may stand there.
         unread: Keys that the family's code in transformers does not look at.
         rope_theta: Base of the rotary frequencies if none is given; None if it must be.
         local_rope_theta: The same for layers with a window, if these have their own.
         local_rope_key: Which key gives that base where one entry is given for all layers.
         partial_rotary: Whether the family reads `partial_rotary_factor`.
+        language_class: What follows the family's name in that of the class with logits.
         token_classifier: Whether transformers has such a class, which holds a critic.
         sequence_classifier: What follows the family's name in that of the class with one score per
             sequence; None if there is no such class.
+        text_key: Where the keys of the language model are, if it is a part of one that sees images,
+            too; `models.hf.nested` takes them from there.
         read_parts: `config -> spec fields` that several keys give together, over all others.
         write_parts: `spec -> config keys`, its inverse, over all others; None for a spec that has
             no such parts.
@@ -119,13 +123,16 @@ class Family:
     activation_key: str = "hidden_act"
     layer_types: Callable[[Config], list[str]]
     mixed_layers: bool = True
+    layer_kinds: frozenset[str] = frozenset({FULL, SLIDING})
     unread: frozenset[str] = frozenset()
     rope_theta: float | None = None
     local_rope_theta: float | None = None
     local_rope_key: str = LOCAL_ROPE_KEY
     partial_rotary: bool = False
+    language_class: str = "ForCausalLM"
     token_classifier: bool = True
     sequence_classifier: str | None = "ForSequenceClassification"
+    text_key: str | None = None
     read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
     write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
     untouched: tuple[str, ...] = ()
@@ -133,7 +140,7 @@ class Family:
     @property
     def language_model(self) -> str:
         """Return the name of the class with logits."""
-        return f"{self.name}ForCausalLM"
+        return f"{self.name}{self.language_class}"
 
     @property
     def reward_model(self) -> str | None:
@@ -231,11 +238,9 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     if given is not None and not family.mixed_layers and given != types:
         raise ValueError(f"layer_types={given}; the code of {family.name} takes {types}")
     types = types if given is None else given
-    if len(types) != config["num_hidden_layers"] or not set(types) <= {FULL, SLIDING}:
-        raise ValueError(
-            f"layer_types={types}; expected {config['num_hidden_layers']} of {FULL!r} and "
-            f"{SLIDING!r}"
-        )
+    if len(types) != config["num_hidden_layers"] or not set(types) <= family.layer_kinds:
+        kinds = " and ".join(map(repr, sorted(family.layer_kinds)))
+        raise ValueError(f"layer_types={types}; expected {config['num_hidden_layers']} of {kinds}")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if SLIDING in types and window is None:
         raise ValueError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
@@ -245,7 +250,7 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
         local_theta=family.local_rope_theta,
         local_key=family.local_rope_key,
     )
-    mixed = len(set(types)) > 1
+    mixed = SLIDING in types and len(set(types)) > 1
     if not mixed and ropes.local_rope_theta is not None:
         local = types[0] == SLIDING
         ropes = (
@@ -256,6 +261,7 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     return {
         "window": window if SLIDING in types else None,
         "windowed_layers": tuple(kind == SLIDING for kind in types) if mixed else (),
+        "delta_layers": tuple(kind == LINEAR for kind in types) if LINEAR in types else (),
         **ropes._asdict(),
         "rotary_fraction": read_fraction(config, is_read=family.partial_rotary),
     }
@@ -294,9 +300,14 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
     windowed = spec.windowed_layers or (spec.window is not None,) * spec.layers
+    linear = spec.delta_layers or (False,) * spec.layers
     config: dict[str, Any] = {}
     if family.mixed_layers:
-        config["layer_types"] = [SLIDING if slides else FULL for slides in windowed]
+        named = zip(windowed, linear, strict=True)
+        kinds = [
+            LINEAR if is_linear else SLIDING if slides else FULL for slides, is_linear in named
+        ]
+        config["layer_types"] = [kind if kind in family.layer_kinds else FULL for kind in kinds]
     if "sliding_window" in family.defaults:
         config["sliding_window"] = spec.window
     if "use_sliding_window" in family.defaults:

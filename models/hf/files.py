@@ -63,6 +63,8 @@ class StoredArray:
             dtype: To take its numbers for; None: its own.
         """
         kind = np.dtype(STORED_TYPES[self.type] if dtype is None else dtype)
+        if self.end == self.offset:  # of which there is no map
+            return np.empty(self.shape, kind)
         return np.memmap(self.path, kind, "r", offset=self.offset, shape=self.shape)
 
     def is_whole(self) -> bool:

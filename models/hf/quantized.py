@@ -31,10 +31,8 @@ PACKED_GROUP = 32
 """Numbers of an MXFP4 array that share a scale."""
 FP8_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FP4_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-FP4_PAIRS = np.stack(
-    [np.concatenate([FP4_NUMBERS, -FP4_NUMBERS])[half] for half in np.divmod(np.arange(256), 16)],
-    axis=-1,
-)[:, ::-1].copy()
+FP4_SIGNED = np.concatenate([FP4_NUMBERS, -FP4_NUMBERS])
+FP4_PAIRS = np.stack([FP4_SIGNED[np.arange(256) % 16], FP4_SIGNED[np.arange(256) // 16]], axis=-1)
 """The two numbers of each byte."""
 POWERS = np.ldexp(np.float32(1), np.arange(-127, 128))
 POWERS = np.append(POWERS, np.float32(np.nan))
@@ -88,8 +86,9 @@ class MicroScaled:
         groups = np.arange(inputs[0] // PACKED_GROUP, inputs[-1] // PACKED_GROUP + 1)
         chosen = experts, outputs, groups
         packed = take_entries(self.blocks.map(), (*chosen, np.arange(PACKED_GROUP // 2)))
-        numbers = FP4_PAIRS[packed]
-        numbers *= POWERS[take_entries(self.scales.map(), chosen)][..., None, None]
+        # as one number of 64 bits, a pair is looked up four times as fast
+        numbers = FP4_PAIRS.view(np.float64)[..., 0][packed].view(np.float32)
+        numbers *= POWERS[take_entries(self.scales.map(), chosen)][..., None]
         matrices = numbers.reshape(*map(len, (experts, outputs)), -1).swapaxes(1, 2)
         every = tuple(np.arange(size) for size in (len(experts), len(outputs)))
         return take_entries(matrices, (every[0], inputs - PACKED_GROUP * groups[0], every[1]))
@@ -167,7 +166,11 @@ def restore_arrays(
             base, blocks = name.removesuffix(of_blocks), stored[name]
             scales = arrays.pop(base + of_scales, None)
             if blocks.type != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != 16:
-                problems.append(f"misshapen: {name} is {blocks.type} {blocks.shape}, expected U8")
+                problems.append(
+                    f"misshapen: {name} is {blocks.type} {blocks.shape}, expected U8 "
+                    "[experts, outputs, groups, 16]"
+                )
+                continue
             problems += _check_scales(base + of_scales, scales, blocks.shape[:-1], ["U8"])
             if isinstance(scales, StoredArray):
                 arrays[base] = MicroScaled(blocks, scales)

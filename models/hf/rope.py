@@ -63,6 +63,8 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str]]] = {
 }
 FRACTION_KEY = "partial_rotary_factor"
 LOCAL_ROPE_KEY = "rope_local_base_freq"
+# Which frequencies turn by an image's rows and columns. A text's positions are the same in each.
+MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
 ROPE_KEYS = {
     "rope_theta",
     "rope_scaling",
@@ -159,7 +161,7 @@ def _one_form(config: Config) -> dict[str, Any]:
 
     if old and new and scaling(old) != scaling(new.get("full_attention") or new):
         raise ValueError(f"rope_scaling={old} and rope_parameters={new} disagree; expected one")
-    return dict(new or old)
+    return {key: value for key, value in (new or old).items() if key not in MROPE_KEYS}
 
 
 def _read_rope(

@@ -60,6 +60,8 @@ class MoeSpec:
         dense_layers: How many of the first layers have a plain feed-forward instead.
         router: How tokens choose experts.
         shared_ff_width: Width of the experts that every token passes, together; 0 without them.
+        shared_gate: Whether what the shared experts give is multiplied by the sigmoid of a
+            projection of their input.
         biases: Whether the router and the three projections of each expert have a bias.
         swiglu: How an expert combines gate and up; None: the model's activation of the gate times
             up.
@@ -70,6 +72,7 @@ class MoeSpec:
             array of its own.
         hf_joined: Whether a checkpoint joins the experts of a layer in one array, gate and up in
             another, their columns taking turns (gpt-oss).
+        hf_shared: Name there of the shared experts.
 
     Raises:
         ValueError: A size is not positive, a token would choose more experts than there are, or the
@@ -86,6 +89,7 @@ class MoeSpec:
     dense_layers: int = 0
     router: SoftmaxRouter | SigmoidRouter = MIXTRAL_ROUTER
     shared_ff_width: int = 0
+    shared_gate: bool = False
     biases: bool = False
     swiglu: ClippedSwiglu | None = None
     hf_module: str = "mlp"
@@ -93,6 +97,7 @@ class MoeSpec:
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     hf_router_bias: str = "gate.e_score_correction_bias"
     hf_joined: bool = False
+    hf_shared: str = "shared_experts"
 
     def route_shape(self, layers: int) -> RouteShape:
         """Return what a record of choices holds of each token in a model of so many layers.

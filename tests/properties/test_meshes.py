@@ -18,6 +18,7 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.mixture import mixture
@@ -53,6 +54,13 @@ DENSE = ModelSpec(
     max_positions=64,
 )
 MOE = dataclasses.replace(DENSE, moe=MoeSpec(experts=8, experts_per_token=2, ff_width=16))
+DELTA = dataclasses.replace(
+    MOE,
+    moe=dataclasses.replace(MOE.moe, shared_ff_width=16, shared_gate=True),
+    gated_attention=True,
+    delta=DeltaSpec(key_heads=8, value_heads=16, key_width=4, value_width=3),
+    delta_layers=(True, False) * 2,
+)
 GPT_OSS = dataclasses.replace(
     DENSE,
     qk_norm=False,
@@ -63,7 +71,7 @@ GPT_OSS = dataclasses.replace(
     attention_sinks=True,
     moe=dataclasses.replace(MOE.moe, biases=True, swiglu=ClippedSwiglu(alpha=1.702, limit=1.0)),
 )
-SPECS = {"dense": DENSE, "moe": MOE, "gpt-oss": GPT_OSS}
+SPECS = {"dense": DENSE, "moe": MOE, "gpt-oss": GPT_OSS, "delta": DELTA}
 PACKED = (16, 5, 5, 5, 16, 5, 5, 5, 7, 3, 6, 2)
 PADDED = (9, 16, 11, 10, 9, 12, 15, 9, 13, 9, 14, 10)  # no two fit into a row
 LENGTH = 16
@@ -135,6 +143,9 @@ OWN_ARRAYS = [  # sinks by heads, biases of experts by experts and by their widt
     ("gpt-oss", {"tensor": 2, "expert": 2, "fsdp": 2}),
     ("gpt-oss", {"tensor": 2, "context by heads": 2, "data": 2}),
     ("gpt-oss", {"stage": 2, "context by keys": 2, "expert": 2}),
+    ("delta", {"context by heads": 4, "tensor": 2}),
+    ("delta", {"context by keys": 2, "fsdp": 2, "expert": 2}),
+    ("delta", {"stage": 2, "tensor": 2, "data": 2}),
 ]
 
 

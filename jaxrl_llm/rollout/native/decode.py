@@ -124,10 +124,11 @@ def make_pool(
     With `routes` there is room for choices of experts, too.
     """
     options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    flat = model.init_cache(parts * pages, size, **options)._replace(states=())
+    flat = model.init_cache(parts * pages, size, **options)
+    states = flat.states and model.init_cache(parts * slots, 1, **options).states
+    flat = flat._replace(states=())
     if routes is not None:
         flat = flat._replace(routes=empty_record(routes, parts * pages, size))
-    states = model.init_cache(parts * slots, 1, **options).states
     pool = jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
     states = jax.tree.map(lambda x: x.reshape(parts, slots, *x.shape[1:]), states)
     return pool._replace(states=states)

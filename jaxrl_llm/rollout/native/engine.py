@@ -53,6 +53,8 @@ class EngineStats(NamedTuple):
         waiting: sequences that don't yet.
         cached_tokens: room of the pages in use, in tokens.
         cache_tokens: room of all pages.
+        cached_states: states in use, where the model has some: of what runs, and those read next.
+        cache_states: room for states.
         prompt_tokens: tokens of prompts read.
         generated_tokens: tokens drawn.
         reused_tokens: tokens of prompts that were in the cache already.
@@ -63,6 +65,8 @@ class EngineStats(NamedTuple):
     waiting: int
     cached_tokens: int
     cache_tokens: int
+    cached_states: int
+    cache_states: int
     prompt_tokens: int
     generated_tokens: int
     reused_tokens: int
@@ -267,10 +271,10 @@ class NativeEngine:
         """Return what the engine does and has done."""
         scheduler, shapes = self._runner.scheduler, self.programs.sizes
         in_use = sum(pages.count - pages.available for pages in scheduler.pages) * PAGE
+        states = sum(pages.slots - pages.available_slots for pages in scheduler.pages)
         waiting = len(scheduler.waiting) + len(self._incoming)
-        return EngineStats(
-            len(scheduler.running), waiting, in_use, shapes.capacity, *scheduler.counts
-        )
+        room = (in_use, shapes.capacity, states, shapes.parts * shapes.slots)
+        return EngineStats(len(scheduler.running), waiting, *room, *scheduler.counts)
 
     def shapes(self) -> tuple[Any, tuple[Cache, ...]]:
         """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""

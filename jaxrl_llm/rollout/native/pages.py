@@ -79,7 +79,7 @@ class PagePool:
 
     def __init__(self, count: int, *, size: int) -> None:
         """All pages are free."""
-        self.count, self.size = count, size
+        self.count, self.size, self.slots = count, size, 0
         self._free = list(range(count))[::-1]
         self._epoch, self._trees = 0, {0: Node(None, (), -1)}
         self._versions = dict[int, int]()  # of the weights, to the epochs of their trees
@@ -89,6 +89,11 @@ class PagePool:
     def available(self) -> int:
         """Return the number of pages that are free or used by nobody."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def available_slots(self) -> int:
+        """Return the number of slots of states that a sequence can have; there are none here."""
+        return 0
 
     def match_prefix(
         self, table: PageTable, tokens: Sequence[int], version: int | None = None

@@ -30,13 +30,15 @@ def gather_states(held: Any, slots: Int[Array, " B"] | None) -> Any:
     >>> gather_states((jnp.array([[3.0, 4.0]]),), jnp.array([1, 2, 0]))[0].tolist()
     [4.0, 0.0, 3.0]
     """
+    if slots is None:
+        return ()
 
     def gathered(held: Shaped[Array, "parts slots ..."]) -> Shaped[Array, "B ..."]:
         by_part = slots.reshape(len(held), -1)
         rows = jax.vmap(lambda held, at: held.at[at].get(mode="fill", fill_value=0))(held, by_part)
         return jax.lax.collapse(rows, 0, 2)
 
-    return () if slots is None else jax.tree.map(gathered, held)
+    return jax.tree.map(gathered, held)
 
 
 def scatter_states(held: Any, rows: Any, slots: Int[Array, " B"] | None) -> Any:
@@ -53,6 +55,8 @@ def scatter_states(held: Any, rows: Any, slots: Int[Array, " B"] | None) -> Any:
     >>> scatter_states(states, (jnp.array([5.0, 6.0]),), jnp.array([1, 2]))[0].tolist()
     [[3.0, 5.0]]
     """
+    if slots is None:
+        return held
 
     def scattered(
         held: Shaped[Array, "parts slots ..."], rows: Shaped[Array, "B ..."]
@@ -61,4 +65,4 @@ def scatter_states(held: Any, rows: Any, slots: Int[Array, " B"] | None) -> Any:
         new = rows.reshape(*by_part.shape, *rows.shape[1:])
         return jax.vmap(lambda held, at, x: held.at[at].set(x, mode="drop"))(held, by_part, new)
 
-    return held if slots is None else jax.tree.map(scattered, held, rows)
+    return jax.tree.map(scattered, held, rows)
